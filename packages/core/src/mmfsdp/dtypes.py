@@ -1,0 +1,126 @@
+"""Names, sizes and codes of tensor dtypes, without importing torch.
+
+``'float16'``, ``'torch.float16'``, ``torch.float16``, ``'fp16'`` and ``'half'`` are one thing here: ``'float16'``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["DTYPES", "canonical_dtype", "from_safetensors_code", "is_floating_point", "itemsize", "safetensors_code", "to_torch"]
+
+# Canonical name -> (bytes per element, safetensors code). The codes are those of the format's own list:
+# https://github.com/huggingface/safetensors (`Dtype` in safetensors/src/tensor.rs); None where it has none.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "bool": (1, "BOOL"),
+    "uint8": (1, "U8"),
+    "int8": (1, "I8"),
+    "uint16": (2, "U16"),
+    "int16": (2, "I16"),
+    "uint32": (4, "U32"),
+    "int32": (4, "I32"),
+    "uint64": (8, "U64"),
+    "int64": (8, "I64"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "complex64": (8, "C64"),
+    "complex128": (16, None),
+}
+
+_ALIASES = {
+    "half": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "double": "float64",
+    "fp64": "float64",
+    "f64": "float64",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "byte": "uint8",
+    "char": "int8",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    "fp8": "float8_e4m3fn",
+    "float8": "float8_e4m3fn",
+}
+
+_FROM_CODE = {code: name for name, (_, code) in DTYPES.items() if code is not None}
+
+
+def canonical_dtype(dtype: object) -> str:
+    """Return the canonical name of a dtype given in any spelling.
+
+    Args:
+        dtype: A ``torch.dtype``, or a string such as ``'bf16'``, ``'torch.bfloat16'``, ``'BFloat16'``.
+
+    Raises:
+        ConfigError: No such dtype exists; the message names the nearest one.
+    """
+    spelling = str(dtype).strip().lower().removeprefix("torch.")
+    name = _ALIASES.get(spelling, spelling)
+    if name not in DTYPES:
+        hint = closest(spelling, [*DTYPES, *_ALIASES]) or f" Known dtypes: {', '.join(DTYPES)}."
+        raise ConfigError(f"{dtype!r} is not a dtype.{hint}")
+    return name
+
+
+def itemsize(dtype: object) -> int:
+    """Return the bytes that one element of ``dtype`` takes."""
+    return DTYPES[canonical_dtype(dtype)][0]
+
+
+def is_floating_point(dtype: object) -> bool:
+    """Tell whether ``dtype`` is a real floating point dtype (complex dtypes are not)."""
+    return canonical_dtype(dtype).startswith(("float", "bfloat"))
+
+
+def safetensors_code(dtype: object) -> str:
+    """Return the code that a safetensors header uses for ``dtype``.
+
+    Raises:
+        ConfigError: The format has no code for it.
+    """
+    name = canonical_dtype(dtype)
+    code = DTYPES[name][1]
+    if code is None:
+        raise ConfigError(f"safetensors cannot hold dtype {name!r}. Cast it, or write a .pth file instead.")
+    return code
+
+
+def from_safetensors_code(code: str) -> str:
+    """Return the canonical name for a safetensors dtype code.
+
+    Raises:
+        ConfigError: The code is unknown.
+    """
+    if code not in _FROM_CODE:
+        raise ConfigError(f"{code!r} is not a safetensors dtype code.{closest(code, _FROM_CODE)}")
+    return _FROM_CODE[code]
+
+
+def to_torch(dtype: object) -> Any:
+    """Return the ``torch.dtype``; imports torch.
+
+    Raises:
+        ConfigError: No such dtype exists, or the installed torch does not have it.
+    """
+    import torch
+
+    name = canonical_dtype(dtype)
+    if not hasattr(torch, name):
+        raise ConfigError(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch.")
+    return getattr(torch, name)

@@ -1,0 +1,144 @@
+"""Every error that mmfsdp raises on purpose, each saying where the mistake is and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "FormatError",
+    "FrozenParametersError",
+    "GradScalerError",
+    "IncompleteCheckpointError",
+    "MeshError",
+    "MmfsdpError",
+    "PlanError",
+    "PlanMismatchError",
+    "PolicyError",
+    "PolicyNotFoundError",
+    "RankMismatchError",
+    "ShardStateError",
+    "StateDictError",
+    "UnsafePickleError",
+    "closest",
+]
+
+
+class MmfsdpError(Exception):
+    """Base of all errors of this library.
+
+    Args:
+        message: What went wrong and what to write instead, one or more sentences.
+        **context: Where it went wrong: ``config`` (dotted path), ``fqn``, ``file``, ``offset`` (bytes), ``rank``.
+            Entries that are ``None`` are dropped.
+
+    Attributes:
+        message: The message without its context.
+        context: The context, as given.
+    """
+
+    def __init__(self, message: str, **context: object) -> None:
+        self.message = message
+        self.context: Mapping[str, object] = {key: value for key, value in context.items() if value is not None}
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        if not self.context:
+            return self.message
+        where = ", ".join(f"{key}={value!r}" for key, value in self.context.items())
+        return f"{self.message} [{where}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between ranks and worker processes: keep the keyword context.
+        return _rebuild, (type(self), self.message, dict(self.context))
+
+
+def _rebuild(cls: type[MmfsdpError], message: str, context: dict[str, object]) -> MmfsdpError:
+    return cls(message, **context)
+
+
+class ConfigError(MmfsdpError):
+    """A setting is unknown, misspelt, of the wrong type, or cannot be honoured."""
+
+
+class PolicyNotFoundError(ConfigError):
+    """A wrapping policy or initialisation function is named that no registry and no module has."""
+
+
+class PlanError(MmfsdpError):
+    """The configuration and the model do not fit together."""
+
+
+class PolicyError(PlanError):
+    """A wrapping policy matched nothing, or returned something that is not a decision."""
+
+
+class MeshError(PlanError):
+    """A mesh, process group or shard size does not fit the world size or the sharding strategy."""
+
+
+class FrozenParametersError(PlanError):
+    """Frozen and trained parameters meet in one flat parameter (``use_orig_params=False``)."""
+
+
+class PlanMismatchError(PlanError):
+    """A plan is applied to a model or mesh that it was not made for."""
+
+
+class ShardStateError(MmfsdpError):
+    """A sharded model is used in a state that would train wrongly without a word."""
+
+
+class GradScalerError(ShardStateError):
+    """fp16 training is about to start without a gradient scaler."""
+
+
+class RankMismatchError(MmfsdpError):
+    """Ranks were given different models, configurations or inputs."""
+
+
+class StateDictError(MmfsdpError):
+    """Keys or shapes of a state dict do not fit the model or optimizer."""
+
+
+class CheckpointError(MmfsdpError):
+    """A checkpoint cannot be read or written."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint at the given path."""
+
+
+class FormatError(CheckpointError):
+    """The file is not of a format that is known, or is not what its format promises."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes of a checkpoint are damaged."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Parts of a checkpoint are missing: a rank's file, or a region of a tensor."""
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle wants to import something that is not on the list of safe names."""
+
+
+def closest(given: object, accepted: Iterable[object], *, count: int = 3) -> str:
+    """Return ``" Did you mean 'x'?"`` for the nearest accepted spellings, or an empty string.
+
+    Args:
+        given: What the user wrote.
+        accepted: What would have been right.
+        count: How many suggestions to give at most.
+    """
+    spellings = {str(name).lower(): str(name) for name in accepted}
+    matches = difflib.get_close_matches(str(given).lower(), spellings, n=count, cutoff=0.5)
+    if not matches:
+        return ""
+    return " Did you mean " + " or ".join(repr(spellings[match]) for match in matches) + "?"

@@ -1,0 +1,60 @@
+"""``'package.module:attribute'`` strings: checked when a config is read, imported only when used."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from mmfsdp.errors import ConfigError, PolicyNotFoundError, closest
+
+__all__ = ["check_reference", "resolve_reference"]
+
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def check_reference(text: str) -> str:
+    """Return ``text`` if it is spelt like a reference, without importing anything.
+
+    Args:
+        text: ``'package.module:attribute'`` or ``'package.module.attribute'``.
+
+    Raises:
+        ConfigError: It is spelt otherwise.
+    """
+    if not isinstance(text, str) or _REFERENCE.fullmatch(text) is None:
+        raise ConfigError(
+            f"{text!r} is not a reference. Write 'package.module:attribute', for example "
+            "'torch.distributed.fsdp.wrap:size_based_auto_wrap_policy'."
+        )
+    return text
+
+
+def resolve_reference(text: str) -> Any:
+    """Import the module of a reference and return its attribute.
+
+    Args:
+        text: ``'package.module:attribute'``, or with a dot in place of the colon.
+
+    Raises:
+        ConfigError: It is not spelt like a reference.
+        PolicyNotFoundError: The module cannot be imported or lacks the attribute; the nearest names are given.
+    """
+    check_reference(text)
+    module_name, separator, attribute = text.partition(":")
+    if not separator:
+        module_name, _, attribute = text.rpartition(".")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PolicyNotFoundError(
+            f"{text!r} cannot be resolved: no module named {error.name!r}. Install it, or correct the reference."
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise PolicyNotFoundError(
+                f"{text!r} cannot be resolved: {getattr(target, '__name__', target)!r} has no attribute {part!r}."
+                + closest(part, dir(target))
+            )
+        target = getattr(target, part)
+    return target
