@@ -1,0 +1,5 @@
+"""The command line of mmfsdp."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"
