@@ -1,0 +1,128 @@
+"""Sessions of nox: `tests` runs by default; every other one is asked for by name (`nox -s lint types`)."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
+CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+
+# The environment that nox itself runs in. With venv_backend="none" a bare "python" would be the first one on PATH.
+HERE = sys.executable
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run all tests in the current environment, so that torch is installed once."""
+    session.run(HERE, "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def lint(session: nox.Session) -> None:
+    """Check rules and format with ruff, in the current environment."""
+    session.run(HERE, "-m", "ruff", "check", *session.posargs, ".")
+    session.run(HERE, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none", default=False)
+def types(session: nox.Session) -> None:
+    """Check the three packages with mypy --strict, in the current environment."""
+    session.run(HERE, "-m", "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def demo(session: nox.Session) -> None:
+    """Run the digits example, in the current environment."""
+    session.run(HERE, "examples/digits/run_demo.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, in the current environment."""
+    session.run(HERE, "benchmarks/run.py", *session.posargs)
+
+
+@nox.session(default=False)
+def core_alone(session: nox.Session) -> None:
+    """Install core alone: no MMEngine, no CLI, and its tests pass."""
+    install(session, CORE, *TEST_TOOLS)
+    expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "typer")
+    session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
+    session.run("python", "-m", "pytest", "tests/core", *session.posargs)
+
+
+@nox.session(default=False)
+def adapter_alone(session: nox.Session) -> None:
+    """Install core and the MMEngine adapter, without the CLI: its tests pass."""
+    install(session, CORE, ADAPTER, *TEST_TOOLS)
+    expect_absent(session, "mmfsdp_cli", "typer")
+    session.run("python", "-c", "import mmfsdp_mmengine")
+    session.run("python", "-m", "pytest", "tests/mmengine_adapter", *session.posargs)
+
+
+@nox.session(default=False)
+def cli_alone(session: nox.Session) -> None:
+    """Install core and the CLI, without MMEngine: its tests pass."""
+    install(session, CORE, CLI, *TEST_TOOLS)
+    expect_absent(session, "mmengine", "mmfsdp_mmengine")
+    session.run("mmfsdp-cli", "--help", silent=True)
+    session.run("python", "-m", "pytest", "tests/cli", *session.posargs)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into docs/_build/html; a warning is an error."""
+    install(session, CORE, ADAPTER, CLI, "-r", "docs/requirements.txt")
+    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build wheels and sdists into dist/, and import each package from its wheel, outside the repository."""
+    session.install("build")
+    dist = ROOT / "dist"
+    for old in [*dist.glob("mmfsdp*.whl"), *dist.glob("mmfsdp*.tar.gz")]:
+        old.unlink()
+    for package in (CORE, ADAPTER, CLI):
+        session.run("python", "-m", "build", "--outdir", str(dist), package, silent=True)
+    found = sorted(path.name for path in dist.iterdir() if path.name.startswith("mmfsdp"))
+    if len(found) != 6:
+        session.error(f"Expected three wheels and three sdists, got {found}.")
+    # The pinned dependencies between the three resolve to the wheels just built, one package at a time.
+    wheels = ("--find-links", str(dist), *CONSTRAINTS)
+    session.install("mmfsdp==0.1.0", *wheels)
+    with session.chdir(tempfile.gettempdir()):
+        session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint")
+        expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli")
+        session.install("mmfsdp-cli==0.1.0", *wheels)
+        session.run("mmfsdp-cli", "--help", silent=True)
+        expect_absent(session, "mmengine", "mmfsdp_mmengine")
+        session.install("mmfsdp-mmengine==0.1.0", *wheels)
+        session.run("python", "-c", "import mmfsdp_mmengine")
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install local packages (as they would be from an index, not editable) and tools, with torch pinned."""
+    local = [f"./{item}" if item.startswith("packages/") else item for item in requirements]
+    session.install(*local, *CONSTRAINTS)
+
+
+def expect_absent(session: nox.Session, *modules: str) -> None:
+    """Fail if one of the modules can be found in the session's environment."""
+    session.run(
+        "python",
+        "-c",
+        "import importlib.util, sys; found = [m for m in sys.argv[1:] if importlib.util.find_spec(m)]; "
+        "sys.exit(f'should not be installed: {found}' if found else 0)",
+        *modules,
+    )
