@@ -1,0 +1,185 @@
+"""Moves byte runs between files with the operating system's own copy, and checks checksums on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mmfsdp.checkpoint.crc import crc32_combine
+from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.gathering import packed_blocks
+from mmfsdp.checkpoint.layout import Record, TensorEntry
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+
+__all__ = ["Copier", "Progress"]
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes copied so far and the bytes to copy in total."""
+
+_PIECE = 64 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
+_BLOCK = 1 << 20  # bytes per read where data passes through here: fits the second-level cache
+_OPEN_FILES = 64
+
+# What says "not between these files", rather than "this went wrong".
+_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+
+
+class Copier:
+    """Copies tensors into one open file, in constant memory.
+
+    Args:
+        target: Descriptor of the file to write, opened for reading and writing or for writing only.
+        total: Bytes that will be copied, for ``progress``.
+        verify: Compare every source record that has a CRC-32 with it, once, before its first byte is copied.
+        progress: Called after each piece; what it raises stops the copy.
+    """
+
+    def __init__(self, target: int, *, total: int, verify: bool = True, progress: Progress | None = None) -> None:
+        self._target = target
+        self._total = total
+        self._verify = verify
+        self._progress = progress
+        self._done = 0
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._verified: set[tuple[Path, int, int]] = set()
+        self._methods = [_copy_file_range, _sendfile] if hasattr(os, "copy_file_range") else [_sendfile]
+        self._buffer = memoryview(bytearray(_BLOCK))
+
+    def __enter__(self) -> Copier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def copy_tensor(self, entry: TensorEntry, at: int) -> int:
+        """Copy a whole tensor, packed in row-major order, to byte ``at`` of the target.
+
+        Returns:
+            The CRC-32 of what was written, from the stored ones where they suffice.
+
+        Raises:
+            CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
+        """
+        if self._verify:
+            for chunk in entry.chunks:
+                if chunk.record is not None:
+                    self._check(chunk.record, entry.name)
+        # Stored checksums stand for the data as long as each run is one whole record.
+        known = {(chunk.file, chunk.offset, chunk.nbytes): chunk.crc32 for chunk in entry.chunks}
+        crc = 0
+        for run in byte_runs(entry):
+            if isinstance(run, StridedRun):
+                crc = self._gather(run, at, entry.name, crc)
+                continue
+            stored = known.get((run.file, run.source, run.length))
+            if stored is None:
+                crc = self._crc32(self._open(run.file), run.source, run.length, run.file, entry.name, crc)
+            else:
+                crc = crc32_combine(crc, stored, run.length)
+            self._copy(run, at, entry.name)
+        return crc
+
+    def _copy(self, run: Run, at: int, name: str) -> None:
+        source = self._open(run.file)
+        done = 0
+        while done < run.length:
+            count = self._copy_piece(source, run.source + done, at + run.target + done, min(_PIECE, run.length - done))
+            if count == 0:
+                raise _truncated(run.file, name, run.source + done)
+            done += count
+            self._advance(count)
+
+    def _copy_piece(self, source: int, source_at: int, target_at: int, length: int) -> int:
+        while self._methods:
+            try:
+                return self._methods[0](source, self._target, source_at, target_at, length)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                del self._methods[0]
+        view = self._buffer[: min(length, _BLOCK)]
+        count = os.preadv(source, [view], source_at)
+        _write(self._target, view[:count], target_at)
+        return count
+
+    def _gather(self, run: StridedRun, at: int, name: str, crc: int) -> int:
+        position = at + run.target
+        for block in packed_blocks(self._open(run.file), run):
+            if not block:
+                raise _truncated(run.file, name, run.source)
+            _write(self._target, memoryview(block), position)
+            position += len(block)
+            crc = zlib.crc32(block, crc)
+            self._advance(len(block))
+        return crc
+
+    def _check(self, record: Record, name: str) -> None:
+        key = (record.file, record.offset, record.nbytes)
+        if record.crc32 is None or key in self._verified:
+            return
+        self._verified.add(key)
+        found = self._crc32(self._open(record.file), record.offset, record.nbytes, record.file, name, 0)
+        if found != record.crc32:
+            raise CorruptCheckpointError(
+                f"The data of tensor {name!r} in {record.file.name} is damaged: its CRC-32 is {found:08x} "
+                f"(expected {record.crc32:08x}).",
+                file=str(record.file),
+                offset=record.offset,
+            )
+
+    def _crc32(self, source: int, offset: int, length: int, file: Path, name: str, crc: int) -> int:
+        end = offset + length
+        while offset < end:
+            view = self._buffer[: min(_BLOCK, end - offset)]
+            count = os.preadv(source, [view], offset)
+            if count == 0:
+                raise _truncated(file, name, offset)
+            crc = zlib.crc32(view[:count], crc)
+            offset += count
+        return crc
+
+    def _open(self, file: Path) -> int:
+        if file in self._files:
+            self._files.move_to_end(file)
+            return self._files[file]
+        if len(self._files) >= _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        try:
+            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
+        return self._files[file]
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _copy_file_range(source: int, target: int, source_at: int, target_at: int, length: int) -> int:
+    return os.copy_file_range(source, target, length, source_at, target_at)
+
+
+def _sendfile(source: int, target: int, source_at: int, target_at: int, length: int) -> int:
+    os.lseek(target, target_at, os.SEEK_SET)
+    return os.sendfile(target, source, source_at, length)
+
+
+def _write(target: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(target, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
+    )

@@ -1,0 +1,55 @@
+"""Joins CRC-32 checksums: that of two stretches of bytes together from those of each, without the bytes.
+
+Appending n zero bytes to a message is a linear map over GF(2), applied here as 32 x 32 bit matrices squared as often as
+n's binary digits ask for. The idea is Mark Adler's, in zlib: https://stackoverflow.com/a/23126768
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+__all__ = ["crc32_combine"]
+
+_POLYNOMIAL = 0xEDB88320  # CRC-32 of zip and zlib, bits reversed
+
+_Matrix = tuple[int, ...]
+
+
+def crc32_combine(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of two stretches of bytes that follow each other.
+
+    Args:
+        first: CRC-32 of the first stretch.
+        second: CRC-32 of the second.
+        length: Length of the second in bytes.
+    """
+    power = 0
+    while length:
+        if length & 1:
+            first = _apply(_zero_bytes(power), first)
+        length >>= 1
+        power += 1
+    return first ^ second
+
+
+@cache
+def _zero_bytes(power: int) -> _Matrix:
+    # The map that appends 2 ** power zero bytes.
+    if power:
+        half = _zero_bytes(power - 1)
+        return tuple(_apply(half, column) for column in half)
+    matrix: _Matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
+    for _ in range(3):
+        matrix = tuple(_apply(matrix, column) for column in matrix)
+    return matrix
+
+
+def _apply(matrix: _Matrix, vector: int) -> int:
+    result = 0
+    for column in matrix:
+        if vector & 1:
+            result ^= column
+        vector >>= 1
+        if not vector:
+            break
+    return result

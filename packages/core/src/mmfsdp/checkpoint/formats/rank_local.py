@@ -1,0 +1,202 @@
+"""Reads ``local`` checkpoints: a directory of ``rank0.pth`` to ``rank{N-1}.pth``, each with the boxes of its tensors.
+
+Every file is an ordinary torch zip whose ``'mmfsdp'`` key says what the rest is part of::
+
+    {'format': 'rank_local', 'version': 1, 'world_size': N, 'rank': i, 'save_id': str,
+     'tensors': {path: {'shape': [global shape], 'offsets': [start of the box per dimension]}}}
+
+A path joins ``str(key)`` of the nested keys with ``/``. The local tensor's own shape is the size of its box. What is not
+listed is the same on all ranks, and taken from rank 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.formats.torch_zip import StoredTensor, read_tree
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
+from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+__all__ = ["is_rank_local", "read_rank_local"]
+
+_RANK_FILE = re.compile(r"rank(\d+)\.pth")
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    path: Path
+    tree: Any
+    save_id: str
+    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # path -> (global shape, box offsets)
+    tensors: Mapping[str, StoredTensor]
+
+
+def is_rank_local(directory: Path) -> bool:
+    """Tell whether a directory holds files named like those of a ``local`` checkpoint."""
+    return any(_RANK_FILE.fullmatch(entry.name) for entry in directory.iterdir())
+
+
+def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
+    """Read the layout of a ``local`` checkpoint.
+
+    Args:
+        directory: The directory of rank files.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+
+    Raises:
+        IncompleteCheckpointError: Files of some ranks are missing; they are named.
+        CorruptCheckpointError: Files are of different saves, or their sizes differ from the manifest.
+        FormatError: The files were written by something else, such as stock MMEngine.
+        UnsafePickleError: A file names something that is not on the list of safe names.
+    """
+    present = {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_FILE.fullmatch(entry.name))}
+    manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
+    first = present[min(present)]
+    world_size = _header(first, read_tree(first, trust=True))["world_size"]
+    if manifest is not None and manifest.world_size != world_size:
+        raise CorruptCheckpointError(
+            f"{first.name} is of a save by {world_size} ranks, but {MANIFEST_NAME} of one by {manifest.world_size}.",
+            file=str(first),
+        )
+    missing = [f"rank{rank}.pth" for rank in range(world_size) if rank not in present]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{directory.name} was saved by {world_size} ranks, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing.",
+            file=str(directory / missing[0]),
+        )
+    stale = [present[rank].name for rank in sorted(present) if rank >= world_size]
+    if stale:
+        raise CorruptCheckpointError(
+            f"{directory.name} was saved by {world_size} ranks, but also holds {', '.join(stale)}, left over from "
+            "another save. Remove what does not belong.",
+            file=str(directory / stale[0]),
+        )
+    if manifest is not None:
+        check_manifest(directory, hashes=False)
+    ranks = [_read_rank(present[rank], rank, world_size, trust) for rank in range(world_size)]
+    expected = ranks[0].save_id if manifest is None else manifest.save_id
+    for rank in ranks:
+        if rank.save_id != expected:
+            origin = "rank0.pth" if manifest is None else MANIFEST_NAME
+            raise CorruptCheckpointError(
+                f"{rank.path.name} is of another save ({rank.save_id!r}) than {origin} ({expected!r}).",
+                file=str(rank.path),
+            )
+    return _combined(directory, ranks)
+
+
+def _header(path: Path, tree: Any) -> dict[str, Any]:
+    header = tree.get("mmfsdp") if isinstance(tree, dict) else None
+    if header is None:
+        raise FormatError(
+            f"{path.name} does not say which part of the checkpoint it holds. It looks like a 'local' checkpoint of "
+            "stock MMEngine (FSDP's LOCAL_STATE_DICT), which cannot be read yet: load it with the world size that saved "
+            "it and save it again with state_dict_cfg='full' or with mmfsdp.",
+            file=str(path),
+        )
+    valid = (
+        isinstance(header, dict)
+        and header.get("format") == "rank_local"
+        and all(type(header.get(key)) is int and header[key] >= 0 for key in ("version", "world_size", "rank"))
+        and isinstance(header.get("save_id"), str)
+        and isinstance(header.get("tensors"), dict)
+    )
+    if not valid or header["world_size"] < 1:
+        raise FormatError(f"The 'mmfsdp' entry of {path.name} is malformed.", file=str(path))
+    if header["version"] > 1:
+        raise FormatError(
+            f"{path.name} has version {header['version']} of the 'rank_local' format; this mmfsdp reads version 1. "
+            "Install a newer mmfsdp.",
+            file=str(path),
+        )
+    return dict(header)
+
+
+def _read_rank(path: Path, rank: int, world_size: int, trust: bool) -> _RankFile:
+    tree = read_tree(path, trust=trust)
+    header = _header(path, tree)
+    if header["rank"] != rank or header["world_size"] != world_size:
+        raise CorruptCheckpointError(
+            f"{path.name} holds rank {header['rank']} of {header['world_size']} (expected rank {rank} of {world_size}).",
+            file=str(path),
+        )
+    boxes = {}
+    for name, box in header["tensors"].items():
+        shape, offsets = (box.get("shape"), box.get("offsets")) if isinstance(box, dict) else (None, None)
+        if not (isinstance(name, str) and _is_sizes(shape) and _is_sizes(offsets) and len(shape) == len(offsets)):
+            raise FormatError(f"The box of tensor {name!r} in {path.name} is malformed.", file=str(path))
+        boxes[name] = (tuple(shape), tuple(offsets))
+    content = {key: value for key, value in tree.items() if key != "mmfsdp"}
+    tensors: dict[str, StoredTensor] = {}
+
+    def collect(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, StoredTensor):
+            if name in tensors and name in boxes:
+                raise FormatError(f"{path.name} holds two tensors under the path {name!r}.", file=str(path))
+            tensors[name] = leaf
+        return leaf
+
+    map_leaves(content, collect)
+    for name in boxes:
+        if name not in tensors:
+            raise CorruptCheckpointError(f"{path.name} lists tensor {name!r} but does not hold it.", file=str(path))
+    return _RankFile(path, content, header["save_id"], boxes, tensors)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
+    tensors: dict[str, TensorEntry] = {}
+
+    def bind(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        if any(name in rank.boxes for rank in ranks):
+            tensors[name] = _sharded(name, ranks)
+            return TensorRef(name, leaf.parameter)
+        unique, count = name, 1
+        while unique in tensors:
+            count += 1
+            unique = f"{name}~{count}"
+        tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
+        return TensorRef(unique, leaf.parameter)
+
+    tree = map_leaves(ranks[0].tree, bind)
+    for rank in ranks[1:]:
+        for name in rank.boxes:
+            if name not in tensors:
+                raise IncompleteCheckpointError(
+                    f"Tensor {name!r} is in {rank.path.name} but not in rank0.pth, which gives the checkpoint its "
+                    "structure.",
+                    file=str(ranks[0].path),
+                )
+    return Layout(directory, "rank_local", len(ranks), tensors, tree)
+
+
+def _sharded(name: str, ranks: list[_RankFile]) -> TensorEntry:
+    holders = [rank for rank in ranks if name in rank.boxes]
+    first = holders[0]
+    shape, dtype = first.boxes[name][0], first.tensors[name].dtype
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    for rank in holders:
+        stored = rank.tensors[name]
+        if rank.boxes[name][0] != shape or stored.dtype != dtype or len(stored.shape) != len(shape):
+            raise CorruptCheckpointError(
+                f"Tensor {name!r} is {dtype} of shape {list(shape)} in {first.path.name} but {stored.dtype} of shape "
+                f"{list(rank.boxes[name][0])} (local {list(stored.shape)}) in {rank.path.name}.",
+                file=str(rank.path),
+            )
+        chunk = stored.chunk(rank.boxes[name][1])
+        # Hybrid sharding writes each box once per replica: the first will do. An empty box holds nothing.
+        if chunk.numel:
+            chunks.setdefault((chunk.box_offsets, chunk.box_sizes), chunk)
+    return TensorEntry(name, dtype, shape, tuple(chunks.values()))

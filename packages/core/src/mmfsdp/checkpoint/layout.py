@@ -1,0 +1,161 @@
+"""The one picture of a checkpoint that every format is read into: tensors, and the byte ranges that hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.dtypes import itemsize
+
+__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "row_major_strides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A stretch of a file that carries a checksum of its own, such as one entry of a zip archive."""
+
+    file: Path
+    """The file that holds it."""
+    offset: int
+    """Where its data begins, in bytes from the start of the file."""
+    nbytes: int
+    """Length of its data in bytes."""
+    crc32: int | None
+    """CRC-32 of its data; ``None`` where the writer computed none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of one tensor, and the bytes that hold it."""
+
+    file: Path
+    """The file that holds it."""
+    offset: int
+    """Where its first element lies, in bytes from the start of the file."""
+    nbytes: int
+    """Bytes that the elements of the box take when packed."""
+    box_offsets: tuple[int, ...]
+    """Where the box begins in the whole tensor, in elements, one per dimension."""
+    box_sizes: tuple[int, ...]
+    """Size of the box in elements, one per dimension."""
+    strides: tuple[int, ...] | None = None
+    """Steps in elements between neighbours in the file; ``None`` for packed row-major order."""
+    record: Record | None = None
+    """The checksummed record that the bytes are part of, if there is one. It may be larger than the chunk."""
+
+    @property
+    def crc32(self) -> int | None:
+        """CRC-32 of exactly the bytes of this chunk, where one is stored."""
+        record = self.record
+        if record is None or self.strides is not None or (record.offset, record.nbytes) != (self.offset, self.nbytes):
+            return None
+        return record.crc32
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(self.box_sizes)
+
+    @property
+    def span(self) -> int:
+        """Bytes between the first byte and the last that the box touches in the file, both included."""
+        if self.strides is None or self.numel == 0:
+            return self.nbytes
+        item = self.nbytes // self.numel
+        return item * (1 + sum((size - 1) * step for size, step in zip(self.box_sizes, self.strides, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint: what it is, and where its parts lie."""
+
+    name: str
+    """Keys that lead to it, joined with ``/``: ``'state_dict/backbone.conv.weight'``."""
+    dtype: str
+    """Canonical dtype name, such as ``'bfloat16'``."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    chunks: tuple[Chunk, ...]
+    """The stored boxes that make it up."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor when packed."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands in a checkpoint's tree where a tensor is."""
+
+    name: str
+    """The name of the ``TensorEntry``."""
+    parameter: bool | None = None
+    """``requires_grad`` if it was stored as an ``nn.Parameter``; ``None`` for a plain tensor."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint as read: its nested content, and every tensor's place on disk.
+
+    Reading a layout touches metadata only; no tensor data is read.
+    """
+
+    path: Path
+    """What was opened: a file or a directory."""
+    format: str
+    """``'torch_zip'``, ``'rank_local'`` or ``'safetensors'``."""
+    world_size: int
+    """Number of ranks that wrote it; 1 for a single file."""
+    tensors: Mapping[str, TensorEntry]
+    """Name to tensor, in the order of the tree."""
+    tree: Any = field(repr=False)
+    """The nested content with each tensor replaced by a ``TensorRef``. Treat it as read-only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together; tied tensors count once per name."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the content is a bare state dict: names to tensors and nothing else."""
+        return (
+            isinstance(self.tree, dict)
+            and bool(self.tree)
+            and all(isinstance(value, TensorRef) for value in self.tree.values())
+        )
+
+    def keys(self) -> list[str]:
+        """Return the top-level keys, as strings; empty if the content is not a mapping."""
+        return [str(key) for key in self.tree] if isinstance(self.tree, dict) else []
+
+    def tensors_below(self, key: str) -> dict[str, TensorEntry]:
+        """Return the tensors under a top-level key by their name relative to it.
+
+        Args:
+            key: A top-level key such as ``'state_dict'``. A key without tensors gives an empty result.
+        """
+        prefix = f"{key}/"
+        return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
+
+    def files(self) -> Iterator[Path]:
+        """Yield each file that holds tensor data, once, in order of first use."""
+        seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks)
+        yield from seen
+
+
+def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the steps in elements between neighbours of a packed row-major box of these sizes."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
+    return tuple(strides)

@@ -1,0 +1,218 @@
+"""Reads the pickle inside a checkpoint without importing, or running, anything that it names.
+
+What a pickle calls is kept as a description (``PickledObject``) and not called. The few exceptions are harmless
+containers of the standard library, and torch's functions for rebuilding tensors, for which the reader of a format
+gives stand-ins. Opcodes: https://docs.python.org/3/library/pickletools.html
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mmfsdp.dtypes import DTYPES
+from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
+
+__all__ = ["PickledObject", "read_pickle"]
+
+
+class PickledObject:
+    """What a pickle says about an object of a class that is not imported here.
+
+    Each class or function that a pickle names becomes a subclass of this one; calling it makes an instance that keeps
+    the arguments and the state, so that the very same pickle can be written again.
+    """
+
+    module: ClassVar[str] = ""
+    """Module of the class or function, as the pickle spells it."""
+    qualname: ClassVar[str] = ""
+    """Its name in that module."""
+    args: tuple[Any, ...]
+    """Positional arguments of the call, or of ``__new__``."""
+    kwargs: dict[str, Any]
+    """Keyword arguments of ``__new__``."""
+    called: bool
+    """Whether it was called (``__reduce__``) or made with ``__new__`` alone."""
+    elements: list[Any]
+    """What was appended to it."""
+    items: list[tuple[Any, Any]]
+    """What was set on it by key."""
+    state: Any
+    """What it was given to restore itself from (``__setstate__`` or ``__dict__``)."""
+    has_state: bool
+    """Whether there was a state at all."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PickledObject:
+        self = object.__new__(cls)
+        self.args, self.kwargs, self.called = args, kwargs, False
+        self.elements, self.items = [], []
+        self.state, self.has_state = None, False
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.called = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.state, self.has_state = state, True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        self.elements.append(value)
+
+    def extend(self, values: Any) -> None:
+        self.elements.extend(values)
+
+    def __repr__(self) -> str:
+        return f"<pickled {self.module}.{self.qualname}>"
+
+
+def read_pickle(
+    data: bytes,
+    *,
+    file: Path,
+    trust: bool = False,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the content of a pickle.
+
+    Args:
+        data: The pickle.
+        file: Where it comes from, for messages.
+        trust: Keep what is not on the list of safe names as an opaque ``PickledObject`` instead of refusing it. Even
+            then nothing is imported or called.
+        functions: Stand-ins for functions and classes by ``'module.name'``.
+        persistent: Makes an object of a persistent id.
+
+    Raises:
+        UnsafePickleError: It names something that is not on the list of safe names.
+        CorruptCheckpointError: It is not a pickle, or it ends early.
+    """
+    reader = _Unpickler(data, file, trust, functions or {}, persistent)
+    try:
+        return reader.load()
+    except (UnsafePickleError, CorruptCheckpointError):
+        raise
+    except RecursionError as error:
+        raise CorruptCheckpointError(f"The pickle in {file.name} is nested too deeply.", file=str(file)) from error
+    except Exception as error:  # A damaged pickle can raise nearly anything.
+        raise CorruptCheckpointError(
+            f"The pickle in {file.name} cannot be read: {type(error).__name__}: {error}.", file=str(file)
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        file: Path,
+        trust: bool,
+        functions: Mapping[str, Callable[..., Any]],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._file = file
+        self._trust = trust
+        self._functions = functions
+        self._persistent = persistent
+        self._classes: dict[tuple[str, str], type[PickledObject]] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        full_name = f"{_MODULE_ALIASES.get(module_name, module_name)}.{global_name}"
+        if full_name in self._functions:
+            return self._functions[full_name]
+        if full_name in _REAL:
+            return _REAL[full_name]
+        if not self._trust and not _is_safe(full_name):
+            raise UnsafePickleError(
+                f"{self._file.name} wants to import '{module_name}.{global_name}', which is not on the list of safe "
+                "names; nothing was imported. If you know where the file comes from, read it with trust=True "
+                "(--trust): then it is kept as an opaque placeholder, and still not imported.",
+                file=str(self._file),
+            )
+        key = (module_name, global_name)
+        if key not in self._classes:
+            # Made per read: a pickle that sets attributes on a class can only reach its own.
+            self._classes[key] = type(global_name, (PickledObject,), {"module": module_name, "qualname": global_name})
+        return self._classes[key]
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if self._persistent is None:
+            raise CorruptCheckpointError(
+                f"The pickle in {self._file.name} refers to data outside of it.", file=str(self._file)
+            )
+        return self._persistent(pid)
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    # Protocol 2 has no bytes: they are pickled as a call of codecs.encode.
+    if encoding not in ("latin1", "utf-8"):
+        raise ValueError(f"unexpected encoding {encoding!r} of bytes")
+    return text.encode(encoding)
+
+
+class _Frozen:
+    """A callable that a pickle cannot tamper with by setting its attributes."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a function cannot be given a state")
+
+
+_MODULE_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+_REAL: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "_codecs.encode": _Frozen(_encode),
+}
+
+_SAFE: dict[str, frozenset[str]] = {
+    "builtins": frozenset({"bytearray", "range", "slice", "object", "int", "float", "bool", "str", "list", "dict", "tuple"}),
+    "collections": frozenset({"defaultdict", "Counter", "deque"}),
+    "copyreg": frozenset({"_reconstructor", "__newobj_ex__"}),
+    "datetime": frozenset({"date", "datetime", "time", "timedelta", "timezone"}),
+    "decimal": frozenset({"Decimal"}),
+    "fractions": frozenset({"Fraction"}),
+    "uuid": frozenset({"UUID", "SafeUUID"}),
+    "argparse": frozenset({"Namespace"}),
+    "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
+    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
+    "torch": frozenset({"Size", "device", "Tensor", *DTYPES}),
+    "torch.nn.parameter": frozenset({"Parameter", "Buffer"}),
+    "numpy": frozenset({"dtype", "ndarray", "bool", "bool_", "str_", "bytes_", "void", *DTYPES} - {"bfloat16"}),
+    "numpy.core.multiarray": frozenset({"_reconstruct", "scalar"}),
+    "numpy._core.multiarray": frozenset({"_reconstruct", "scalar"}),
+    "numpy.core.numeric": frozenset({"_frombuffer"}),
+    "numpy._core.numeric": frozenset({"_frombuffer"}),
+    "addict.addict": frozenset({"Dict"}),
+    "mmengine.config.config": frozenset({"Config", "ConfigDict"}),
+    "mmengine.config.lazy": frozenset({"LazyAttr", "LazyObject"}),
+    "mmengine.logging.history_buffer": frozenset(
+        {"HistoryBuffer", "HistoryBuffer.min", "HistoryBuffer.max", "HistoryBuffer.current", "HistoryBuffer.mean"}
+    ),
+}
+
+
+def _is_safe(full_name: str) -> bool:
+    if full_name.startswith("numpy.dtypes.") and full_name.endswith("DType"):
+        return full_name.count(".") == 2
+    return any(
+        full_name.startswith(f"{module}.") and full_name.removeprefix(f"{module}.") in names
+        for module, names in _SAFE.items()
+    )

@@ -1,0 +1,104 @@
+"""Walks and maps the nested content of a checkpoint, what is inside pickled objects included."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mmfsdp.checkpoint.layout import TensorRef
+from mmfsdp.checkpoint.pickles import PickledObject
+
+__all__ = ["map_leaves", "select_tensors", "tensor_free_paths"]
+
+
+def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of the tree with every leaf replaced; shared containers stay shared.
+
+    Args:
+        tree: Nested dicts, lists and tuples. Pickled objects are walked too, and changed in place.
+        function: Called as ``function(path, leaf)``, where the path joins ``str(key)`` of the nested keys with ``/``.
+    """
+    return _Mapper(function).map("", tree)
+
+
+def select_tensors(tree: Any) -> list[str]:
+    """Return the names of the tensors that a tree refers to, each once, in order."""
+    names: dict[str, None] = {}
+
+    def visit(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            names[leaf.name] = None
+        return leaf
+
+    map_leaves(tree, visit)
+    return list(names)
+
+
+def tensor_free_paths(tree: Any, prefix: str = "") -> list[str]:
+    """Return the paths of the largest parts of a tree that hold no tensor, in order."""
+    if isinstance(tree, TensorRef):
+        return []
+    if not select_tensors(tree):
+        return [prefix or "(everything)"]
+    return [path for key, child in _children(tree) for path in tensor_free_paths(child, _join(prefix, key))]
+
+
+def _join(prefix: str, key: object) -> str:
+    return f"{prefix}/{key}" if prefix else str(key)
+
+
+def _children(tree: Any) -> Iterator[tuple[object, Any]]:
+    if isinstance(tree, dict):
+        yield from tree.items()
+    elif isinstance(tree, list | tuple):
+        yield from enumerate(tree)
+    elif isinstance(tree, PickledObject):
+        yield from ((key, getattr(tree, key)) for key in _PARTS if getattr(tree, key))
+
+
+_PARTS = ("args", "kwargs", "elements", "items", "state")
+
+
+class _Mapper:
+    def __init__(self, function: Callable[[str, Any], Any]) -> None:
+        self._function = function
+        # The originals are kept beside the copies, so that no id is reused while mapping.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def map(self, path: str, value: Any) -> Any:
+        if not isinstance(value, dict | list | tuple | PickledObject):
+            return self._function(path, value)
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if isinstance(value, PickledObject):
+            return self._map_pickled(path, value)
+        if isinstance(value, dict):
+            return self._map_dict(path, value)
+        if isinstance(value, list):
+            copy: list[Any] = []
+            self._done[id(value)] = (value, copy)
+            copy.extend(self.map(_join(path, index), element) for index, element in enumerate(value))
+            return copy
+        result = tuple(self.map(_join(path, index), element) for index, element in enumerate(value))
+        self._done[id(value)] = (value, result)
+        return result
+
+    def _map_dict(self, path: str, value: dict[Any, Any]) -> dict[Any, Any]:
+        copy: dict[Any, Any] = collections.OrderedDict() if isinstance(value, collections.OrderedDict) else {}
+        self._done[id(value)] = (value, copy)
+        for key, child in value.items():
+            copy[key] = self.map(_join(path, key), child)
+        if isinstance(value, collections.OrderedDict):
+            vars(copy).update(vars(value))
+        return copy
+
+    def _map_pickled(self, path: str, value: PickledObject) -> PickledObject:
+        self._done[id(value)] = (value, value)
+        value.args = self.map(_join(path, "args"), value.args)
+        value.kwargs = self.map(_join(path, "kwargs"), value.kwargs)
+        value.elements = self.map(_join(path, "elements"), value.elements)
+        value.items = self.map(_join(path, "items"), value.items)
+        if value.has_state:
+            value.state = self.map(_join(path, "state"), value.state)
+        return value

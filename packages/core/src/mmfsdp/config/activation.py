@@ -1,0 +1,39 @@
+"""Which activations are recomputed in backward instead of kept."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.fields import Names, Reference
+from mmfsdp.config.wrap import Wrap
+
+__all__ = ["ActivationCheckpointingConfig"]
+
+
+class ActivationCheckpointingConfig(ConfigModel):
+    """Activation checkpointing: memory of activations against a second forward in backward."""
+
+    mode: Literal["full", "every_n", "selective", "ops"] = "full"
+    """``full``: every shard unit below the root (or what ``modules`` selects). ``every_n``: each n-th of those.
+    ``selective``: what ``modules`` or ``check_fn`` selects. ``ops``: as ``full``, but results of ``save_ops`` are kept."""
+    n: PositiveInt = 2
+    """For ``every_n``: 2 recomputes every second module."""
+    modules: Wrap | None = None
+    """Policy that selects modules. Default: the shard units below the root."""
+    check_fn: Reference | None = None
+    """Reference to a function ``(module) -> bool`` that selects modules."""
+    save_ops: Names = ()
+    """For ``ops``: operators such as ``'aten.mm'`` whose results are kept. Empty: the usual expensive ones."""
+    offload: bool = False
+    """Move what is kept to CPU memory until backward."""
+    preserve_rng_state: bool = True
+    """Recompute dropout with the masks of the first forward. Off is faster and right only without randomness."""
+    use_reentrant: bool = False
+    """The older implementation of torch; for ``full``, ``every_n`` and ``selective`` only."""
+    early_stop: bool = True
+    """Stop recomputing as soon as all needed tensors exist."""
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare metadata of recomputed tensors with the first forward's."""

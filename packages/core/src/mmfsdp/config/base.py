@@ -1,0 +1,145 @@
+"""The base of all config models: frozen, strict about names, and clear about what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["ConfigModel"]
+
+_validating: ContextVar[bool] = ContextVar("_validating", default=False)
+
+
+class ConfigModel(BaseModel):
+    """A frozen record of settings. Wrong input raises `ConfigError` naming the path, the value and the way out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        # Only the outermost model explains: it alone sees the full path of what is wrong inside.
+        if _validating.get():
+            model = handler(data)
+            model.check_together()
+            return model
+        token = _validating.set(True)
+        try:
+            model = handler(data)
+            model.check_together()
+        except ValidationError as error:
+            raise _explained(cls, error) from None
+        except ValueError as error:
+            raise ConfigError(f"{cls.__name__}: {error}") from None
+        finally:
+            _validating.reset(token)
+        return model
+
+    def check_together(self) -> None:
+        """Check what one setting alone cannot tell; raises ValueError, which becomes a `ConfigError`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, strings, numbers, bools: fit for JSON, YAML and TOML (no nulls)."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return JSON text that `from_json` reads back to an equal object."""
+        return self.model_dump_json(indent=indent, exclude_none=True)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return a config from plain data; ``data`` is not changed.
+
+        Raises:
+            ConfigError: Something is unknown, misspelt or of the wrong type.
+        """
+        return cls.model_validate(data)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return a config from JSON text.
+
+        Raises:
+            ConfigError: Something is unknown, misspelt or of the wrong type, or the text is not JSON.
+        """
+        return cls.model_validate_json(text)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return the JSON schema (draft 2020-12) of this model, for editors and validators."""
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
+
+
+def _explained(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """One `ConfigError` for all that pydantic found; a misspelt key is told before what it left missing."""
+    # A tuple whose only item is wrong is reported as too short as well: noise.
+    found = [d for d in error.errors(include_url=False) if not (d["type"] == "too_short" and d["input"])]
+    details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
+    lines = [_explain_one(model, detail) for detail in details]
+    message = lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {x}" for x in lines)])
+    return ConfigError(message, config=".".join(_walk(model, details[0]["loc"])[0]) or None)
+
+
+def _explain_one(model: type[BaseModel], detail: ErrorDetails) -> str:
+    path, names = _walk(model, detail["loc"])
+    where = ".".join([model.__name__, *path])
+    given, kind, context = detail["input"], detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{where}: unknown setting {path[-1]!r}.{closest(path[-1], names) or _list_of(names)}"
+    if kind == "missing":
+        return f"{where}: this setting is required."
+    if kind == "literal_error":
+        accepted = _quoted(context["expected"])
+        return f"{where}: {given!r} is not accepted.{closest(given, accepted)}{_list_of(accepted)}"
+    if kind == "union_tag_invalid":
+        accepted = _quoted(context["expected_tags"])
+        return f"{where}.kind: {context['tag']!r} is not accepted.{closest(context['tag'], accepted)}{_list_of(accepted)}"
+    if kind == "union_tag_not_found":
+        return f"{where}: got {given!r} (type {type(given).__name__}), expected a mapping with a 'kind'."
+    if kind == "value_error":
+        return f"{where}: {context['error']}"
+    return f"{where}: {detail['msg']}, got {given!r} (type {type(given).__name__})."
+
+
+def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """Return the path as the user wrote it, and the names that its last step could have had.
+
+    Pydantic adds the tag of a union's branch to a location; it narrows the models, but no user wrote it.
+    """
+    path: list[str] = []
+    models = [model]
+    names = list(model.model_fields)
+    for part in location:
+        branch = [m for m in models if "kind" in m.model_fields and part in get_args(m.model_fields["kind"].annotation)]
+        if branch and len(models) > 1:
+            models = branch
+            names = list(branch[0].model_fields)
+            continue
+        path.append(str(part))
+        names = [name for m in models for name in m.model_fields]
+        if not isinstance(part, int):
+            fields = [m.model_fields[part] for m in models if part in m.model_fields]
+            models = [found for field in fields for found in _models_in(field.annotation)]
+    return path, names
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _quoted(words: str) -> list[str]:
+    return re.findall(r"'([^']*)'", words)
+
+
+def _list_of(names: list[str]) -> str:
+    return f" Accepted: {', '.join(repr(name) for name in names)}."

@@ -1,0 +1,91 @@
+"""Types of settings that take several spellings: dtypes, strategies, references, patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from mmfsdp.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.errors import MmfsdpError
+from mmfsdp.references import check_reference
+
+__all__ = ["Dtype", "Names", "Pattern", "Reference", "Strategy", "as_mapping"]
+
+T = TypeVar("T")
+
+
+def _checked(check: Callable[[Any], T]) -> BeforeValidator:
+    """A validator whose own error text reaches the user."""
+
+    def validate(value: Any) -> T | None:
+        if value is None:
+            return None
+        try:
+            return check(value)
+        except MmfsdpError as error:
+            raise ValueError(error.message) from None
+
+    return BeforeValidator(validate)
+
+
+def _floating_dtype(value: Any) -> str:
+    name = canonical_dtype(value)
+    if not is_floating_point(name):
+        raise ValueError(f"{value!r} is not a floating point dtype.")
+    return name
+
+
+def _strategy(value: Any) -> Any:
+    # torch's own enum is taken too, without importing it: its members have a name.
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        return name
+    upper = name.strip().upper().rpartition(".")[2]
+    return "_HYBRID_SHARD_ZERO2" if upper == "HYBRID_SHARD_ZERO2" else upper
+
+
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"expected a non-empty pattern, got {value!r} (type {type(value).__name__}).")
+    if value.startswith("re:"):
+        try:
+            re.compile(value[3:])
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}.") from None
+    return value
+
+
+def _names(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(sorted(value)) if isinstance(value, (set, frozenset)) else value
+
+
+def as_mapping(key: str, *scalars: type) -> BeforeValidator:
+    """A validator that reads a bare value of the given types as ``{key: value}``."""
+
+    def validate(value: Any) -> Any:
+        return {key: value} if isinstance(value, scalars) else value
+
+    return BeforeValidator(validate)
+
+
+Dtype = Annotated[str, _checked(_floating_dtype)]
+"""A floating point dtype in any spelling, kept as its canonical name such as ``'bfloat16'``."""
+
+Strategy = Annotated[
+    Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], BeforeValidator(_strategy)
+]
+"""A sharding strategy by the name that torch's FSDP1 gave it; any case, or torch's enum member."""
+
+Reference = Annotated[str, _checked(check_reference)]
+"""``'package.module:attribute'``."""
+
+Pattern = Annotated[str, _checked(_pattern)]
+"""A glob on an FQN (``*`` within one dotted part, ``**`` across parts), or ``'re:...'``, a full-match regex."""
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), PlainSerializer(list, return_type=list[str])]
+"""One name or a list of names."""

@@ -1,0 +1,85 @@
+"""In which dtypes parameters, gradients, buffers and outputs travel and compute."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer, model_validator
+
+from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.fields import Dtype, Names
+from mmfsdp.dtypes import canonical_dtype
+from mmfsdp.errors import ConfigError
+
+__all__ = ["PRESETS", "Precision", "PrecisionConfig", "PrecisionOverride"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    "fp16": {"param_dtype": "float16", "reduce_dtype": "float32"},
+    "bf16-pure": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "storage_dtype": "bfloat16"},
+}
+
+
+class PrecisionOverride(ConfigModel):
+    """Dtypes for the shard units whose module matches, in place of the model-wide ones."""
+
+    modules: Names
+    """Class names or FQN patterns. A match becomes a shard unit of its own if it is none yet."""
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+def _sorted_list(names: tuple[str, ...]) -> list[str]:
+    return list(names)
+
+
+class PrecisionConfig(ConfigModel):
+    """Mixed precision. A bare preset name may stand for the whole: ``precision: bf16``."""
+
+    preset: Literal["fp32", "bf16", "fp16", "bf16-pure"] = "fp32"
+    """Starting point; a field given beside it wins. ``fp16`` needs a gradient scaler."""
+    param_dtype: Dtype | None = None
+    """Dtype of gathered parameters, so of forward and backward. Shards and optimizer keep the model's dtype."""
+    reduce_dtype: Dtype | None = None
+    """Dtype of gradient reduction. Default: ``param_dtype``, always set so that no torch version decides otherwise."""
+    buffer_dtype: Dtype | None = None
+    """Floating point buffers are cast to it once, when the plan is applied."""
+    output_dtype: Dtype | None = None
+    """Floating point outputs of the whole model are cast to it."""
+    storage_dtype: Dtype | None = None
+    """Dtype of the shards themselves, so of optimizer states. Default: as the model is."""
+    cast_forward_inputs: bool = True
+    """Cast floating point inputs of each unit to its ``param_dtype``."""
+    keep_low_precision_grads: bool = False
+    """Keep gradients in ``reduce_dtype`` after backward. Only the ``fsdp1`` engine can."""
+    ignore_classes: Annotated[Names, PlainSerializer(_sorted_list)] = ("torch.nn.modules.batchnorm._BatchNorm",)
+    """Classes that stay in full precision, each instance a shard unit of its own (torch's default: batch norm)."""
+    overrides: tuple[PrecisionOverride, ...] = ()
+    """Dtypes of chosen modules."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            data = {"preset": data}
+        if not isinstance(data, dict):
+            return data
+        preset = PRESETS.get(data.get("preset", "fp32"), {})
+        given = {key: value for key, value in data.items() if value is not None}
+        filled = {**preset, **given}
+        if filled.get("param_dtype") is not None:
+            # A wrong spelling is reported once, for the field that the user wrote.
+            with contextlib.suppress(ConfigError):
+                filled.setdefault("reduce_dtype", canonical_dtype(filled["param_dtype"]))
+        return filled
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any dtype differs from the model's own."""
+        return any((self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.overrides))
+
+
+Precision = Annotated[PrecisionConfig, BeforeValidator(lambda v: {"preset": v} if isinstance(v, str) else v)]

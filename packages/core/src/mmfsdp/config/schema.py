@@ -1,0 +1,141 @@
+"""`ShardConfig`: everything that a config says about sharding a model. Plain data; torch is not imported."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from mmfsdp.config.activation import ActivationCheckpointingConfig
+from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping
+from mmfsdp.config.precision import Precision, PrecisionConfig
+from mmfsdp.config.wrap import NoWrap, Wrap
+
+__all__ = ["CpuOffloadConfig", "InitConfig", "PrefetchConfig", "ShardConfig", "ShardingConfig"]
+
+
+def _reshard(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and value > 1):
+        return value
+    raise ValueError(f"expected true, false or a group size of at least 2, got {value!r}.")
+
+
+class ShardingConfig(ConfigModel):
+    """How parameters are spread over ranks."""
+
+    strategy: Strategy = "FULL_SHARD"
+    """``FULL_SHARD``: least memory. ``SHARD_GRAD_OP``: parameters stay gathered between forward and backward, one
+    all-gather less. ``NO_SHARD``: every rank holds all, as DDP. ``HYBRID_SHARD``: sharded inside a group, replicated
+    across groups. ``_HYBRID_SHARD_ZERO2``: the same with ``SHARD_GRAD_OP`` inside the group."""
+    reshard_after_forward: Annotated[bool | int | None, BeforeValidator(_reshard)] = None
+    """Overrides what the strategy says: an integer reshards to groups of that many ranks after forward."""
+    shard_size: PositiveInt | None = None
+    """Ranks per shard group of a hybrid strategy. Default: the ranks of one node."""
+    use_orig_params: bool = True
+    """``False`` keeps one flat parameter per unit, as FSDP1 did at first; only the ``fsdp1`` engine can."""
+    ignored_modules: Names = ()
+    """FQN patterns of modules that stay whole on every rank; their gradients are averaged over ranks."""
+    ignored_parameters: Names = ()
+    """FQN patterns of parameters that stay whole on every rank; their gradients are averaged over ranks."""
+    forward_methods: Names = ()
+    """Methods of shard units, besides ``forward``, that are called from outside and compute with parameters."""
+    limit_all_gathers: bool = True
+    """Accepted for FSDP1's sake: gathers are always limited."""
+
+
+class CpuOffloadConfig(ConfigModel):
+    """Keep shards, gradients and optimizer states in CPU memory."""
+
+    enabled: bool = False
+    pin_memory: bool = True
+    """Pin that memory where there is an accelerator: faster copies, not shared with other processes."""
+
+
+class PrefetchConfig(ConfigModel):
+    """When the next unit's parameters are gathered."""
+
+    backward: Literal["pre", "post", "none"] = "pre"
+    """``pre``: before the current unit's gradients are computed (fastest, most memory); ``post``: after; ``none``."""
+    forward: NonNegativeInt = 0
+    """How many units ahead forward gathers explicitly; 0 leaves it to the order of kernels."""
+
+
+class InitConfig(ConfigModel):
+    """How weights come to be."""
+
+    sync_states: bool = True
+    """Broadcast parameters and buffers from rank 0: ranks that start apart train garbage without a word."""
+    seed: NonNegativeInt = 0
+    """Seed of meta-device initialisation, the same on every rank and for every world size."""
+    param_init_fn: Reference | None = None
+    """Function ``(module) -> None`` that initialises the parameters and buffers that a module itself owns."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: the accelerator if there is one."""
+
+
+def _prefetch(value: Any) -> Any:
+    """``'pre'``, ``'BACKWARD_POST'``, torch's enum member: all name the backward direction."""
+    name = getattr(value, "name", value)
+    if isinstance(name, str):
+        return {"backward": name.strip().lower().rpartition(".")[2].removeprefix("backward_")}
+    return value
+
+
+class ShardConfig(ConfigModel):
+    """A complete, frozen description of how to shard a model.
+
+    Raises:
+        ConfigError: A setting is unknown, misspelt or of the wrong type; the message names its path.
+
+    Example:
+        >>> ShardConfig(wrap={"kind": "module_class", "classes": "Block"}, precision="bf16").sharding.strategy
+        'FULL_SHARD'
+    """
+
+    engine: Literal["auto", "fsdp2", "fsdp1", "replicate"] = "auto"
+    """``auto`` takes ``fsdp2`` unless the strategy is ``NO_SHARD`` or a setting needs ``fsdp1``."""
+    sharding: Annotated[ShardingConfig, BeforeValidator(lambda v: {"strategy": v} if isinstance(v, str) else v)] = Field(
+        default_factory=ShardingConfig
+    )
+    wrap: Wrap = Field(default_factory=NoWrap)
+    precision: Precision = Field(default_factory=PrecisionConfig)
+    activation_checkpointing: Annotated[
+        ActivationCheckpointingConfig | None, BeforeValidator(lambda v: {"mode": v} if isinstance(v, str) else v)
+    ] = None
+    cpu_offload: Annotated[CpuOffloadConfig, as_mapping("enabled", bool)] = Field(default_factory=CpuOffloadConfig)
+    prefetch: Annotated[PrefetchConfig, BeforeValidator(_prefetch)] = Field(default_factory=PrefetchConfig)
+    init: InitConfig = Field(default_factory=InitConfig)
+
+    def check_together(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            ValueError: They do; validation turns it into a `ConfigError`.
+        """
+        hybrid = "HYBRID" in self.sharding.strategy
+        if self.sharding.shard_size is not None and not hybrid:
+            raise ValueError(
+                f"sharding.shard_size={self.sharding.shard_size} needs a hybrid strategy, not "
+                f"{self.sharding.strategy!r}. Set sharding.strategy to 'HYBRID_SHARD', or drop shard_size."
+            )
+        if hybrid and self.sharding.shard_size == 1:
+            raise ValueError(
+                "sharding.shard_size=1 shards nothing, and FSDP1 would not even average gradients. "
+                "Use strategy 'NO_SHARD' to replicate."
+            )
+        fsdp1_only = [
+            name
+            for name, needed in (
+                ("sharding.use_orig_params=False", not self.sharding.use_orig_params),
+                ("precision.keep_low_precision_grads=True", self.precision.keep_low_precision_grads),
+            )
+            if needed
+        ]
+        if fsdp1_only and self.engine in {"fsdp2", "replicate"}:
+            raise ValueError(f"{' and '.join(fsdp1_only)} needs engine 'fsdp1', not {self.engine!r}.")
+        if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD" and "strategy" in self.sharding.model_fields_set:
+            raise ValueError(
+                f"engine 'replicate' holds everything on every rank; sharding.strategy {self.sharding.strategy!r} "
+                "contradicts it. Set strategy 'NO_SHARD', or engine 'fsdp2'."
+            )

@@ -1,0 +1,99 @@
+"""Which modules become shard units: the declarative wrapping policies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue, PositiveInt
+
+from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.fields import Names, Pattern, Reference
+
+__all__ = [
+    "AllOf",
+    "AnyOf",
+    "ModuleClassWrap",
+    "ModuleNameWrap",
+    "NoWrap",
+    "ReferenceWrap",
+    "SizeWrap",
+    "Wrap",
+]
+
+
+class NoWrap(ConfigModel):
+    """The whole model is one shard unit: least communication calls, most memory."""
+
+    kind: Literal["none"] = "none"
+
+
+class SizeWrap(ConfigModel):
+    """Bottom-up, a module becomes a unit once it holds enough parameters that no unit below it has.
+
+    The rule is that of ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
+    """
+
+    kind: Literal["size"] = "size"
+    min_num_params: PositiveInt = 100_000_000
+    """Parameters (elements) that a module must hold outside of units below it."""
+    exclude_classes: Names | None = None
+    """Classes never made a unit. Torch's default: ``ModuleList``, ``ModuleDict``."""
+    force_leaf_classes: Names | None = None
+    """Classes that are not searched inside. Torch's default: ``MultiheadAttention``."""
+
+
+class ModuleClassWrap(ConfigModel):
+    """Every instance of the named classes becomes a unit, subclasses included."""
+
+    kind: Literal["module_class"] = "module_class"
+    classes: Names = Field(min_length=1)
+    """``'Block'``, ``'my.models.Block'`` or ``'my.models:Block'``."""
+
+
+class ModuleNameWrap(ConfigModel):
+    """Every module whose FQN matches becomes a unit."""
+
+    kind: Literal["module_name"] = "module_name"
+    patterns: Annotated[tuple[Pattern, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = Field(
+        min_length=1
+    )
+    """Globs such as ``'blocks.*'`` (``*`` within one part, ``**`` across parts) or ``'re:blocks\\.\\d+'``."""
+
+
+class ReferenceWrap(ConfigModel):
+    """A policy callable, by where it can be imported from; any signature that torch ever took."""
+
+    kind: Literal["reference", "lambda"] = "reference"
+    target: Reference
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments bound to the callable, as ``functools.partial`` would."""
+
+
+class AnyOf(ConfigModel):
+    """A module becomes a unit when any of the policies says so."""
+
+    kind: Literal["any_of"] = "any_of"
+    policies: tuple[Wrap, ...] = Field(min_length=1)
+
+
+class AllOf(ConfigModel):
+    """A module becomes a unit when all of the policies say so."""
+
+    kind: Literal["all_of"] = "all_of"
+    policies: tuple[Wrap, ...] = Field(min_length=1)
+
+
+def _shorthand(value: Any) -> Any:
+    return {"kind": "none"} if value is None or value == "none" else value
+
+
+Wrap = Annotated[
+    Annotated[
+        NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf, Field(discriminator="kind")
+    ],
+    BeforeValidator(_shorthand),
+]
+"""Any of the policies above, told apart by ``kind``; ``None`` and ``'none'`` are `NoWrap`."""
+
+AnyOf.model_rebuild()
+AllOf.model_rebuild()

@@ -1,0 +1,48 @@
+"""Deciding: from a model and a configuration to a plan, without touching either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp._lazy import lazy
+
+if TYPE_CHECKING:
+    from mmfsdp.planning.fingerprint import fingerprint
+    from mmfsdp.planning.policies import Match, resolve_policy, select_modules
+    from mmfsdp.planning.resolve import plan
+    from mmfsdp.planning.schema import (
+        ActivationPlan,
+        BufferEntry,
+        MeshSpec,
+        Note,
+        ParamEntry,
+        ShardPlan,
+        ShardUnit,
+        UnitPrecision,
+    )
+
+__all__ = [
+    "ActivationPlan",
+    "BufferEntry",
+    "Match",
+    "MeshSpec",
+    "Note",
+    "ParamEntry",
+    "ShardPlan",
+    "ShardUnit",
+    "UnitPrecision",
+    "fingerprint",
+    "plan",
+    "resolve_policy",
+    "select_modules",
+]
+
+_WHERE = {
+    "fingerprint": "mmfsdp.planning.fingerprint",
+    "plan": "mmfsdp.planning.resolve",
+    **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.schema")

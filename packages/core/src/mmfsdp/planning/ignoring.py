@@ -1,0 +1,87 @@
+"""Which parameters stay whole on every rank: by object, by name, by pattern, or because they cannot be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.nn as nn
+
+from mmfsdp.config import ShardingConfig
+from mmfsdp.errors import PlanError
+from mmfsdp.planning.patterns import match_fqns
+from mmfsdp.planning.schema import Note
+
+__all__ = ["Ignored", "ignored_states"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Modules and parameters that no shard unit manages."""
+
+    modules: list[nn.Module]
+    params: list[nn.Parameter]
+    notes: list[Note]
+
+
+def ignored_states(
+    model: nn.Module,
+    sharding: ShardingConfig,
+    modules: Iterable[nn.Module],
+    params: Iterable[nn.Parameter],
+    *,
+    scalars: bool,
+) -> Ignored:
+    """Collect what is ignored.
+
+    Args:
+        model: The model.
+        sharding: Settings with FQN patterns.
+        modules: Module objects; all their parameters are ignored.
+        params: Parameter objects.
+        scalars: Whether 0-dimensional parameters are ignored too: there is nothing to divide.
+
+    Raises:
+        PolicyError: A pattern matches nothing.
+        PlanError: An object is not part of the model.
+    """
+    named_modules = dict(model.named_modules())
+    named_params = dict(model.named_parameters(remove_duplicate=False))
+    chosen_modules = [
+        named_modules[fqn]
+        for fqn in match_fqns(sharding.ignored_modules, named_modules, what="module", config="sharding.ignored_modules")
+    ]
+    chosen_modules += _checked(modules, named_modules.values(), "ignored_modules")
+    chosen = {
+        id(named_params[fqn])
+        for fqn in match_fqns(
+            sharding.ignored_parameters, named_params, what="parameter", config="sharding.ignored_parameters"
+        )
+    }
+    chosen |= {id(param) for param in _checked(params, named_params.values(), "ignored_params")}
+    chosen |= {id(param) for module in chosen_modules for param in module.parameters()}
+    notes = []
+    if scalars:
+        zero_dim = {fqn: param for fqn, param in model.named_parameters() if param.dim() == 0 and id(param) not in chosen}
+        if zero_dim:
+            chosen |= {id(param) for param in zero_dim.values()}
+            notes.append(
+                Note(
+                    kind="scalar",
+                    text="a scalar has no dimension to shard: held whole on every rank, gradients averaged.",
+                    fqns=tuple(zero_dim),
+                )
+            )
+    return Ignored(chosen_modules, [param for param in model.parameters() if id(param) in chosen], notes)
+
+
+def _checked(objects: Iterable[_T], present: Iterable[_T], argument: str) -> list[_T]:
+    known = {id(item) for item in present}
+    given = list(objects)
+    for item in given:
+        if id(item) not in known:
+            raise PlanError(f"{argument} holds {type(item).__name__} objects that are not part of the model.")
+    return given

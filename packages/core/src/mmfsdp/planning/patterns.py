@@ -1,0 +1,94 @@
+"""Matching modules by FQN patterns and class names, keeping count of what matched nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch.nn as nn
+
+from mmfsdp.errors import PolicyError, closest
+
+__all__ = ["class_names", "compile_pattern", "match_classes", "match_fqns"]
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return a full-match regex for a glob on FQNs or a ``'re:...'`` pattern.
+
+    Args:
+        pattern: ``*`` and ``?`` match within one dotted part, ``**`` across parts, ``[...]`` as in shells.
+    """
+    if pattern.startswith("re:"):
+        return re.compile(f"(?:{pattern[3:]})\\Z")
+    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
+    translated = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+    regex = "".join(
+        translated.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
+        for piece in pieces
+    )
+    return re.compile(regex + r"\Z")
+
+
+def match_fqns(patterns: Iterable[str], fqns: Iterable[str], *, what: str, config: str | None = None) -> dict[str, str]:
+    """Return the FQNs that match, each with the first pattern that it matched.
+
+    Args:
+        patterns: Globs or ``'re:'`` regexes.
+        fqns: Names to choose from.
+        what: What is matched, for the message: ``'module'`` or ``'parameter'``.
+        config: Path of the setting that holds the patterns.
+
+    Raises:
+        PolicyError: A pattern matched nothing; the message names the closest FQNs.
+    """
+    names = list(fqns)
+    matched: dict[str, str] = {}
+    for pattern in patterns:
+        regex = compile_pattern(pattern)
+        hits = [name for name in names if regex.match(name)]
+        if not hits:
+            literal = pattern.removeprefix("re:").replace("**", "").replace("*", "0").strip(".")
+            hint = closest(literal, names) or f" There are: {_some(names)}."
+            raise PolicyError(f"Pattern {pattern!r} matches no {what}.{hint}", config=config)
+        for name in hits:
+            matched.setdefault(name, pattern)
+    return {name: matched[name] for name in names if name in matched}
+
+
+def class_names(cls: type) -> set[str]:
+    """Return the spellings under which a class can be named: bare, dotted, and with a colon."""
+    return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}", f"{cls.__module__}:{cls.__qualname__}"}
+
+
+def match_classes(
+    wanted: Iterable[str], modules: Mapping[str, nn.Module], *, config: str | None = None, must_match: bool = True
+) -> dict[type, str]:
+    """Return the classes of a model's modules that are, or derive from, one of the named classes.
+
+    Names are compared with those of each module's base classes, so nothing is imported.
+
+    Args:
+        wanted: Class names: ``'Block'``, ``'my.models.Block'`` or ``'my.models:Block'``.
+        modules: FQN to module.
+        config: Path of the setting that holds the names.
+        must_match: Whether a name that no module has is an error.
+
+    Raises:
+        PolicyError: A name matched no module; the message names the closest classes in the model.
+    """
+    spellings = {cls: {name: base for base in cls.__mro__ for name in class_names(base)} for cls in map(type, modules.values())}
+    matched: dict[type, str] = {}
+    for name in wanted:
+        hits = [cls for cls, names in spellings.items() if name in names]
+        if not hits and must_match:
+            present = sorted({cls.__name__ for cls in spellings})
+            hint = closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {_some(present)}."
+            raise PolicyError(f"No module of the model is a {name!r}.{hint}", config=config)
+        for cls in hits:
+            matched.setdefault(cls, name)
+    return matched
+
+
+def _some(names: list[str], count: int = 8) -> str:
+    shown = [repr(name) for name in names[:count]]
+    return ", ".join(shown) + (f" and {len(names) - count} more" if len(names) > count else "")

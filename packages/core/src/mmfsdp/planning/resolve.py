@@ -1,0 +1,253 @@
+"""`plan()`: the pure function from a model and a configuration to a `ShardPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch.nn as nn
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.errors import ConfigError, FrozenParametersError, PlanError
+from mmfsdp.planning.activation import activation_plan
+from mmfsdp.planning.fingerprint import fingerprint
+from mmfsdp.planning.ignoring import ignored_states
+from mmfsdp.planning.mesh import MeshLike, mesh_spec
+from mmfsdp.planning.policies import Match, Policy, resolve_policy
+from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
+from mmfsdp.planning.schema import BufferEntry, Note, ParamEntry, ShardPlan, ShardUnit
+from mmfsdp.planning.units import UnitDraft, draft_units, has_forward
+
+__all__ = ["plan"]
+
+Engine = Literal["fsdp2", "fsdp1", "replicate"]
+
+
+def plan(
+    model: nn.Module,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    mesh: MeshLike = None,
+    *,
+    policy: Policy = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> ShardPlan:
+    """Decide how to shard ``model``. Pure: not collective, no process group, nothing is changed.
+
+    Args:
+        model: A model on any device; ``meta`` is enough.
+        config: The settings; a mapping is validated first and not changed.
+        mesh: A world size (ranks), a (replicate, shard) pair, a `MeshSpec` or a DeviceMesh. Default: the running
+            world.
+        policy: A wrapping policy object or callable, in place of ``config.wrap``; see `resolve_policy`.
+        check_fn: ``(module) -> bool``, in place of ``config.activation_checkpointing.check_fn``.
+        ignored_modules: Module objects, besides ``config.sharding.ignored_modules``.
+        ignored_params: Parameter objects, besides ``config.sharding.ignored_parameters``.
+
+    Returns:
+        The plan; equal inputs give equal plans.
+
+    Raises:
+        ConfigError: A setting is wrong or cannot be honoured by the engine asked for.
+        PolicyError: A policy matched nothing that it named, or returned something that is not a decision.
+        MeshError: The mesh does not fit the strategy.
+        FrozenParametersError: ``use_orig_params=False`` with frozen and trained parameters in one unit.
+        PlanError: The model cannot be sharded this way.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"plan() shards an nn.Module, got {model!r} (type {type(model).__name__}).")
+    config = _as_config(config)
+    engine, reason = _choose_engine(config)
+    spec = mesh_spec(mesh, config.sharding if engine != "replicate" else config.sharding.model_copy(update={"strategy": "NO_SHARD"}))
+    ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, scalars=True)
+    notes = [*_engine_notes(config, engine), *ignored.notes]
+
+    wanted = config.wrap if policy is None else policy
+    full = full_precision_classes(model, config.precision)
+    overrides = override_matches(model, config.precision)
+    matches = resolve_policy(
+        model, wanted, ignored_modules=ignored.modules, ignored_params=ignored.params, also=full
+    )
+    matches = _with_overrides(model, matches, overrides)
+    drafts, unit_notes = draft_units(
+        model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"
+    )
+    notes += unit_notes
+
+    entries = _param_entries(model, config.precision.storage_dtype)
+    default_reshard = _default_reshard(config)
+    units = tuple(
+        ShardUnit(
+            fqns=draft.fqns,
+            class_name=type(draft.modules[0]).__name__,
+            matched_by=draft.matches[0].reason,
+            params=tuple(entries[id(param)] for param in draft.params),
+            reshard_after_forward=False if engine == "replicate" else unit_reshard(draft.matches[0], default_reshard),
+            precision=unit_precision(draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides),
+            forward_methods=tuple(
+                name
+                for name in config.sharding.forward_methods
+                if any(callable(getattr(module, name, None)) for module in draft.modules)
+            ),
+        )
+        for draft in drafts
+    )
+    _check_units(drafts, units, engine, config)
+    _check_forward_methods(config, units)
+    return ShardPlan(
+        engine=engine,
+        engine_reason=reason,
+        strategy="NO_SHARD" if engine == "replicate" else config.sharding.strategy,
+        mesh=spec,
+        fingerprint=fingerprint(model),
+        units=units,
+        ignored_params=tuple(entries[id(param)] for param in ignored.params),
+        buffers=_buffer_entries(model),
+        buffer_dtype=config.precision.buffer_dtype,
+        storage_dtype=config.precision.storage_dtype,
+        use_orig_params=config.sharding.use_orig_params,
+        keep_low_precision_grads=config.precision.keep_low_precision_grads,
+        activation_checkpointing=activation_plan(model, config.activation_checkpointing, units, check_fn),
+        cpu_offload=config.cpu_offload.enabled,
+        pin_memory=config.cpu_offload.pin_memory,
+        backward_prefetch=config.prefetch.backward,
+        forward_prefetch=config.prefetch.forward,
+        sync_states=config.init.sync_states,
+        seed=config.init.seed,
+        device=config.init.device,
+        param_init_fn=config.init.param_init_fn,
+        notes=tuple(notes),
+    )
+
+
+def _as_config(config: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
+    if config is None:
+        return ShardConfig()
+    if isinstance(config, ShardConfig):
+        return config
+    if isinstance(config, Mapping):
+        return ShardConfig.from_dict(config)
+    raise ConfigError(f"A config is a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+
+
+def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:
+    if config.engine != "auto":
+        return config.engine, "asked for"
+    if not config.sharding.use_orig_params:
+        return "fsdp1", "use_orig_params=False keeps flat parameters, which only fsdp1 has"
+    if config.precision.keep_low_precision_grads:
+        return "fsdp1", "keep_low_precision_grads is something only fsdp1 can do"
+    if config.sharding.strategy == "NO_SHARD":
+        return "replicate", "NO_SHARD replicates"
+    return "fsdp2", "the default"
+
+
+def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
+    notes: list[Note] = []
+    if engine == "fsdp2" and config.sharding.strategy == "NO_SHARD":
+        notes.append(Note(kind="engine", text="NO_SHARD on fsdp2: a mesh of shard groups of one rank; all is replicated."))
+    if engine != "fsdp1" and config.prefetch.backward == "post":
+        notes.append(
+            Note(
+                kind="prefetch",
+                text="backward prefetch 'post': the next unit is gathered once the current one's gradients are "
+                "computed, when it is needed; memory as in FSDP1's BACKWARD_POST.",
+            )
+        )
+    if "limit_all_gathers" in config.sharding.model_fields_set and not config.sharding.limit_all_gathers:
+        notes.append(Note(kind="prefetch", text="limit_all_gathers=False has no effect: gathers are always limited."))
+    if config.precision.param_dtype == "float16":
+        notes.append(
+            Note(
+                kind="precision",
+                text="float16 gradients underflow: scale the loss with torch.amp.GradScaler (AmpOptimWrapper in MMEngine).",
+            )
+        )
+    return notes
+
+
+def _default_reshard(config: ShardConfig) -> bool | int:
+    if config.sharding.reshard_after_forward is not None:
+        return config.sharding.reshard_after_forward
+    return config.sharding.strategy in {"FULL_SHARD", "HYBRID_SHARD"}
+
+
+def _with_overrides(model: nn.Module, matches: list[Match], overrides: Mapping[str, Any]) -> list[Match]:
+    """Make a unit of every module that a precision override names."""
+    have = {match.fqn for match in matches}
+    extra = [
+        Match(fqn, model.get_submodule(fqn), "precision override")
+        for fqn in overrides
+        if fqn not in have and has_forward(model.get_submodule(fqn))
+    ]
+    return [*extra, *matches]
+
+
+def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, ParamEntry]:
+    aliases: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for fqn, param in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(param), []).append(fqn)
+        params[id(param)] = param
+    entries = {}
+    for key, (first, *others) in aliases.items():
+        dtype = canonical_dtype(params[key].dtype)
+        entries[key] = ParamEntry(
+            fqn=first,
+            shape=tuple(params[key].shape),
+            dtype=storage_dtype if storage_dtype and is_floating_point(dtype) else dtype,
+            requires_grad=params[key].requires_grad,
+            aliases=tuple(others),
+        )
+    return entries
+
+
+def _buffer_entries(model: nn.Module) -> tuple[BufferEntry, ...]:
+    transient = {
+        f"{fqn}.{name}".lstrip(".")
+        for fqn, module in model.named_modules()
+        for name in module._non_persistent_buffers_set  # torch has no public way to ask
+    }
+    return tuple(
+        BufferEntry(fqn=fqn, shape=tuple(buffer.shape), dtype=canonical_dtype(buffer.dtype), persistent=fqn not in transient)
+        for fqn, buffer in model.named_buffers()
+    )
+
+
+def _check_units(drafts: list[UnitDraft], units: tuple[ShardUnit, ...], engine: Engine, config: ShardConfig) -> None:
+    for draft, unit in zip(drafts, units, strict=True):
+        frozen = [param.fqn for param in unit.params if not param.requires_grad]
+        trained = [param.fqn for param in unit.params if param.requires_grad]
+        if frozen and trained and not config.sharding.use_orig_params:
+            raise FrozenParametersError(
+                f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
+                f"{unit.fqn!r} has frozen parameters ({_some(frozen)}) beside trained ones ({_some(trained)}). "
+                "Set use_orig_params=True, or wrap the frozen modules as units of their own.",
+                fqn=unit.fqn,
+            )
+        dtypes = {param.dtype for param in unit.params if param.requires_grad or engine == "fsdp1"}
+        if len(dtypes) > 1:
+            odd = {dtype: [param.fqn for param in unit.params if param.dtype == dtype] for dtype in sorted(dtypes)}
+            listing = "; ".join(f"{dtype}: {_some(fqns)}" for dtype, fqns in odd.items())
+            raise PlanError(
+                f"Shard unit {unit.fqn!r} mixes parameters of several dtypes ({listing}), which cannot be gathered "
+                "together. Wrap the modules of one dtype as units of their own, ignore those parameters, or set "
+                "precision.storage_dtype.",
+                fqn=unit.fqn,
+            )
+
+
+def _check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> None:
+    present = {name for unit in units for name in unit.forward_methods}
+    for name in config.sharding.forward_methods:
+        if name not in present:
+            raise ConfigError(
+                f"No shard unit has a method {name!r}. Drop it, or wrap the module that has it.",
+                config="sharding.forward_methods",
+            )
+
+
+def _some(fqns: list[str], count: int = 3) -> str:
+    return ", ".join(fqns[:count]) + (f" and {len(fqns) - count} more" if len(fqns) > count else "")

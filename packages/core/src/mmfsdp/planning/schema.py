@@ -1,0 +1,306 @@
+"""`ShardPlan`: what will happen to each module of a model, decided before anything happens. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from mmfsdp.dtypes import itemsize
+from mmfsdp.errors import MeshError
+
+__all__ = [
+    "ActivationPlan",
+    "BufferEntry",
+    "MeshSpec",
+    "Note",
+    "ParamEntry",
+    "ShardPlan",
+    "ShardUnit",
+    "UnitPrecision",
+]
+
+SCHEMA_VERSION = 1
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MeshSpec(_Record):
+    """The shape of a mesh: ``replicate`` groups of ``shard`` ranks each. Rank ``r`` is at (r // shard, r % shard)."""
+
+    replicate: int = 1
+    shard: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the mesh."""
+        return self.replicate * self.shard
+
+    def shard_coordinate(self, rank: int) -> int:
+        """Return the place of ``rank`` within its shard group.
+
+        Raises:
+            MeshError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f"Rank {rank} is not in {self}.")
+        return rank % self.shard
+
+    def __str__(self) -> str:
+        if self.replicate == 1:
+            return f"{self.shard} rank{'s' if self.shard != 1 else ''}"
+        return f"{self.replicate} x {self.shard} ranks (replicate x shard)"
+
+
+class ParamEntry(_Record):
+    """One parameter: where it is, what it is."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    """Other FQNs of the same, tied parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * itemsize(self.dtype)
+
+    def shard_nbytes(self, coordinate: int, shard: int) -> int:
+        """Return the bytes of dimension 0's chunk for one rank: ``ceil(d / n)`` rows, fewer or none at the end.
+
+        Args:
+            coordinate: Place of the rank within its shard group.
+            shard: Ranks in the shard group.
+        """
+        if not self.shape:
+            return self.nbytes
+        rows = self.shape[0]
+        chunk = -(-rows // shard)
+        held = min(max(rows - chunk * coordinate, 0), chunk)
+        return held * math.prod(self.shape[1:]) * itemsize(self.dtype)
+
+
+class BufferEntry(_Record):
+    """One buffer; it is held whole on every rank."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool = True
+
+
+class UnitPrecision(_Record):
+    """Dtypes of one shard unit; ``None`` keeps the parameters' own."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    full_precision: bool = False
+    """Computes in float32 whatever surrounds it: inputs are cast up, outputs back to the dtype they came in."""
+
+    def __str__(self) -> str:
+        if self.full_precision:
+            return "full"
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return "-"
+        return f"{self.param_dtype or 'own'}/{self.reduce_dtype or 'own'}"
+
+
+class ShardUnit(_Record):
+    """Modules whose parameters are gathered, used and reduced together."""
+
+    fqns: tuple[str, ...]
+    """FQNs of the unit's modules; several if they share parameters. ``''`` is the root."""
+    class_name: str
+    matched_by: str
+    """Why it is a unit."""
+    params: tuple[ParamEntry, ...]
+    """Parameters that the unit manages: those below its modules that no unit below it manages."""
+    reshard_after_forward: bool | int
+    precision: UnitPrecision = UnitPrecision()
+    forward_methods: tuple[str, ...] = ()
+
+    @property
+    def fqn(self) -> str:
+        """The first of `fqns`."""
+        return self.fqns[0]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the whole model's own unit."""
+        return "" in self.fqns
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of the unit, unsharded."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters of the unit, unsharded, in the dtype that they are stored in."""
+        return sum(param.nbytes for param in self.params)
+
+
+class ActivationPlan(_Record):
+    """Which modules recompute their forward in backward, and how; the fields are those of the configuration."""
+
+    fqns: tuple[str, ...]
+    mode: Literal["full", "ops"] = "full"
+    save_ops: tuple[str, ...] = ()
+    offload: bool = False
+    preserve_rng_state: bool = True
+    use_reentrant: bool = False
+    early_stop: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+
+
+class Note(_Record):
+    """Something that the plan decided beyond the configuration's words, or that its reader must know."""
+
+    kind: Literal["engine", "container", "tied", "scalar", "dtype", "precision", "ignored", "prefetch", "frozen", "other"]
+    text: str
+    fqns: tuple[str, ...] = ()
+
+
+class ShardPlan(_Record):
+    """A complete decision on how a model is sharded: a value that prints, compares and travels as JSON."""
+
+    schema_version: int = SCHEMA_VERSION
+    engine: Literal["fsdp2", "fsdp1", "replicate"]
+    engine_reason: str
+    strategy: str
+    mesh: MeshSpec
+    fingerprint: str
+    """Hash of names, shapes, dtypes and ``requires_grad`` of all parameters and buffers, and of module classes."""
+    units: tuple[ShardUnit, ...]
+    """In the order of application: children before parents, the root last."""
+    ignored_params: tuple[ParamEntry, ...] = ()
+    """Held whole on every rank; gradients are averaged over ranks."""
+    buffers: tuple[BufferEntry, ...] = ()
+    buffer_dtype: str | None = None
+    storage_dtype: str | None = None
+    use_orig_params: bool = True
+    keep_low_precision_grads: bool = False
+    activation_checkpointing: ActivationPlan | None = None
+    cpu_offload: bool = False
+    pin_memory: bool = True
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    forward_prefetch: int = 0
+    sync_states: bool = True
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    param_init_fn: str | None = None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def root(self) -> ShardUnit:
+        """The unit of the whole model."""
+        return self.units[-1]
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """Whether any unit computes in float16, whose small gradients vanish unless the loss is scaled."""
+        return any(unit.precision.param_dtype == "float16" for unit in self.units)
+
+    @property
+    def param_numel(self) -> int:
+        """Elements of all parameters, each tied one counted once."""
+        return sum(param.numel for param in self.all_params())
+
+    def all_params(self) -> Iterator[ParamEntry]:
+        """Yield every parameter once, ignored ones included."""
+        for unit in self.units:
+            yield from unit.params
+        yield from self.ignored_params
+
+    def param_bytes(self, rank: int = 0) -> int:
+        """Return the bytes of parameters that ``rank`` holds between steps.
+
+        Raises:
+            MeshError: The mesh has no such rank.
+        """
+        ignored = sum(param.nbytes for param in self.ignored_params)
+        return ignored + sum(self.unit_param_bytes(unit, rank) for unit in self.units)
+
+    def unit_param_bytes(self, unit: ShardUnit, rank: int = 0) -> int:
+        """Return the bytes of one unit's parameters that ``rank`` holds between steps."""
+        coordinate = self.mesh.shard_coordinate(rank)
+        if self.engine == "fsdp1" and self.strategy != "NO_SHARD":
+            compute = unit.precision.param_dtype if self.use_orig_params else None
+            return flat_shard_bytes(unit.params, self.mesh.shard, aligned=self.use_orig_params, compute_dtype=compute)
+        return sum(param.shard_nbytes(coordinate, self.mesh.shard) for param in unit.params)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return JSON text that `from_json` reads back to an equal plan."""
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            pydantic.ValidationError: The text is not such JSON.
+        """
+        return cls.model_validate_json(text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return self.model_dump(mode="json")
+
+    def table(self) -> str:
+        """Return the shard units as an aligned text table, with totals and notes."""
+        from mmfsdp.planning.render import render_table
+
+        return render_table(self)
+
+    def tree(self) -> str:
+        """Return the shard units as a text tree over module names."""
+        from mmfsdp.planning.render import render_tree
+
+        return render_tree(self)
+
+    def diff(self, other: ShardPlan) -> str:
+        """Return what differs in ``other``, a line each; an empty string if nothing does."""
+        from mmfsdp.planning.render import render_diff
+
+        return render_diff(self, other)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def flat_shard_bytes(
+    params: tuple[ParamEntry, ...], shard: int, *, aligned: bool, compute_dtype: str | None = None
+) -> int:
+    """Return the bytes of one rank's piece of an FSDP1 flat parameter; all ranks hold the same, padding included.
+
+    Rule (torch/distributed/fsdp/_flat_param.py): with original parameters exposed, each parameter starts at a
+    multiple of 16 bytes and the total is padded to a multiple of the ranks; either way a rank holds
+    ``ceil(total / ranks)`` elements.
+
+    Args:
+        params: Parameters of one dtype, in the order in which modules register them.
+        shard: Ranks in the shard group.
+        aligned: Whether original parameters are exposed (``use_orig_params=True``).
+        compute_dtype: Dtype that parameters are gathered in; the 16 bytes are counted in it. Default: their own.
+    """
+    if not params:
+        return 0
+    size = itemsize(params[0].dtype)
+    alignment = max(16 // itemsize(compute_dtype or params[0].dtype), 1) if aligned else 1
+    total = 0
+    for param in params:
+        total += -total % alignment + param.numel
+    return -(-total // shard) * size
