@@ -21,9 +21,9 @@ SOURCES = {
 }
 PROJECTS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 
-# The half of core that must work without torch. The two modules of checkpoint/ that run on every rank are not in it.
+# The half of core that must work without torch. The modules of checkpoint/ that run on every rank are not in it.
 TORCH_FREE = ("__init__.py", "errors.py", "dtypes.py", "references.py", "config", "checkpoint")
-ONLINE = {"mmfsdp.checkpoint.save", "mmfsdp.checkpoint.load"}
+ONLINE = {f"mmfsdp.checkpoint.{name}" for name in ("save", "load", "saving", "loading", "online")}
 
 # What each part of the torch-free half may import of core, at any level of nesting.
 GROUND = ("mmfsdp.errors", "mmfsdp.dtypes", "mmfsdp.references")
