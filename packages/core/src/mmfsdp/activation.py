@@ -180,6 +180,9 @@ class _Region:
     ) -> None:
         self.fqn, self.module, self.forward, self.unpack = fqn, module, forward, unpack
         self.parameters: dict[str, torch.Tensor] | None = None
+        # Norm layers update their running statistics in forward; the recomputation updates copies. Copied here, since
+        # an operator that only the recomputation runs would confuse mode 'ops'.
+        self.scratch = [(layer, name, buffer.clone()) for layer, name, buffer in _running_statistics(module)]
 
     def __call__(self, *values: Any) -> Any:
         args, kwargs = self.unpack(values)
@@ -187,7 +190,7 @@ class _Region:
             self.parameters = dict(self.module.named_parameters())
             return self.forward(*args, **kwargs)
         self._check_parameters(self.parameters)
-        with _running_statistics_kept(self.module):
+        with _swapped(self.scratch):
             return self.forward(*args, **kwargs)
 
     def _check_parameters(self, before: Mapping[str, torch.Tensor]) -> None:
@@ -227,7 +230,11 @@ class _TakeFromCpu(TorchDispatchMode):
     def __init__(self, operators: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators, self.kept = operators, kept
-        self.taken: dict[Any, int] = defaultdict(int)
+        self.taken: dict[Any, int] = {}
+
+    def __enter__(self) -> Any:
+        self.taken = defaultdict(int)  # one recomputation per backward, each from the start
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self.operators:
@@ -236,11 +243,10 @@ class _TakeFromCpu(TorchDispatchMode):
         self.taken[func] += 1
         if index >= len(self.kept[func]):
             raise RuntimeError(
-                f"{func} runs more often in the recomputation than it ran in forward. Either the forward depends on "
-                "something that changed, or backward runs a second time through a region with mode='ops'."
+                f"{func} runs more often in the recomputation than it ran in forward: the forward depends on something "
+                "that changed in between."
             )
-        entry, self.kept[func][index] = self.kept[func][index], None
-        return tree_map_only(_OnCpu, _OnCpu.back, entry)
+        return tree_map_only(_OnCpu, _OnCpu.back, self.kept[func][index])
 
 
 class _OnCpu:
@@ -251,7 +257,7 @@ class _OnCpu:
         self.copy.copy_(tensor, non_blocking=self.copy.is_pinned())
 
     def back(self) -> torch.Tensor:
-        return self.copy.to(self.device, non_blocking=True)
+        return self.copy.to(self.device, non_blocking=self.copy.is_pinned(), copy=True)
 
 
 def _keep(tensor: torch.Tensor) -> Any:
@@ -282,22 +288,25 @@ def _early_stop(enabled: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if enabled else set_checkpoint_early_stop(False)
 
 
-@contextlib.contextmanager
-def _running_statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Let a recomputation write the running statistics of its norm layers into copies: forward has updated them."""
+def _running_statistics(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     names = ("running_mean", "running_var", "num_batches_tracked")
-    buffers = [
+    return [
         (layer, name, buffer)
         for layer in module.modules()
         for name, buffer in layer.named_buffers(recurse=False)
         if name in names
     ]
-    for layer, name, buffer in buffers:
-        setattr(layer, name, buffer.clone())
+
+
+@contextlib.contextmanager
+def _swapped(scratch: list[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    real = [(layer, name, getattr(layer, name)) for layer, name, _ in scratch]
+    for layer, name, buffer in scratch:
+        setattr(layer, name, buffer)
     try:
         yield
     finally:
-        for layer, name, buffer in buffers:
+        for layer, name, buffer in real:
             setattr(layer, name, buffer)
 
 
