@@ -278,7 +278,8 @@ class TestMemory:
         assert not moved(Plan())
 
     def test_offloaded_results_are_copies(self) -> None:
-        # Applying ELU twice shows. In-place work on a kept result is an error with torch's own contexts, and harmless for a copy.
+        # In-place work on a kept result is an error with torch's own contexts, and harmless for a copy. ELU: applied
+        # twice, it shows.
         def build() -> nn.Module:
             return nn.Sequential(nn.Linear(16, 16), nn.ELU(inplace=True), nn.Linear(16, 1))
 
