@@ -1,0 +1,34 @@
+"""Checkpoints on disk: read the layout of any format, convert between formats; none of it imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint.atomic import TargetExistsError
+    from mmfsdp.checkpoint.converting import ConversionReport, convert
+    from mmfsdp.checkpoint.detect import open_layout
+    from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
+
+__all__ = ["Chunk", "ConversionReport", "Layout", "TargetExistsError", "TensorEntry", "convert", "open_layout"]
+
+_MODULES = {
+    "Chunk": "layout",
+    "ConversionReport": "converting",
+    "Layout": "layout",
+    "TargetExistsError": "atomic",
+    "TensorEntry": "layout",
+    "convert": "converting",
+    "open_layout": "detect",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

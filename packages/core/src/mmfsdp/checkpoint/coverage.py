@@ -43,7 +43,7 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None) -> None:
 
 def _check_box(entry: TensorEntry, chunk: Chunk) -> None:
     fits = len(chunk.box_offsets) == len(chunk.box_sizes) == len(entry.shape) and all(
-        0 <= start and 0 <= size and start + size <= whole
+        min(start, size) >= 0 and start + size <= whole
         for start, size, whole in zip(chunk.box_offsets, chunk.box_sizes, entry.shape, strict=True)
     )
     # An empty box at the end of a short tensor may name an offset past it: ceil(d / n) * rank.
@@ -101,7 +101,5 @@ def _check_disjoint(entry: TensorEntry) -> None:
 
 
 def _meet(one: Chunk, two: Chunk) -> bool:
-    return all(
-        max(start, other) < min(start + size, other + extent)
-        for start, size, other, extent in zip(one.box_offsets, one.box_sizes, two.box_offsets, two.box_sizes, strict=True)
-    )
+    bounds = zip(one.box_offsets, one.box_sizes, two.box_offsets, two.box_sizes, strict=True)
+    return all(max(start, other) < min(start + size, other + extent) for start, size, other, extent in bounds)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 from mmfsdp.checkpoint.extents import StridedRun
 
 __all__ = ["packed_blocks"]
 
 _BLOCK = 4 << 20  # bytes that are packed before they are handed out
-_FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
@@ -31,21 +32,16 @@ def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
         return
     # Mapped pages are the kernel's to drop again: memory use stays that of the page cache.
     begin = run.source - run.source % mmap.ALLOCATIONGRANULARITY
-    with mmap.mmap(source, run.source + span - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
-        whole = memoryview(mapped)
-        data = whole[run.source - begin :]
-        try:
-            block = bytearray()
-            for piece in _pieces(data, item, sizes, strides):
-                block += piece
-                if len(block) >= _BLOCK:
-                    yield bytes(block)
-                    block.clear()
-            if block:
-                yield bytes(block)
-        finally:
-            data.release()
-            whole.release()
+    # Not closed by hand: slices of it may still be alive if the caller stops early.
+    mapped = mmap.mmap(source, run.source + span - begin, prot=mmap.PROT_READ, offset=begin)
+    block = bytearray()
+    for piece in _pieces(memoryview(mapped)[run.source - begin :], item, sizes, strides):
+        block += piece
+        if len(block) >= _BLOCK:
+            yield bytes(block)
+            block.clear()
+    if block:
+        yield bytes(block)
 
 
 def _simplified(run: StridedRun) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

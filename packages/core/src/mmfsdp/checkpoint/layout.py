@@ -127,15 +127,16 @@ class Layout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the content is a bare state dict: names to tensors and nothing else."""
+        """Whether the content is a bare state dict: names to tensors, without a level of keys above."""
         return (
             isinstance(self.tree, dict)
-            and bool(self.tree)
-            and all(isinstance(value, TensorRef) for value in self.tree.values())
+            and any(isinstance(value, TensorRef) for value in self.tree.values())
+            and not any(isinstance(value, dict) for value in self.tree.values())
         )
 
-    def keys(self) -> list[str]:
-        """Return the top-level keys, as strings; empty if the content is not a mapping."""
+    @property
+    def top_level(self) -> list[str]:
+        """The top-level keys, as strings; empty if the content is not a mapping."""
         return [str(key) for key in self.tree] if isinstance(self.tree, dict) else []
 
     def tensors_below(self, key: str) -> dict[str, TensorEntry]:
@@ -147,10 +148,57 @@ class Layout:
         prefix = f"{key}/"
         return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
 
+    def content(self) -> dict[str, str]:
+        """Return one line about what lies under each top-level key; empty for a bare state dict."""
+        if self.is_flat or not isinstance(self.tree, dict):
+            return {}
+        return {str(key): self._summary(str(key), value) for key, value in self.tree.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``inspect --json`` prints: plain values only, every tensor included."""
+        tensors = [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "chunks": len(entry.chunks),
+                "bytes": entry.nbytes,
+            }
+            for entry in self.tensors.values()
+        ]
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "world_size": self.world_size,
+            "num_tensors": len(tensors),
+            "total_bytes": self.nbytes,
+            "content": self.content(),
+            "tensors": tensors,
+        }
+
+    def _summary(self, key: str, value: Any) -> str:
+        below = self.tensors_below(key)
+        if below:
+            return f"{_count(len(below), 'tensor')}, {sum(entry.nbytes for entry in below.values())} bytes"
+        if isinstance(value, TensorRef):
+            return "a tensor"
+        if isinstance(value, dict):
+            names = [str(name) for name in value]
+            shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+            return f"{_count(len(names), 'value')}: {shown}" if names else "empty"
+        if isinstance(value, list | tuple | set | frozenset):
+            return f"{type(value).__name__} of {len(value)}"
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
+
     def files(self) -> Iterator[Path]:
         """Yield each file that holds tensor data, once, in order of first use."""
         seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks)
         yield from seen
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

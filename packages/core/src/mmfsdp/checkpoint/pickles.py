@@ -129,18 +129,25 @@ class _Unpickler(pickle.Unpickler):
             return self._functions[full_name]
         if full_name in _REAL:
             return _REAL[full_name]
-        if not self._trust and not _is_safe(full_name):
-            raise UnsafePickleError(
-                f"{self._file.name} wants to import '{module_name}.{global_name}', which is not on the list of safe "
-                "names; nothing was imported. If you know where the file comes from, read it with trust=True "
-                "(--trust): then it is kept as an opaque placeholder, and still not imported.",
-                file=str(self._file),
-            )
+        if not self._trust and full_name != "builtins.getattr" and not _is_safe(full_name):
+            raise _unsafe(self._file, full_name)
         key = (module_name, global_name)
         if key not in self._classes:
             # Made per read: a pickle that sets attributes on a class can only reach its own.
-            self._classes[key] = type(global_name, (PickledObject,), {"module": module_name, "qualname": global_name})
+            body: dict[str, Any] = {"module": module_name, "qualname": global_name}
+            if full_name == "builtins.getattr" and not self._trust:
+                body["__new__"] = self._guarded_getattr
+            self._classes[key] = type(global_name, (PickledObject,), body)
         return self._classes[key]
+
+    def _guarded_getattr(self, cls: type[PickledObject], *args: Any) -> PickledObject:
+        # Protocol 2 spells a method as getattr(class, name), and every message hub of MMEngine holds the methods of
+        # HistoryBuffer; getattr of anything else is how a pickle gets at what it may not name.
+        owner, name = args if len(args) == 2 else (None, None)
+        named = isinstance(owner, type) and issubclass(owner, PickledObject) and (owner.module, owner.qualname)
+        if named != _HISTORY_BUFFER or name not in _STATISTICS:
+            raise _unsafe(self._file, "builtins.getattr")
+        return PickledObject.__new__(cls, *args)
 
     def persistent_load(self, pid: Any, /) -> Any:
         if self._persistent is None:
@@ -148,6 +155,15 @@ class _Unpickler(pickle.Unpickler):
                 f"The pickle in {self._file.name} refers to data outside of it.", file=str(self._file)
             )
         return self._persistent(pid)
+
+
+def _unsafe(file: Path, full_name: str) -> UnsafePickleError:
+    return UnsafePickleError(
+        f"{file.name} wants to import '{full_name}', which is not on the list of safe names; nothing was imported. If "
+        "you know where the file comes from, read it with trust=True (--trust): then it is kept as an opaque "
+        "placeholder, and still not imported.",
+        file=str(file),
+    )
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -182,8 +198,13 @@ _REAL: dict[str, Any] = {
     "_codecs.encode": _Frozen(_encode),
 }
 
+_HISTORY_BUFFER = ("mmengine.logging.history_buffer", "HistoryBuffer")
+_STATISTICS = ("min", "max", "current", "mean")
+
 _SAFE: dict[str, frozenset[str]] = {
-    "builtins": frozenset({"bytearray", "range", "slice", "object", "int", "float", "bool", "str", "list", "dict", "tuple"}),
+    "builtins": frozenset(
+        {"bool", "bytearray", "dict", "float", "int", "list", "object", "range", "slice", "str", "tuple"}
+    ),
     "collections": frozenset({"defaultdict", "Counter", "deque"}),
     "copyreg": frozenset({"_reconstructor", "__newobj_ex__"}),
     "datetime": frozenset({"date", "datetime", "time", "timedelta", "timezone"}),
@@ -203,9 +224,7 @@ _SAFE: dict[str, frozenset[str]] = {
     "addict.addict": frozenset({"Dict"}),
     "mmengine.config.config": frozenset({"Config", "ConfigDict"}),
     "mmengine.config.lazy": frozenset({"LazyAttr", "LazyObject"}),
-    "mmengine.logging.history_buffer": frozenset(
-        {"HistoryBuffer", "HistoryBuffer.min", "HistoryBuffer.max", "HistoryBuffer.current", "HistoryBuffer.mean"}
-    ),
+    "mmengine.logging.history_buffer": frozenset({"HistoryBuffer", *(f"HistoryBuffer.{name}" for name in _STATISTICS)}),
 }
 
 

@@ -79,5 +79,10 @@ def _selected(
         chosen = {fqn for unit in units if not unit.precision.full_precision for fqn in unit.fqns if fqn}
         order = [fqn for fqn, _ in model.named_modules() if fqn in chosen]
         # A unit inside a checkpointed unit is recomputed with it already.
-        return [fqn for fqn in order if not any(fqn.startswith(f"{other}.") for other in order if other != fqn)]
+        return [fqn for fqn in order if not chosen & set(_ancestors(fqn))]
     return [fqn for fqn in select_modules(model, policy) if has_forward(model.get_submodule(fqn))]
+
+
+def _ancestors(fqn: str) -> list[str]:
+    parts = fqn.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]

@@ -5,8 +5,8 @@ Every file is an ordinary torch zip whose ``'mmfsdp'`` key says what the rest is
     {'format': 'rank_local', 'version': 1, 'world_size': N, 'rank': i, 'save_id': str,
      'tensors': {path: {'shape': [global shape], 'offsets': [start of the box per dimension]}}}
 
-A path joins ``str(key)`` of the nested keys with ``/``. The local tensor's own shape is the size of its box. What is not
-listed is the same on all ranks, and taken from rank 0.
+A path joins ``str(key)`` of the nested keys with ``/``. The local tensor's own shape is the size of its box. What is
+not listed is the same on all ranks, and taken from rank 0.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpo
 
 __all__ = ["is_rank_local", "read_rank_local"]
 
+_MAX_RANKS = 1_000_000  # more is damage, or malice
 _RANK_FILE = re.compile(r"rank(\d+)\.pth")
 
 
@@ -67,7 +68,8 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
     missing = [f"rank{rank}.pth" for rank in range(world_size) if rank not in present]
     if missing:
         raise IncompleteCheckpointError(
-            f"{directory.name} was saved by {world_size} ranks, but {', '.join(missing)} "
+            f"{directory.name} was saved by {world_size} ranks, but {', '.join(missing[:8])} "
+            f"{f'and {len(missing) - 8} more ' if len(missing) > 8 else ''}"
             f"{'is' if len(missing) == 1 else 'are'} missing.",
             file=str(directory / missing[0]),
         )
@@ -97,8 +99,8 @@ def _header(path: Path, tree: Any) -> dict[str, Any]:
     if header is None:
         raise FormatError(
             f"{path.name} does not say which part of the checkpoint it holds. It looks like a 'local' checkpoint of "
-            "stock MMEngine (FSDP's LOCAL_STATE_DICT), which cannot be read yet: load it with the world size that saved "
-            "it and save it again with state_dict_cfg='full' or with mmfsdp.",
+            "stock MMEngine (FSDP's LOCAL_STATE_DICT), which cannot be read yet: load it with the world size that "
+            "saved it and save it again with state_dict_cfg='full' or with mmfsdp.",
             file=str(path),
         )
     valid = (
@@ -108,7 +110,7 @@ def _header(path: Path, tree: Any) -> dict[str, Any]:
         and isinstance(header.get("save_id"), str)
         and isinstance(header.get("tensors"), dict)
     )
-    if not valid or header["world_size"] < 1:
+    if not valid or not 1 <= header["world_size"] <= _MAX_RANKS:
         raise FormatError(f"The 'mmfsdp' entry of {path.name} is malformed.", file=str(path))
     if header["version"] > 1:
         raise FormatError(
@@ -124,15 +126,16 @@ def _read_rank(path: Path, rank: int, world_size: int, trust: bool) -> _RankFile
     header = _header(path, tree)
     if header["rank"] != rank or header["world_size"] != world_size:
         raise CorruptCheckpointError(
-            f"{path.name} holds rank {header['rank']} of {header['world_size']} (expected rank {rank} of {world_size}).",
+            f"{path.name} holds rank {header['rank']} of {header['world_size']} (expected rank {rank} of "
+            f"{world_size}).",
             file=str(path),
         )
     boxes = {}
     for name, box in header["tensors"].items():
-        shape, offsets = (box.get("shape"), box.get("offsets")) if isinstance(box, dict) else (None, None)
-        if not (isinstance(name, str) and _is_sizes(shape) and _is_sizes(offsets) and len(shape) == len(offsets)):
+        shape, offsets = (_sizes(box.get(key)) if isinstance(box, dict) else None for key in ("shape", "offsets"))
+        if shape is None or offsets is None or len(shape) != len(offsets) or not isinstance(name, str):
             raise FormatError(f"The box of tensor {name!r} in {path.name} is malformed.", file=str(path))
-        boxes[name] = (tuple(shape), tuple(offsets))
+        boxes[name] = (shape, offsets)
     content = {key: value for key, value in tree.items() if key != "mmfsdp"}
     tensors: dict[str, StoredTensor] = {}
 
@@ -150,8 +153,9 @@ def _read_rank(path: Path, rank: int, world_size: int, trust: bool) -> _RankFile
     return _RankFile(path, content, header["save_id"], boxes, tensors)
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    valid = isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+    return tuple(value) if valid else None
 
 
 def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:

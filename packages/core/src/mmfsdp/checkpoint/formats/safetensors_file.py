@@ -41,7 +41,9 @@ def read_safetensors(path: Path) -> Layout:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise CorruptCheckpointError(f"The header of {path.name} is truncated or damaged.", file=str(path), offset=0)
+            raise CorruptCheckpointError(
+                f"The header of {path.name} is truncated or damaged.", file=str(path), offset=0
+            )
         raw = file.read(length)
     try:
         header = json.loads(raw)
@@ -107,14 +109,17 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
-        raise ConfigError(f"{len(tensors)} tensors need a header of {len(text)} bytes; the format allows {_HEADER_LIMIT}.")
+        raise ConfigError(
+            f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {_HEADER_LIMIT}. Write "
+            "a .pth file instead."
+        )
     begin = 8 + len(text)
     with path.open("xb", buffering=0) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         os.ftruncate(file.fileno(), begin + position)
         with Copier(file.fileno(), total=position, verify=verify, progress=progress) as copier:
             for name in order:
-                copier.copy_tensor(tensors[name], begin + offsets[name])
+                copier.copy_tensor(tensors[name], begin + offsets[name], checksum=False)
     return position
 
 

@@ -204,10 +204,10 @@ class _TensorBuilder:
         return self._view(storage, storage.dtype, offset, size, stride, metadata)
 
     def _tensor_v3(
-        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, meta: Any = None
     ) -> StoredTensor:
         named = isinstance(dtype, type) and issubclass(dtype, PickledObject) and dtype.module == "torch"
-        return self._view(storage, dtype.qualname if named else None, offset, size, stride, metadata)
+        return self._view(storage, dtype.qualname if named else None, offset, size, stride, meta)
 
     def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
         return StoredTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))

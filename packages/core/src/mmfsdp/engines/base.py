@@ -1,0 +1,37 @@
+"""What an engine is: it does what a plan says, or says beforehand what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.planning.schema import ShardPlan, ShardUnit
+
+__all__ = ["Engine", "PrepareUnit"]
+
+PrepareUnit = Callable[[ShardUnit], None]
+"""Called by the engine right before it shards a unit: weights exist, are on the device and agree afterwards."""
+
+
+class Engine(Protocol):
+    """Shards a model as a plan says."""
+
+    name: str
+
+    def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
+        """Return what in ``plan`` this engine cannot do, each as a sentence saying what to write instead."""
+        ...
+
+    def apply(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> nn.Module:
+        """Shard ``model`` and return the module to call. Collective: every rank of ``mesh``.
+
+        Args:
+            model: The model that the plan was made for; changed in place.
+            plan: What to do.
+            mesh: ``('shard',)`` or ``('replicate', 'shard')``, of the plan's shape.
+            prepare: To be called for each unit, in the plan's order, right before sharding it.
+        """
+        ...

@@ -1,0 +1,43 @@
+"""Keeping chosen modules, such as batch norm, in float32 inside a model that computes in less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["compute_in_full_precision"]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def compute_in_full_precision(module: nn.Module) -> None:
+    """Cast low-precision inputs of ``module`` to float32, and its outputs back to the dtype they came in."""
+    incoming: list[torch.dtype | None] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found: list[torch.dtype] = []
+
+        def up(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dtype in _LOW:
+                found.append(value.dtype)
+                return value.float()
+            return value
+
+        args, kwargs = tree_map(up, args), tree_map(up, kwargs)
+        incoming.append(found[0] if found else None)
+        return args, kwargs
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = incoming.pop() if incoming else None
+        if dtype is None:
+            return output
+        return tree_map(
+            lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
+            output,
+        )
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)

@@ -1,0 +1,128 @@
+"""Weights before sharding: made from meta, on the right device, in the right dtype, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.dtypes import to_torch
+from mmfsdp.engines.device_mesh import device_of
+from mmfsdp.engines.ownership import modules_by_unit
+from mmfsdp.errors import PlanError
+from mmfsdp.planning.schema import ShardPlan, ShardUnit
+
+__all__ = ["UnitPreparer"]
+
+InitFn = Callable[[nn.Module], Any]
+
+
+class UnitPreparer:
+    """Prepares one shard unit at a time, so that no more than one whole unit is ever held.
+
+    Collective when called: every rank of the mesh, in the plan's order.
+
+    Args:
+        model: The model, on any device.
+        plan: What it will become.
+        mesh: Where its ranks are.
+        param_init_fn: Initialises the parameters and buffers that a module itself owns; they are allocated
+            already. Default: the module's ``reset_parameters``.
+
+    Raises:
+        PlanError: Something on the meta device is left without a value.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, param_init_fn: InitFn | None = None) -> None:
+        self._plan, self._mesh, self._init_fn = plan, mesh, param_init_fn
+        self._device = device_of(mesh)
+        self._owned = modules_by_unit(model, plan)
+        self._replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+        self._sent: set[int] = set()
+
+    def __call__(self, unit: ShardUnit) -> None:
+        """Prepare the parameters and buffers of ``unit``."""
+        modules = self._owned[unit.fqns]
+        for fqn, module in modules:
+            if any(tensor.is_meta for _, tensor in _own_tensors(module)):
+                self._materialise(fqn, module)
+        tensors = [tensor for _, module in modules for _, tensor in _own_tensors(module)]
+        self._place(tensors, unit)
+        if self._plan.sync_states:
+            self._broadcast(tensors)
+
+    def _materialise(self, fqn: str, module: nn.Module) -> None:
+        if self._init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            names = ", ".join(repr(f"{fqn}.{name}".lstrip(".")) for name, tensor in _own_tensors(module) if tensor.is_meta)
+            raise PlanError(
+                f"{names} of {type(module).__name__} on the meta device cannot be initialised: the module has no "
+                "reset_parameters(). Give it one, or give param_init_fn.",
+                fqn=fqn,
+            )
+        fresh: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in list(_own_tensors(module)):
+            if tensor.is_meta:
+                if id(tensor) not in self._replaced:
+                    self._replaced[id(tensor)] = _allocate(tensor, self._device)
+                    fresh.append((name, tensor))
+                setattr(module, name, self._replaced[id(tensor)])
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            # A seed of its own for each module: the weights depend on neither world size nor wrapping.
+            torch.manual_seed(_module_seed(self._plan.seed, fqn))
+            with torch.no_grad():
+                if self._init_fn is not None:
+                    self._init_fn(module)
+                else:
+                    module.reset_parameters()  # type: ignore[operator]
+        for name, _ in fresh:
+            value = getattr(module, name)
+            if value.is_meta or (value.is_floating_point() and bool(torch.isnan(value).any())):
+                raise PlanError(
+                    f"Initialising {type(module).__name__} left {f'{fqn}.{name}'.lstrip('.')!r} without a value. "
+                    "Its reset_parameters() (or param_init_fn) must set every parameter and buffer of the module.",
+                    fqn=fqn,
+                )
+
+    def _place(self, tensors: Iterable[torch.Tensor], unit: ShardUnit) -> None:
+        storage = self._plan.storage_dtype
+        buffer_dtype = None if unit.precision.full_precision else self._plan.buffer_dtype
+        for tensor in tensors:
+            dtype = storage if isinstance(tensor, nn.Parameter) else buffer_dtype
+            wanted = to_torch(dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if tensor.device != self._device or tensor.dtype != wanted or not tensor.is_contiguous():
+                tensor.data = tensor.data.to(self._device, wanted).contiguous()
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From the mesh's first rank to all, a dimension at a time."""
+        for tensor in tensors:
+            if id(tensor) in self._sent or tensor.numel() == 0:
+                continue
+            self._sent.add(id(tensor))
+            for dim in reversed(range(self._mesh.ndim)):
+                group = self._mesh.get_group(dim)
+                if dist.get_world_size(group) > 1:
+                    dist.broadcast(tensor.detach(), src=dist.get_global_rank(group, 0), group=group)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor full of NaN, so that what initialisation forgets is found."""
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    if empty.is_floating_point() and empty.element_size() > 1:
+        empty.fill_(float("nan"))
+    else:
+        empty.zero_()
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _module_seed(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{fqn}".encode()).digest()[:7])

@@ -1,0 +1,175 @@
+"""`apply_plan()` and `shard()`: doing what a plan says, on every rank alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch.nn as nn
+
+from mmfsdp.activation import apply_activation_checkpointing
+from mmfsdp.config import ShardConfig
+from mmfsdp.engines import ENGINES
+from mmfsdp.engines.device_mesh import Scope, build_mesh, gather_objects, scope_of, shape_of
+from mmfsdp.errors import ConfigError, MmfsdpError, PlanMismatchError, RankMismatchError
+from mmfsdp.initialise import InitFn, UnitPreparer
+from mmfsdp.planning.fingerprint import describe, fingerprint
+from mmfsdp.planning.policies import Policy
+from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.references import resolve_reference
+from mmfsdp.runtime import ShardedModel
+
+__all__ = ["apply_plan", "shard"]
+
+T = TypeVar("T")
+
+
+def shard(
+    model: nn.Module,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    *,
+    policy: Policy = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: InitFn | None = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> nn.Module:
+    """Plan and apply in one call. Collective: every rank of the mesh, with equal models and settings.
+
+    Args:
+        model: The model, on any device; ``meta`` saves the memory of a whole copy.
+        config: The settings; a mapping is validated first and not changed.
+        mesh: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the running world.
+        policy: See `plan`.
+        check_fn: See `plan`.
+        param_init_fn: See `apply_plan`.
+        ignored_modules: See `plan`.
+        ignored_params: See `plan`.
+
+    Returns:
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+
+    Raises:
+        RankMismatchError: Ranks have different models or settings; raised on all of them.
+        MmfsdpError: See `plan` and `apply_plan`; an error of one rank is raised on all.
+    """
+
+    def decide() -> ShardPlan:
+        return make_plan(
+            model,
+            config,
+            shape_of(mesh),
+            policy=policy,
+            check_fn=check_fn,
+            ignored_modules=ignored_modules,
+            ignored_params=ignored_params,
+        )
+
+    return _carry_out(model, decide, mesh, param_init_fn)
+
+
+def apply_plan(
+    model: nn.Module, plan: ShardPlan, mesh: Any = None, *, param_init_fn: InitFn | None = None
+) -> nn.Module:
+    """Shard ``model`` as ``plan`` says. Collective: every rank of the mesh.
+
+    In order: check that the model is the plan's and the same on every rank; activation checkpointing; then for each
+    unit, children before parents, make its weights if they are on the meta device, move them, broadcast them from
+    the mesh's first rank, and shard them.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: What to do.
+        mesh: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the running world.
+        param_init_fn: ``(module) -> None``, initialises the parameters and buffers that a module itself owns, for
+            modules on the meta device; they are allocated already. Default: the plan's reference, or
+            ``module.reset_parameters()``.
+
+    Returns:
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+
+    Raises:
+        PlanMismatchError: The plan was made for another model.
+        MeshError: The mesh does not have the plan's shape.
+        ConfigError: The engine cannot do what the plan says.
+        RankMismatchError: Ranks have different models or plans.
+    """
+    return _carry_out(model, lambda: plan, mesh, param_init_fn)
+
+
+def _carry_out(
+    model: nn.Module, decide: Callable[[], ShardPlan], mesh: Any, param_init_fn: InitFn | None
+) -> nn.Module:
+    scope = scope_of(mesh)
+    plan = _on_all_ranks(lambda: _checked(model, decide()), scope)
+    _check_ranks_agree(model, plan, scope)
+    device_mesh = _on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope)
+    engine = ENGINES[plan.engine]
+
+    def ready() -> UnitPreparer:
+        if problems := engine.unsupported(plan, device_mesh.device_type):
+            raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
+        init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
+        preparer = UnitPreparer(model, plan, device_mesh, init_fn)
+        if plan.activation_checkpointing is not None:
+            apply_activation_checkpointing(model, plan.activation_checkpointing)
+        return preparer
+
+    prepare = _on_all_ranks(ready, scope)
+    sharded = engine.apply(model, plan, device_mesh, prepare)
+    ShardedModel(sharded, plan, device_mesh)
+    return sharded
+
+
+def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"This plan was made for another model: its fingerprint is {plan.fingerprint}, the model's is {found}. "
+            "Names, shapes, dtypes, requires_grad and module classes must be as they were. Make a new plan."
+        )
+    return plan
+
+
+def _check_ranks_agree(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    digests = gather_objects(scope, digest)
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, value in enumerate(digests) if value != digests[0])
+    descriptions = gather_objects(scope, list(describe(model)))
+    first, second = descriptions[0], descriptions[other]
+    only_first = [line for line in first if line not in set(second)]
+    only_second = [line for line in second if line not in set(first)]
+    if only_first or only_second:
+        raise RankMismatchError(
+            f"Ranks 0 and {other} were given different models. Only rank 0 has: {only_first[:2] or 'nothing more'}; "
+            f"only rank {other} has: {only_second[:2] or 'nothing more'}. Build the same model on every rank."
+        )
+    plans = gather_objects(scope, plan.to_json(indent=None))
+    difference = ShardPlan.from_json(plans[0]).diff(ShardPlan.from_json(plans[other]))
+    raise RankMismatchError(
+        f"Ranks 0 and {other} were given different settings for the same model:\n{difference}\n"
+        "Use the same config and policy on every rank."
+    )
+
+
+def _on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
+    """Run ``step``; if it fails anywhere, raise everywhere, so that no rank waits for another that gave up."""
+    failure: MmfsdpError | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except MmfsdpError as error:
+        failure = error
+    failures = gather_objects(scope, failure)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(failures):
+        if other is not None:
+            raise type(other)(f"Rank {rank} failed: {other.message}", **other.context, rank=rank)
+    return result  # type: ignore[return-value]
+
