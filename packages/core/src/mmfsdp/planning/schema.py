@@ -237,9 +237,13 @@ class ShardPlan(_Record):
     def unit_param_bytes(self, unit: ShardUnit, rank: int = 0) -> int:
         """Return the bytes of one unit's parameters that ``rank`` holds between steps."""
         coordinate = self.mesh.shard_coordinate(rank)
-        if self.engine == "fsdp1" and self.strategy != "NO_SHARD":
-            compute = unit.precision.param_dtype if self.use_orig_params else None
-            return flat_shard_bytes(unit.params, self.mesh.shard, aligned=self.use_orig_params, compute_dtype=compute)
+        if self.engine == "fsdp1":
+            return flat_shard_bytes(
+                unit.params,
+                self.mesh,
+                aligned=self.use_orig_params,
+                compute_dtype=unit.precision.param_dtype if self.use_orig_params else None,
+            )
         return sum(param.shard_nbytes(coordinate, self.mesh.shard) for param in unit.params)
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -282,17 +286,17 @@ class ShardPlan(_Record):
 
 
 def flat_shard_bytes(
-    params: tuple[ParamEntry, ...], shard: int, *, aligned: bool, compute_dtype: str | None = None
+    params: tuple[ParamEntry, ...], mesh: MeshSpec, *, aligned: bool, compute_dtype: str | None = None
 ) -> int:
     """Return the bytes of one rank's piece of an FSDP1 flat parameter; all ranks hold the same, padding included.
 
     Rule (torch/distributed/fsdp/_flat_param.py): with original parameters exposed, each parameter starts at a
     multiple of 16 bytes and the total is padded to a multiple of the ranks; either way a rank holds
-    ``ceil(total / ranks)`` elements.
+    ``ceil(total / ranks)`` elements, or all of them where nothing is sharded.
 
     Args:
         params: Parameters of one dtype, in the order in which modules register them.
-        shard: Ranks in the shard group.
+        mesh: Ranks that shard and replicate.
         aligned: Whether original parameters are exposed (``use_orig_params=True``).
         compute_dtype: Dtype that parameters are gathered in; the 16 bytes are counted in it. Default: their own.
     """
@@ -303,4 +307,6 @@ def flat_shard_bytes(
     total = 0
     for param in params:
         total += -total % alignment + param.numel
-    return -(-total // shard) * size
+    if mesh.shard == 1 and aligned:
+        total += -total % mesh.replicate
+    return -(-total // mesh.shard) * size
