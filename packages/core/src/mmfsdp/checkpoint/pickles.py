@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mmfsdp.dtypes import DTYPES
-from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
+from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
-__all__ = ["PickledObject", "read_pickle"]
+__all__ = ["PickledObject", "StandIn", "read_pickle"]
 
 
 class PickledObject:
@@ -72,12 +72,33 @@ class PickledObject:
         return f"<pickled {self.module}.{self.qualname}>"
 
 
+class StandIn:
+    """A function given to a pickle in place of the one that it names; the pickle cannot set attributes on it.
+
+    Args:
+        function: What to call. Without one, calling it is an error.
+    """
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        if self._function is None:
+            raise TypeError("this class cannot be called in a pickle")
+        return self._function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a function cannot be given a state")
+
+
 def read_pickle(
     data: bytes,
     *,
     file: Path,
     trust: bool = False,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
+    functions: Mapping[str, StandIn] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return the content of a pickle.
@@ -97,7 +118,7 @@ def read_pickle(
     reader = _Unpickler(data, file, trust, functions or {}, persistent)
     try:
         return reader.load()
-    except (UnsafePickleError, CorruptCheckpointError):
+    except MmfsdpError:
         raise
     except RecursionError as error:
         raise CorruptCheckpointError(f"The pickle in {file.name} is nested too deeply.", file=str(file)) from error
@@ -113,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
         data: bytes,
         file: Path,
         trust: bool,
-        functions: Mapping[str, Callable[..., Any]],
+        functions: Mapping[str, StandIn],
         persistent: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
@@ -173,21 +194,6 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
 
-class _Frozen:
-    """A callable that a pickle cannot tamper with by setting its attributes."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise TypeError("a function cannot be given a state")
-
-
 _MODULE_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 _REAL: dict[str, Any] = {
@@ -195,7 +201,7 @@ _REAL: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
-    "_codecs.encode": _Frozen(_encode),
+    "_codecs.encode": StandIn(_encode),
 }
 
 _HISTORY_BUFFER = ("mmengine.logging.history_buffer", "HistoryBuffer")
