@@ -192,7 +192,7 @@ def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, Par
         aliases.setdefault(id(param), []).append(fqn)
         params[id(param)] = param
     entries = {}
-    for key, (first, *others) in aliases.items():
+    for place, (key, (first, *others)) in enumerate(aliases.items()):
         dtype = canonical_dtype(params[key].dtype)
         entries[key] = ParamEntry(
             fqn=first,
@@ -200,6 +200,7 @@ def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, Par
             dtype=storage_dtype if storage_dtype and is_floating_point(dtype) else dtype,
             requires_grad=params[key].requires_grad,
             aliases=tuple(others),
+            place=place,
         )
     return entries
 

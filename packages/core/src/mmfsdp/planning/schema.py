@@ -65,6 +65,8 @@ class ParamEntry(_Record):
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
     """Other FQNs of the same, tied parameter."""
+    place: int = 0
+    """Where ``named_parameters()`` of the unsharded model has it."""
 
     @property
     def numel(self) -> int:
@@ -224,6 +226,10 @@ class ShardPlan(_Record):
         for unit in self.units:
             yield from unit.params
         yield from self.ignored_params
+
+    def params_in_order(self) -> list[ParamEntry]:
+        """Return every parameter once, in the order of ``named_parameters()`` of the unsharded model."""
+        return sorted(self.all_params(), key=lambda param: param.place)
 
     def param_bytes(self, rank: int = 0) -> int:
         """Return the bytes of parameters that ``rank`` holds between steps.
