@@ -14,7 +14,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, row_major_strides
-from mmfsdp.checkpoint.pickles import PickledObject, read_pickle
+from mmfsdp.checkpoint.pickles import PickledObject, StandIn, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.dtypes import DTYPES, itemsize
 from mmfsdp.errors import CorruptCheckpointError, FormatError
@@ -146,19 +146,14 @@ class _Storage:
     record: Record
 
 
-class _Named:
+class _StorageClass(StandIn):
     """Stands for a storage class in a persistent id."""
 
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None) -> None:
+        super().__init__()
         self.dtype = dtype
-
-    def __call__(self, *args: Any) -> Any:
-        raise TypeError("a storage cannot be built in a pickle")
-
-    def __setstate__(self, state: Any) -> None:
-        raise TypeError("a storage class cannot be given a state")
 
 
 class _TensorBuilder:
@@ -169,22 +164,22 @@ class _TensorBuilder:
         self._root = root
         self._records = records
 
-    def functions(self) -> dict[str, Any]:
-        names: dict[str, Any] = {
-            "torch._utils._rebuild_tensor": self._tensor_v1,
-            "torch._utils._rebuild_tensor_v2": self._tensor_v2,
-            "torch._utils._rebuild_tensor_v3": self._tensor_v3,
-            "torch._utils._rebuild_parameter": self._parameter,
-            "torch._utils._rebuild_parameter_with_state": self._parameter,
-            "torch._tensor._rebuild_from_type_v2": self._from_type,
-            "torch.storage.UntypedStorage": _Named(None),
+    def functions(self) -> dict[str, StandIn]:
+        names: dict[str, StandIn] = {
+            "torch._utils._rebuild_tensor": StandIn(self._tensor_v1),
+            "torch._utils._rebuild_tensor_v2": StandIn(self._tensor_v2),
+            "torch._utils._rebuild_tensor_v3": StandIn(self._tensor_v3),
+            "torch._utils._rebuild_parameter": StandIn(self._parameter),
+            "torch._utils._rebuild_parameter_with_state": StandIn(self._parameter),
+            "torch._tensor._rebuild_from_type_v2": StandIn(self._from_type),
+            "torch.storage.UntypedStorage": _StorageClass(None),
         }
         for dtype, name in STORAGE_CLASSES.items():
-            names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = _Named(dtype)
+            names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = _StorageClass(dtype)
         return names
 
     def storage(self, pid: Any) -> _Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], _Named)):
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], _StorageClass)):
             raise FormatError(f"{self._path.name} refers to a storage of an unknown kind.", file=str(self._path))
         _, kind, key, _, _ = pid
         record = self._records.get(f"{self._root}data/{key}")
@@ -214,9 +209,10 @@ class _TensorBuilder:
 
     def _from_type(self, function: Any, _kind: Any, args: Any, _state: Any) -> Any:
         # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
-        if getattr(function, "__self__", None) is not self:
+        tensor = function(*args) if isinstance(function, StandIn) else None
+        if not isinstance(tensor, StoredTensor):
             raise FormatError(f"{self._path.name} holds a tensor of an unknown kind.", file=str(self._path))
-        return function(*args)
+        return tensor
 
     def _view(
         self, storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any = None

@@ -6,6 +6,7 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -86,8 +87,9 @@ def read_records(path: Path) -> dict[str, ZipRecord]:
                     "are. Unpack the archive and save it again with torch.save.",
                     file=str(path),
                 )
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL.size)
+            # A damaged directory can point before the beginning or past the end.
+            inside = 0 <= info.header_offset < size
+            header = os.pread(file.fileno(), _LOCAL.size, info.header_offset) if inside else b""
             if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04"):
                 raise CorruptCheckpointError(
                     f"The local header of entry {info.filename!r} of {path.name} is damaged.",
