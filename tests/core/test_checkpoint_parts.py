@@ -1,0 +1,244 @@
+"""The parts that checkpoints are made with: byte runs, copying, checksums, atomic output, manifests, no torch."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmfsdp.checkpoint import copying
+from mmfsdp.checkpoint.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
+from mmfsdp.checkpoint.crc import crc32_combine
+from mmfsdp.checkpoint.extents import Run, byte_runs
+from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, hash_file, read_manifest, write_manifest
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+
+def tiles(shape: tuple[int, ...], cuts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor at the given rows of each dimension into boxes."""
+    edges = [sorted({0, size, *(cut % (size + 1) for cut in rows)}) for size, rows in zip(shape, cuts, strict=True)]
+    spans = [list(itertools.pairwise(edge)) for edge in edges]
+    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*spans)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[tuple[int, int]]]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    cuts = [draw(st.lists(st.integers(0, 5), max_size=2)) for _ in shape]
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    target = [(start, draw(st.integers(1, size - start))) for start, size in zip(starts, shape, strict=True)]
+    return shape, cuts, target
+
+
+@given(cases())
+def test_any_boxes_fill_any_target_box(case: tuple[tuple[int, ...], list[list[int]], list[tuple[int, int]]]) -> None:
+    shape, cuts, target = case
+    strides = row_major_strides(shape)
+    source, chunks = bytearray(), []
+    for offsets, sizes in tiles(shape, cuts):
+        start = len(source)
+        for index in itertools.product(*(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))):
+            source.append(sum(i * s for i, s in zip(index, strides, strict=True)))
+        chunks.append(Chunk(Path("f"), start, len(source) - start, offsets, sizes))
+    entry = TensorEntry("w", "uint8", shape, tuple(chunks))
+    offsets, sizes = tuple(a for a, _ in target), tuple(n for _, n in target)
+    expected = [
+        sum(i * s for i, s in zip(index, strides, strict=True))
+        for index in itertools.product(*(range(a, a + n) for a, n in target))
+    ]
+    result: list[int | None] = [None] * len(expected)
+    for run in byte_runs(entry, offsets, sizes):
+        result[run.target : run.target + run.length] = source[run.source : run.source + run.length]
+    assert result == expected
+
+
+def test_adjacent_runs_are_merged() -> None:
+    file = Path("f")
+    rows = tuple(Chunk(file, 100 + 8 * row, 8, (row, 0), (1, 2)) for row in range(4))
+    assert byte_runs(TensorEntry("w", "float32", (4, 2), rows)) == [Run(file, 100, 0, 32)]
+    columns = tuple(Chunk(file, 16 * column, 16, (0, column), (4, 1)) for column in range(2))
+    assert len(byte_runs(TensorEntry("w", "float32", (4, 2), columns))) == 8
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
+    assert crc32_combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
+
+
+@pytest.mark.parametrize("broken", [(), ("_copy_file_range",), ("_copy_file_range", "_sendfile")])
+@pytest.mark.parametrize("silent", [False, True])
+def test_copying_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], silent: bool
+) -> None:
+    def refuse(*_: Any) -> int:
+        if silent:
+            return 0
+        raise OSError(errno.EXDEV, "not here")
+
+    for name in broken:
+        monkeypatch.setattr(copying, name, refuse)
+    data = os.urandom(3_000_000)
+    source = tmp_path / "source"
+    source.write_bytes(b"junk" + data)
+    entry = TensorEntry("w", "uint8", (len(data),), (Chunk(source, 4, len(data), (0,), (len(data),)),))
+    seen: list[int] = []
+    with (
+        (tmp_path / "target").open("xb") as file,
+        copying.Copier(file.fileno(), total=len(data), progress=lambda done, _: seen.append(done)) as copier,
+    ):
+        assert copier.copy_tensor(entry, 10) == zlib.crc32(data)
+    assert (tmp_path / "target").read_bytes() == b"\0" * 10 + data
+    assert seen[-1] == len(data)
+
+
+def test_a_file_that_shrinks_while_it_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    entry = TensorEntry("w", "uint8", (9,), (Chunk(tmp_path / "source", 0, 9, (0,), (9,)),))
+    with (
+        (tmp_path / "target").open("xb") as file,
+        copying.Copier(file.fileno(), total=9) as copier,
+        pytest.raises(CorruptCheckpointError, match=r"source is truncated: it ends within tensor 'w'\."),
+    ):
+        copier.copy_tensor(entry, 0, checksum=False)
+
+
+def test_atomic_file(tmp_path: Path) -> None:
+    with atomic_output(tmp_path / "a") as temporary:
+        temporary.write_text("one")
+        assert temporary.parent == tmp_path
+        assert temporary.name.startswith(".a.")
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(TargetExistsError), atomic_output(tmp_path / "a"):
+        pass
+    with atomic_output(tmp_path / "a", overwrite=True) as temporary:
+        temporary.write_text("two")
+    assert (tmp_path / "a").read_text() == "two"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_atomic_directory_is_replaced_whole(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        with atomic_output(tmp_path / "d", overwrite=True, fsync=content == "one") as temporary:
+            (temporary / "sub").mkdir(parents=True)
+            (temporary / "sub" / content).touch()
+        assert os.listdir(tmp_path) == ["d"]
+        assert os.listdir(tmp_path / "d" / "sub") == [content]
+
+    def fail() -> None:
+        with atomic_output(tmp_path / "d", overwrite=True) as temporary:
+            temporary.mkdir()
+            raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        fail()
+    assert os.listdir(tmp_path / "d" / "sub") == ["two"]
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_commit_checks_again_and_leaves_the_temporary(tmp_path: Path) -> None:
+    temporary = temporary_sibling(tmp_path / "a")
+    temporary.touch()
+    (tmp_path / "a").write_text("someone was faster")
+    with pytest.raises(TargetExistsError, match="exists already"):
+        commit(temporary, tmp_path / "a")
+    assert temporary.exists()
+    discard(temporary)
+    discard(temporary)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_failed_replacement_puts_the_old_directory_back(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "precious").touch()
+    with pytest.raises(FileNotFoundError):
+        commit(tmp_path / "never written", tmp_path / "d", overwrite=True, fsync=False)
+    assert os.listdir(tmp_path / "d") == ["precious"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_a_killed_run_left_is_cleaned_up(tmp_path: Path, replaced: bool) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mine = temporary_sibling(tmp_path / "d")
+    mine.mkdir()
+    stale = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{process.pid}-")
+    if replaced:  # killed between moving the old directory aside and moving the new one in
+        stale = stale.with_suffix(".mmfsdp-replaced")
+    stale.mkdir()
+    (stale / "file").touch()
+    foreign = [tmp_path / ".d.tmp", tmp_path / mine.name.replace(".d.", ".other.")]
+    for path in foreign:
+        path.touch()
+    temporary_sibling(tmp_path / "d")
+    assert not stale.exists()
+    assert (tmp_path / "d" / "file").exists() == replaced
+    assert mine.exists()
+    assert all(path.exists() for path in foreign)
+
+
+def test_manifest(tmp_path: Path) -> None:
+    (tmp_path / "rank0.pth").write_bytes(b"zero")
+    (tmp_path / "rank1.pth").write_bytes(b"one")
+    written = write_manifest(tmp_path, save_id="abc", world_size=2)
+    assert read_manifest(tmp_path) == check_manifest(tmp_path) == written
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    assert content == {
+        "format": "mmfsdp.manifest",
+        "version": 1,
+        "save_id": "abc",
+        "world_size": 2,
+        "files": {
+            "rank0.pth": {"size": 4, "xxh3_64": hash_file(tmp_path / "rank0.pth")},
+            "rank1.pth": {"size": 3, "xxh3_64": hash_file(tmp_path / "rank1.pth")},
+        },
+    }
+    (tmp_path / "rank1.pth").write_bytes(b"two")
+    check_manifest(tmp_path, hashes=False)
+    with pytest.raises(CorruptCheckpointError, match=r"rank1\.pth is damaged: its XXH3 hash is [0-9a-f]{16} \("):
+        check_manifest(tmp_path)
+    (tmp_path / "rank1.pth").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"rank1\.pth is missing, which manifest\.json lists\."):
+        check_manifest(tmp_path)
+
+
+def test_manifests_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"has no manifest\.json"):
+        read_manifest(tmp_path)
+    good = {"format": "mmfsdp.manifest", "version": 1, "save_id": "s", "world_size": 1, "files": {}}
+    for change, error, message in [
+        ({"format": "other"}, FormatError, "is not a manifest of mmfsdp"),
+        ({"version": 2}, FormatError, "has version 2; this mmfsdp reads version 1"),
+        ({"files": {"../x": {"size": 1}}}, CorruptCheckpointError, "the entry of '../x' is malformed"),
+        ({"save_id": None}, CorruptCheckpointError, "'save_id' or 'world_size' is malformed"),
+    ]:
+        (tmp_path / "manifest.json").write_text(json.dumps({**good, **change}))
+        with pytest.raises(error, match=message):
+            read_manifest(tmp_path)
+    write_manifest(tmp_path, save_id="s", world_size=1, files={"rank0.pth": FileEntry(3, None)})
+    assert read_manifest(tmp_path).files == {"rank0.pth": FileEntry(3, None)}
+
+
+def test_nothing_imports_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
+from mmfsdp.checkpoint import atomic, manifest
+from mmfsdp.checkpoint.formats.torch_zip_writer import write_torch_zip
+write_torch_zip(Path({str(tmp_path / "a.pth")!r}), {{"state_dict": {{}}}}, {{}})
+convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
+print(sorted({{'torch', 'numpy', 'mmengine', 'safetensors', 'pydantic'}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
