@@ -1,4 +1,4 @@
-"""The command line of mmfsdp."""
+"""The command line of mmfsdp; it prints what the library finds and decides nothing itself."""
 
 __all__ = ["__version__"]
 

@@ -1,0 +1,98 @@
+"""What the commands print with: one red line per error, sizes for people, a progress bar on terminals."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+__all__ = ["copy_progress", "human_bytes", "reporting_errors"]
+
+_FAILED = 1
+_USAGE = 2
+_SECONDS_PER_LINE = 5.0
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turn errors of the library and of the operating system into a line on stderr and an exit code."""
+    from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError, MmfsdpError
+
+    try:
+        yield
+    except MmfsdpError as error:
+        usage = isinstance(error, ConfigError | CheckpointNotFoundError | FormatError) or _target_exists(error)
+        _complain(str(error), _USAGE if usage else _FAILED)
+    except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except OSError as error:
+        _complain(f"{error.strerror or error} [file={error.filename!r}]" if error.filename else str(error), _FAILED)
+    except KeyboardInterrupt:
+        _complain("Interrupted; nothing was written.", 130)
+
+
+def human_bytes(count: int) -> str:
+    """Return a number of bytes in decimal units, such as ``'1.23 GB'``."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def copy_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a progress callback: a bar with rate and time left on a terminal, a line every few seconds otherwise.
+
+    Args:
+        quiet: Show nothing.
+    """
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        with _bar() as advance:
+            yield advance
+    else:
+        yield _line_printer()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("copy", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _line_printer() -> Callable[[int, int], None]:
+    printed = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= _SECONDS_PER_LINE:
+            printed = now
+            typer.echo(f"{100 * done // total} %  {human_bytes(done)} of {human_bytes(total)}", err=True)
+
+    return show
+
+
+def _target_exists(error: Exception) -> bool:
+    from mmfsdp.checkpoint import TargetExistsError
+
+    return isinstance(error, TargetExistsError)
+
+
+def _complain(message: str, code: int) -> None:
+    typer.secho(f"error: {message}", fg="red", err=True)
+    raise typer.Exit(code)

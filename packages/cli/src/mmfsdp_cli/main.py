@@ -1,0 +1,46 @@
+"""Entry point of ``mmfsdp-cli``: its commands, and how errors become exit codes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mmfsdp_cli import __version__
+from mmfsdp_cli.converting import convert_command
+from mmfsdp_cli.inspecting import inspect_command
+
+__all__ = ["app", "main"]
+
+# Plain help: rich would double the time that `--help` takes.
+app = typer.Typer(
+    name="mmfsdp-cli",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Inspect and convert checkpoints, without torch.",
+    epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe; 2 a path or argument is wrong.",
+)
+app.command("inspect")(inspect_command)
+app.command("convert")(convert_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mmfsdp-cli {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
