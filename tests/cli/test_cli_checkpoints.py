@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_wrong_path_is_one_line_without_traceback(checkpoint: Path) -> None:
 
 def test_damage_and_danger_exit_with_1(checkpoint: Path) -> None:
     raw = bytearray(checkpoint.read_bytes())
-    raw[raw.index(torch.ones(6).numpy().tobytes())] ^= 1
+    raw[raw.index(struct.pack("<6f", *[1.0] * 6))] ^= 1
     damaged = checkpoint.with_name("damaged.pth")
     damaged.write_bytes(raw)
     done = run("convert", damaged, checkpoint.with_name("out.pth"))
