@@ -179,7 +179,7 @@ class ShardedModel:
         elif not sync and self._fsdp1_no_sync is None and isinstance(module, FullyShardedDataParallel):
             # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context
             # stays open until a forward outside of it.
-            self._fsdp1_no_sync = module.no_sync()
+            self._fsdp1_no_sync = FullyShardedDataParallel.no_sync(module)
             self._fsdp1_no_sync.__enter__()
 
     def average(self, param: torch.Tensor) -> None:

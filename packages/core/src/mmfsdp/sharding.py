@@ -11,6 +11,7 @@ import torch.nn as nn
 from mmfsdp.activation import apply_activation_checkpointing
 from mmfsdp.config import ShardConfig
 from mmfsdp.engines import ENGINES
+from mmfsdp.engines.base import WrapRoot
 from mmfsdp.engines.device_mesh import Scope, build_mesh, gather_objects, scope_of, shape_of
 from mmfsdp.errors import ConfigError, MmfsdpError, PlanMismatchError, RankMismatchError
 from mmfsdp.initialise import InitFn, UnitPreparer
@@ -36,6 +37,7 @@ def shard(
     param_init_fn: InitFn | None = None,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
+    wrap_root: WrapRoot | None = None,
 ) -> nn.Module:
     """Plan and apply in one call. Collective: every rank of the mesh, with equal models and settings.
 
@@ -48,6 +50,7 @@ def shard(
         param_init_fn: See `apply_plan`.
         ignored_modules: See `plan`.
         ignored_params: See `plan`.
+        wrap_root: See `apply_plan`.
 
     Returns:
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
@@ -68,11 +71,16 @@ def shard(
             ignored_params=ignored_params,
         )
 
-    return _carry_out(model, decide, mesh, param_init_fn)
+    return _carry_out(model, decide, mesh, param_init_fn, wrap_root)
 
 
 def apply_plan(
-    model: nn.Module, plan: ShardPlan, mesh: Any = None, *, param_init_fn: InitFn | None = None
+    model: nn.Module,
+    plan: ShardPlan,
+    mesh: Any = None,
+    *,
+    param_init_fn: InitFn | None = None,
+    wrap_root: WrapRoot | None = None,
 ) -> nn.Module:
     """Shard ``model`` as ``plan`` says. Collective: every rank of the mesh.
 
@@ -87,6 +95,8 @@ def apply_plan(
         param_init_fn: ``(module) -> None``, initialises the parameters and buffers that a module itself owns, for
             modules on the meta device; they are allocated already. Default: the plan's reference, or
             ``module.reset_parameters()``.
+        wrap_root: ``(module, arguments) -> module``, makes the FullyShardedDataParallel around the root in place of
+            the class itself; only engine ``fsdp1`` calls it.
 
     Returns:
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
@@ -97,11 +107,15 @@ def apply_plan(
         ConfigError: The engine cannot do what the plan says.
         RankMismatchError: Ranks have different models or plans.
     """
-    return _carry_out(model, lambda: plan, mesh, param_init_fn)
+    return _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root)
 
 
 def _carry_out(
-    model: nn.Module, decide: Callable[[], ShardPlan], mesh: Any, param_init_fn: InitFn | None
+    model: nn.Module,
+    decide: Callable[[], ShardPlan],
+    mesh: Any,
+    param_init_fn: InitFn | None,
+    wrap_root: WrapRoot | None,
 ) -> nn.Module:
     scope = scope_of(mesh)
     plan = _on_all_ranks(lambda: _checked(model, decide()), scope)
@@ -119,7 +133,7 @@ def _carry_out(
         return preparer
 
     prepare = _on_all_ranks(ready, scope)
-    sharded = engine.apply(model, plan, device_mesh, prepare)
+    sharded = engine.apply(model, plan, device_mesh, prepare, wrap_root)
     ShardedModel(sharded, plan, device_mesh)
     return sharded
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mmfsdp.runtime import ShardedModel, live_models, sharded_model
-from mmfsdp.state.boxes import local_part
+from mmfsdp.state.boxes import local_part, whole_tensor
 
 __all__ = ["clip_grad_norm_", "full_params", "no_sync"]
 
@@ -63,7 +63,8 @@ def clip_grad_norm_(
         state = sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
         if isinstance(state.module, FullyShardedDataParallel):
-            return state.module.clip_grad_norm_(max_norm, norm_type)
+            # By class: a wrapper's own method of this name ends here.
+            return FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
         parameters = state.module.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for state in _owners(params):
@@ -99,7 +100,7 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             if isinstance(param, DTensor):
                 places.append((module, name, param))
                 if id(param) not in whole:
-                    whole[id(param)] = nn.Parameter(param.detach().full_tensor(), requires_grad=param.requires_grad)
+                    whole[id(param)] = nn.Parameter(whole_tensor(param, cpu_offload=False), param.requires_grad)
     try:
         for module, name, param in places:
             setattr(module, name, whole[id(param)])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
-__all__ = ["Engine", "PrepareUnit"]
+__all__ = ["Engine", "PrepareUnit", "WrapRoot"]
 
 PrepareUnit = Callable[[ShardUnit], None]
 """Called by the engine right before it shards a unit: weights exist, are on the device and agree afterwards."""
+
+WrapRoot = Callable[[nn.Module, Mapping[str, Any]], nn.Module]
+"""Makes FSDP1's wrapper around the root from its arguments."""
 
 
 class Engine(Protocol):
@@ -25,7 +28,14 @@ class Engine(Protocol):
         """Return what in ``plan`` this engine cannot do, each as a sentence saying what to write instead."""
         ...
 
-    def apply(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
         """Shard ``model`` and return the module to call. Collective: every rank of ``mesh``.
 
         Args:
@@ -33,5 +43,6 @@ class Engine(Protocol):
             plan: What to do.
             mesh: ``('shard',)`` or ``('replicate', 'shard')``, of the plan's shape.
             prepare: To be called for each unit, in the plan's order, right before sharding it.
+            wrap_root: Only for FSDP1, whose root is an object around the model.
         """
         ...

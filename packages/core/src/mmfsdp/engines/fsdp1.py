@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.dtypes import to_torch
-from mmfsdp.engines.base import PrepareUnit
+from mmfsdp.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.engines.casting import compute_in_full_precision
 from mmfsdp.engines.device_mesh import device_of
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
@@ -47,11 +47,19 @@ class Fsdp1Engine:
             problems.append("forward prefetch of more than one unit needs engine 'fsdp2'.")
         return problems
 
-    def apply(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
         """See `Engine.apply`. Returns the ``FullyShardedDataParallel`` around ``model``."""
         wrap_units(model, plan, mesh, prepare)
         prepare(plan.root)
-        return FullyShardedDataParallel(model, **unit_arguments(model, plan, plan.root, mesh))
+        arguments = unit_arguments(model, plan, plan.root, mesh)
+        return FullyShardedDataParallel(model, **arguments) if wrap_root is None else wrap_root(model, arguments)
 
 
 def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> None:

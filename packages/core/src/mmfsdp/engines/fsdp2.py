@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.dtypes import to_torch
-from mmfsdp.engines.base import PrepareUnit
+from mmfsdp.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.engines.casting import compute_in_full_precision
 from mmfsdp.planning.schema import ShardPlan, ShardUnit, UnitPrecision
 
@@ -36,7 +36,14 @@ class Fsdp2Engine:
             problems.append("keep_low_precision_grads=True needs engine 'fsdp1'.")
         return problems
 
-    def apply(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
         named = dict(model.named_parameters())
         offload = _offload_policy(plan, mesh)

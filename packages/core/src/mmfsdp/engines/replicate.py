@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.engines.base import PrepareUnit
+from mmfsdp.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.engines.fsdp2 import Fsdp2Engine
 from mmfsdp.planning.schema import ShardPlan
 
@@ -31,6 +31,13 @@ class ReplicateEngine:
             problems.append(f"a mesh of {plan.mesh} shards; plan with strategy 'NO_SHARD'.")
         return problems
 
-    def apply(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself."""
         return self._fsdp2.apply(model, plan, mesh, prepare)

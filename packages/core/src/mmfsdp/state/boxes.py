@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mmfsdp.errors import StateDictError
 
-__all__ = ["Box", "box_of", "local_part"]
+__all__ = ["Box", "box_of", "local_part", "whole_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +55,15 @@ def box_of(tensor: torch.Tensor) -> Box:
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the view of ``whole`` that a tensor placed as ``like`` holds on this rank. Not collective."""
     return whole[box_of(like).slices]
+
+
+def whole_tensor(tensor: torch.Tensor, *, cpu_offload: bool = False) -> torch.Tensor:
+    """Return the whole of a tensor in memory of its own. Collective for a DTensor: every rank of its mesh."""
+    value = tensor.detach()
+    held = value.to_local() if isinstance(value, DTensor) else value
+    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    if cpu_offload and gathered.device.type != "cpu":
+        return gathered.cpu()
+    # What nothing had to be gathered for is the model's own memory.
+    shared = gathered.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+    return gathered.clone() if shared else gathered

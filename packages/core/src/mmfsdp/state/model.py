@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
-from mmfsdp.state.boxes import local_part
+from mmfsdp.state.boxes import local_part, whole_tensor
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -31,6 +31,16 @@ class LoadReport:
     """Keys that the state dict has and the model has not."""
     mismatched: tuple[str, ...] = ()
     """FQNs whose shapes differ, with both shapes."""
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """`missing`, under the name that torch's ``load_state_dict`` gives it."""
+        return list(self.missing)
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        """`unexpected`, under the name that torch's ``load_state_dict`` gives it."""
+        return list(self.unexpected)
 
     @property
     def clean(self) -> bool:
@@ -115,21 +125,12 @@ def load_model_state_dict(
     return report
 
 
-def whole(tensor: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
-    """Return the whole of a possibly sharded tensor, or None where it is not kept. Collective for DTensors."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor if keep else None
-    value = tensor.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-        owned = value.device.type != "cpu" or tensor.device_mesh.size() > 1
-    else:
-        owned = False
-    if not keep:
-        return None
-    if cpu_offload and value.device.type != "cpu":
-        return value.cpu()
-    return value if owned else value.clone()
+def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
+    """Return the whole of a possibly sharded value, or None where it is not kept. Collective for DTensors."""
+    if not isinstance(value, torch.Tensor):
+        return value if keep else None
+    tensor = whole_tensor(value, cpu_offload=cpu_offload and keep)
+    return tensor if keep else None
 
 
 def is_first_rank(state: ShardedModel) -> bool:

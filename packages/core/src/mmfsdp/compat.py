@@ -1,0 +1,241 @@
+"""The arguments of torch's FullyShardedDataParallel, from 1.11 to today, as a `ShardConfig` and objects beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, closest
+from mmfsdp.initialise import InitFn
+from mmfsdp.planning.policies import Policy
+
+__all__ = ["Translated", "translate_arguments"]
+
+_UNSET: Any = object()
+
+_MIXED_PRECISION = (
+    "param_dtype",
+    "reduce_dtype",
+    "buffer_dtype",
+    "output_dtype",
+    "keep_low_precision_grads",
+    "cast_forward_inputs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A configuration, and what no configuration can hold."""
+
+    config: ShardConfig
+    policy: Policy = None
+    param_init_fn: InitFn | None = None
+    ignored_modules: list[nn.Module] = field(default_factory=list)
+    ignored_params: list[nn.Parameter] = field(default_factory=list)
+    mesh: Any = None
+
+
+def translate_arguments(
+    *,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    process_group: Any = None,
+    sharding_strategy: Any = None,
+    cpu_offload: Any = None,
+    auto_wrap_policy: Any = None,
+    backward_prefetch: Any = _UNSET,
+    mixed_precision: Any = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+    param_init_fn: InitFn | str | None = None,
+    device_id: int | str | torch.device | None = None,
+    sync_module_states: bool | None = None,
+    forward_prefetch: bool | int | None = None,
+    limit_all_gathers: bool | None = None,
+    use_orig_params: bool | None = None,
+    ignored_states: Iterable[nn.Module | nn.Parameter | str] | None = None,
+    ignored_parameters: Iterable[nn.Parameter | str] | None = None,
+    device_mesh: Any = None,
+    engine: str | None = None,
+    activation_checkpointing: Any = None,
+    fsdp_auto_wrap_policy: Any = None,
+) -> Translated:
+    """Return what the arguments mean. Pure but for ``device_id``, which selects the CUDA device as torch's does.
+
+    Args:
+        config: Base settings; every argument given here wins over them.
+        process_group: A group, a (shard, replicate) pair of groups, or None.
+        sharding_strategy: Enum member or name.
+        cpu_offload: bool, ``CPUOffload``, or a dict of ``CpuOffloadConfig`` fields.
+        auto_wrap_policy: Anything `mmfsdp.planning.resolve_policy` takes, or a dict with ``kind``.
+        backward_prefetch: Enum member, its name, ``'pre'``, ``'post'``, or None.
+        mixed_precision: ``MixedPrecision``, ``MixedPrecisionPolicy``, a preset name, or a dict of their fields.
+        ignored_modules: Modules, or FQN patterns.
+        param_init_fn: A function of one module, or a reference to it.
+        device_id: Device to shard on.
+        sync_module_states: Default True: unlike torch, starting from rank 0's weights must be turned off.
+        forward_prefetch: Whether, or how many units ahead, forward gathers.
+        limit_all_gathers: Accepted; always so.
+        use_orig_params: ``False`` needs, and selects, engine ``fsdp1``. Default True.
+        ignored_states: Modules or parameters, or FQN patterns of parameters.
+        ignored_parameters: Parameters, or FQN patterns (torch 2.0's name).
+        device_mesh: A mesh of one dimension, or two: (replicate, shard).
+        engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
+        activation_checkpointing: A mode, or a dict of its settings.
+        fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
+
+    Raises:
+        ConfigError: An argument has a value that is not accepted, or two contradict each other.
+    """
+    if fsdp_auto_wrap_policy is not None:
+        if auto_wrap_policy is not None:
+            raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give one of them.")
+        auto_wrap_policy = fsdp_auto_wrap_policy
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("process_group and device_mesh both say which ranks shard; give one of them.")
+    base = _as_dict(config)
+    policy: Policy = None
+    if isinstance(auto_wrap_policy, Mapping):
+        base["wrap"] = dict(auto_wrap_policy)
+    elif auto_wrap_policy is not None:
+        policy = auto_wrap_policy
+    modules, params, patterns = _ignored(ignored_modules, ignored_states, ignored_parameters)
+
+    sharding = _section(base, "sharding", "strategy")
+    _set(sharding, "strategy", sharding_strategy)
+    _set(sharding, "use_orig_params", use_orig_params)
+    _set(sharding, "limit_all_gathers", limit_all_gathers)
+    for key, names in patterns.items():
+        if names:
+            sharding[key] = [*sharding.get(key, ()), *names]
+    init = _section(base, "init", "")
+    _set(init, "sync_states", sync_module_states)
+    _set(init, "device", _device(device_id))
+    init_fn = param_init_fn if callable(param_init_fn) else None
+    if isinstance(param_init_fn, str):
+        init["param_init_fn"] = param_init_fn
+    prefetch = _section(base, "prefetch", "backward")
+    if backward_prefetch is not _UNSET:
+        prefetch["backward"] = _prefetch_name(backward_prefetch)
+    if forward_prefetch is not None:
+        prefetch["forward"] = int(forward_prefetch)
+    _set(base, "precision", _precision(mixed_precision))
+    _set(base, "cpu_offload", _cpu_offload(cpu_offload))
+    _set(base, "engine", engine)
+    _set(base, "activation_checkpointing", activation_checkpointing)
+    mesh = process_group if process_group is not None else device_mesh
+    return Translated(ShardConfig.from_dict(base), policy, init_fn, modules, params, mesh)
+
+
+def _as_dict(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, ShardConfig):
+        return config.model_dump(exclude_unset=True)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise ConfigError(f"config is a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+
+
+def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
+    """A copy of one section of the config, put in place; a bare value there is its shorthand setting."""
+    given = base.get(name)
+    if given is None:
+        section: dict[str, Any] = {}
+    elif isinstance(given, Mapping):
+        section = dict(given)
+    elif hasattr(given, "model_dump"):
+        section = given.model_dump(exclude_unset=True)
+    else:
+        section = {shorthand: given}
+    base[name] = section
+    return section
+
+
+def _set(section: dict[str, Any], name: str, value: Any) -> None:
+    if value is not None:
+        section[name] = value
+
+
+def _prefetch_name(value: Any) -> str:
+    if value is None:
+        return "none"
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} (type {type(value).__name__})."
+        )
+    return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
+
+
+def _precision(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        fields = dict(value)
+        ignored = fields.pop("_module_classes_to_ignore", None)
+    else:
+        fields = {name: getattr(value, name) for name in _MIXED_PRECISION if hasattr(value, name)}
+        ignored = getattr(value, "_module_classes_to_ignore", None)
+        if not fields:
+            raise ConfigError(
+                f"mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
+                f"(type {type(value).__name__})."
+            )
+    if fields.pop("cast_root_forward_inputs", True) is False:
+        fields["cast_forward_inputs"] = False
+    if ignored is not None:
+        fields["ignore_classes"] = [f"{cls.__module__}.{cls.__qualname__}" for cls in ignored]
+    return fields
+
+
+def _cpu_offload(value: Any) -> Any:
+    if hasattr(value, "offload_params"):
+        return bool(value.offload_params)
+    if isinstance(value, Mapping):
+        fields = dict(value)
+        if "offload_params" in fields:
+            fields["enabled"] = fields.pop("offload_params")
+        return fields
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__}).")
+    return value
+
+
+def _device(device_id: int | str | torch.device | None) -> str | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int) and not torch.cuda.is_available():
+        return "cpu"  # configs written for GPUs run on a machine without one
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cuda":
+        if device.index is not None and torch.cuda.is_available():
+            torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"device_id names a CPU or CUDA device, got {device_id!r}.{closest(device.type, ('cpu', 'cuda'))}")
+    return device.type
+
+
+def _ignored(
+    modules: Iterable[Any] | None, states: Iterable[Any] | None, params: Iterable[Any] | None
+) -> tuple[list[nn.Module], list[nn.Parameter], dict[str, list[str]]]:
+    found_modules: list[nn.Module] = []
+    found_params: list[nn.Parameter] = []
+    patterns: dict[str, list[str]] = {"ignored_modules": [], "ignored_parameters": []}
+    sources = (("ignored_modules", modules), ("ignored_states", states), ("ignored_parameters", params))
+    for argument, items in sources:
+        for item in [items] if isinstance(items, str) else items or ():
+            if isinstance(item, nn.Module):
+                found_modules.append(item)
+            elif isinstance(item, nn.Parameter):
+                found_params.append(item)
+            elif isinstance(item, str):
+                patterns["ignored_modules" if argument == "ignored_modules" else "ignored_parameters"].append(item)
+            else:
+                raise ConfigError(
+                    f"{argument} holds {item!r} (type {type(item).__name__}); give modules, parameters or names."
+                )
+    return found_modules, found_params, patterns
