@@ -9,7 +9,15 @@ from typing import Any
 
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["DTYPES", "canonical_dtype", "from_safetensors_code", "is_floating_point", "itemsize", "safetensors_code", "to_torch"]
+__all__ = [
+    "DTYPES",
+    "canonical_dtype",
+    "from_safetensors_code",
+    "is_floating_point",
+    "itemsize",
+    "safetensors_code",
+    "to_torch",
+]
 
 # Canonical name -> (bytes per element, safetensors code). The codes are those of the format's own list:
 # https://github.com/huggingface/safetensors (`Dtype` in safetensors/src/tensor.rs); None where it has none.

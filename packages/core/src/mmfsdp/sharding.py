@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.nn as nn
 
 from mmfsdp.activation import apply_activation_checkpointing
+from mmfsdp.collective import Scope, gather_objects, on_all_ranks, scope_of
 from mmfsdp.config import ShardConfig
 from mmfsdp.engines import ENGINES
 from mmfsdp.engines.base import WrapRoot
-from mmfsdp.engines.device_mesh import Scope, build_mesh, gather_objects, scope_of, shape_of
-from mmfsdp.errors import ConfigError, MmfsdpError, PlanMismatchError, RankMismatchError
+from mmfsdp.engines.device_mesh import build_mesh, shape_of
+from mmfsdp.errors import ConfigError, PlanMismatchError, RankMismatchError
 from mmfsdp.initialise import InitFn, UnitPreparer
 from mmfsdp.planning.fingerprint import describe, fingerprint
 from mmfsdp.planning.policies import Policy
@@ -23,9 +24,6 @@ from mmfsdp.references import resolve_reference
 from mmfsdp.runtime import ShardedModel
 
 __all__ = ["apply_plan", "shard"]
-
-T = TypeVar("T")
-
 
 def shard(
     model: nn.Module,
@@ -118,9 +116,9 @@ def _carry_out(
     wrap_root: WrapRoot | None,
 ) -> nn.Module:
     scope = scope_of(mesh)
-    plan = _on_all_ranks(lambda: _checked(model, decide()), scope)
+    [plan] = on_all_ranks(lambda: _checked(model, decide()), scope, share=False)
     _check_ranks_agree(model, plan, scope)
-    device_mesh = _on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope)
+    [device_mesh] = on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope, share=False)
     engine = ENGINES[plan.engine]
 
     def ready() -> UnitPreparer:
@@ -132,7 +130,7 @@ def _carry_out(
             apply_activation_checkpointing(model, plan.activation_checkpointing)
         return preparer
 
-    prepare = _on_all_ranks(ready, scope)
+    [prepare] = on_all_ranks(ready, scope, share=False)
     sharded = engine.apply(model, plan, device_mesh, prepare, wrap_root)
     ShardedModel(sharded, plan, device_mesh)
     return sharded
@@ -169,21 +167,3 @@ def _check_ranks_agree(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
         f"Ranks 0 and {other} were given different settings for the same model:\n{difference}\n"
         "Use the same config and policy on every rank."
     )
-
-
-def _on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
-    """Run ``step``; if it fails anywhere, raise everywhere, so that no rank waits for another that gave up."""
-    failure: MmfsdpError | None = None
-    result: T | None = None
-    try:
-        result = step()
-    except MmfsdpError as error:
-        failure = error
-    failures = gather_objects(scope, failure)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(failures):
-        if other is not None:
-            raise type(other)(f"Rank {rank} failed: {other.message}", **other.context, rank=rank)
-    return result  # type: ignore[return-value]
-

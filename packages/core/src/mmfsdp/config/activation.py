@@ -18,7 +18,7 @@ class ActivationCheckpointingConfig(ConfigModel):
 
     mode: Literal["full", "every_n", "selective", "ops"] = "full"
     """``full``: every shard unit below the root (or what ``modules`` selects). ``every_n``: each n-th of those.
-    ``selective``: what ``modules`` or ``check_fn`` selects. ``ops``: as ``full``, but results of ``save_ops`` are kept."""
+    ``selective``: what ``modules`` or ``check_fn`` selects. ``ops``: as ``full``, but for results of ``save_ops``."""
     n: PositiveInt = 2
     """For ``every_n``: 2 recomputes every second module."""
     modules: Wrap | None = None
@@ -37,3 +37,19 @@ class ActivationCheckpointingConfig(ConfigModel):
     """Stop recomputing as soon as all needed tensors exist."""
     determinism_check: Literal["default", "none"] = "default"
     """Compare metadata of recomputed tensors with the first forward's."""
+
+    def check_together(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            ValueError: They do; validation turns it into a `ConfigError`.
+        """
+        if self.modules is not None and self.check_fn is not None:
+            raise ValueError("both modules and check_fn select what to checkpoint. Give one.")
+        if self.save_ops and self.mode != "ops":
+            raise ValueError(
+                f"save_ops is read in mode 'ops' only, not {self.mode!r}. Set mode 'ops', or drop save_ops."
+            )
+        if self.use_reentrant and (self.mode == "ops" or self.offload):
+            wish = "mode 'ops'" if self.mode == "ops" else "offload"
+            raise ValueError(f"use_reentrant=True cannot be combined with {wish}. Set use_reentrant to False.")

@@ -69,7 +69,10 @@ class ConfigModel(BaseModel):
         Raises:
             ConfigError: Something is unknown, misspelt or of the wrong type, or the text is not JSON.
         """
-        return cls.model_validate_json(text)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:  # text that is not JSON never reaches `_explain`
+            raise _explained(cls, error) from None
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -83,7 +86,9 @@ def _explained(model: type[BaseModel], error: ValidationError) -> ConfigError:
     found = [d for d in error.errors(include_url=False) if not (d["type"] == "too_short" and d["input"])]
     details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
     lines = [_explain_one(model, detail) for detail in details]
-    message = lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {x}" for x in lines)])
+    message = (
+        lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {x}" for x in lines)])
+    )
     return ConfigError(message, config=".".join(_walk(model, details[0]["loc"])[0]) or None)
 
 
@@ -100,9 +105,13 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails) -> str:
         return f"{where}: {given!r} is not accepted.{closest(given, accepted)}{_list_of(accepted)}"
     if kind == "union_tag_invalid":
         accepted = _quoted(context["expected_tags"])
-        return f"{where}.kind: {context['tag']!r} is not accepted.{closest(context['tag'], accepted)}{_list_of(accepted)}"
+        return (
+            f"{where}.kind: {context['tag']!r} is not accepted.{closest(context['tag'], accepted)}{_list_of(accepted)}"
+        )
     if kind == "union_tag_not_found":
         return f"{where}: got {given!r} (type {type(given).__name__}), expected a mapping with a 'kind'."
+    if kind == "too_short":
+        return f"{where}: expected at least one item, got {given!r}."
     if kind == "value_error":
         return f"{where}: {context['error']}"
     return f"{where}: {detail['msg']}, got {given!r} (type {type(given).__name__})."

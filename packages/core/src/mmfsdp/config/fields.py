@@ -12,7 +12,7 @@ from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.references import check_reference
 
-__all__ = ["Dtype", "Names", "Pattern", "Reference", "Strategy", "as_mapping"]
+__all__ = ["Dtype", "Names", "Pattern", "Patterns", "Reference", "Strategy", "as_mapping"]
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def _checked(check: Callable[[Any], T]) -> BeforeValidator:
     """A validator whose own error text reaches the user."""
 
     def validate(value: Any) -> T | None:
-        if value is None:
+        if value is None:  # for fields that may be None; others refuse it themselves
             return None
         try:
             return check(value)
@@ -43,7 +43,7 @@ def _strategy(value: Any) -> Any:
     name = getattr(value, "name", value)
     if not isinstance(name, str):
         return name
-    upper = name.strip().upper().rpartition(".")[2]
+    upper = re.sub(r"[-\s]", "_", name.strip().upper().rpartition(".")[2])
     return "_HYBRID_SHARD_ZERO2" if upper == "HYBRID_SHARD_ZERO2" else upper
 
 
@@ -59,25 +59,41 @@ def _pattern(value: Any) -> str:
 
 
 def _names(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(sorted(value)) if isinstance(value, (set, frozenset)) else value
+    if isinstance(value, (str, type)):
+        return (_class_name(value),)
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(map(_class_name, value), key=str))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_class_name, value))
+    raise ValueError(f"expected a name or a list of names, got {value!r} (type {type(value).__name__}).")
 
 
-def as_mapping(key: str, *scalars: type) -> BeforeValidator:
-    """A validator that reads a bare value of the given types as ``{key: value}``."""
+def _class_name(value: Any) -> Any:
+    """A class stands for its name: ``nn.Linear`` becomes ``'torch.nn.modules.linear:Linear'``."""
+    return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else value
+
+
+def as_mapping(key: str, *scalars: type, schema: Any) -> BeforeValidator:
+    """A validator that reads a bare value of the given types as ``{key: value}``.
+
+    Args:
+        key: The setting that a bare value stands for.
+        *scalars: Types of bare values.
+        schema: What is accepted, for the JSON schema.
+    """
 
     def validate(value: Any) -> Any:
         return {key: value} if isinstance(value, scalars) else value
 
-    return BeforeValidator(validate)
+    return BeforeValidator(validate, json_schema_input_type=schema)
 
 
 Dtype = Annotated[str, _checked(_floating_dtype)]
 """A floating point dtype in any spelling, kept as its canonical name such as ``'bfloat16'``."""
 
 Strategy = Annotated[
-    Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], BeforeValidator(_strategy)
+    Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+    BeforeValidator(_strategy),
 ]
 """A sharding strategy by the name that torch's FSDP1 gave it; any case, or torch's enum member."""
 
@@ -87,5 +103,12 @@ Reference = Annotated[str, _checked(check_reference)]
 Pattern = Annotated[str, _checked(_pattern)]
 """A glob on an FQN (``*`` within one dotted part, ``**`` across parts), or ``'re:...'``, a full-match regex."""
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names), PlainSerializer(list, return_type=list[str])]
-"""One name or a list of names."""
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names, json_schema_input_type=str | list[str]),
+    PlainSerializer(list, return_type=list[str]),
+]
+"""One name or a list of names; a class stands for its name."""
+
+Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])]
+"""One pattern or a list of patterns."""

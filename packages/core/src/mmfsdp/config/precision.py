@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer, model_validator
+from pydantic import Field, model_validator
 
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Dtype, Names
-from mmfsdp.dtypes import canonical_dtype
+from mmfsdp.config.fields import Dtype, Names, as_mapping
+from mmfsdp.dtypes import is_floating_point
 from mmfsdp.errors import ConfigError
 
 __all__ = ["PRESETS", "Precision", "PrecisionConfig", "PrecisionOverride"]
@@ -25,15 +26,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 class PrecisionOverride(ConfigModel):
     """Dtypes for the shard units whose module matches, in place of the model-wide ones."""
 
-    modules: Names
-    """Class names or FQN patterns. A match becomes a shard unit of its own if it is none yet."""
+    modules: Names = Field(min_length=1)
+    """Class names or FQN patterns. A match becomes a shard unit of its own if it is none yet; in place of a container
+    without ``forward``, its children do."""
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
     cast_forward_inputs: bool = True
-
-
-def _sorted_list(names: tuple[str, ...]) -> list[str]:
-    return list(names)
 
 
 class PrecisionConfig(ConfigModel):
@@ -55,7 +53,7 @@ class PrecisionConfig(ConfigModel):
     """Cast floating point inputs of each unit to its ``param_dtype``."""
     keep_low_precision_grads: bool = False
     """Keep gradients in ``reduce_dtype`` after backward. Only the ``fsdp1`` engine can."""
-    ignore_classes: Annotated[Names, PlainSerializer(_sorted_list)] = ("torch.nn.modules.batchnorm._BatchNorm",)
+    ignore_classes: Names = ("torch.nn.modules.batchnorm._BatchNorm",)
     """Classes that stay in full precision, each instance a shard unit of its own (torch's default: batch norm)."""
     overrides: tuple[PrecisionOverride, ...] = ()
     """Dtypes of chosen modules."""
@@ -65,15 +63,16 @@ class PrecisionConfig(ConfigModel):
     def _from_preset(cls, data: Any) -> Any:
         if isinstance(data, str):
             data = {"preset": data}
-        if not isinstance(data, dict):
+        if not isinstance(data, Mapping):
             return data
-        preset = PRESETS.get(data.get("preset", "fp32"), {})
         given = {key: value for key, value in data.items() if value is not None}
-        filled = {**preset, **given}
-        if filled.get("param_dtype") is not None:
-            # A wrong spelling is reported once, for the field that the user wrote.
+        preset = given.get("preset", "fp32")
+        filled = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
+        if "param_dtype" in filled and "reduce_dtype" not in filled:
+            # A dtype that is none is reported once, for the field that the user wrote.
             with contextlib.suppress(ConfigError):
-                filled.setdefault("reduce_dtype", canonical_dtype(filled["param_dtype"]))
+                if is_floating_point(filled["param_dtype"]):
+                    filled["reduce_dtype"] = filled["param_dtype"]
         return filled
 
     @property
@@ -82,4 +81,7 @@ class PrecisionConfig(ConfigModel):
         return any((self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.overrides))
 
 
-Precision = Annotated[PrecisionConfig, BeforeValidator(lambda v: {"preset": v} if isinstance(v, str) else v)]
+Precision = Annotated[
+    PrecisionConfig,
+    as_mapping("preset", str, schema=PrecisionConfig | Literal["fp32", "bf16", "fp16", "bf16-pure"]),
+]

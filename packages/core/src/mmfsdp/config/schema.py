@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from mmfsdp.config.activation import ActivationCheckpointingConfig
 from mmfsdp.config.base import ConfigModel
@@ -74,6 +74,12 @@ class InitConfig(ConfigModel):
     """``auto``: the accelerator if there is one."""
 
 
+def _sharding(value: Any) -> Any:
+    """A strategy, by name or as torch's enum member, stands for the whole."""
+    is_strategy = isinstance(value, str) or hasattr(value, "name")
+    return {"strategy": value} if is_strategy else value
+
+
 def _prefetch(value: Any) -> Any:
     """``'pre'``, ``'BACKWARD_POST'``, torch's enum member: all name the backward direction."""
     name = getattr(value, "name", value)
@@ -95,17 +101,33 @@ class ShardConfig(ConfigModel):
 
     engine: Literal["auto", "fsdp2", "fsdp1", "replicate"] = "auto"
     """``auto`` takes ``fsdp2`` unless the strategy is ``NO_SHARD`` or a setting needs ``fsdp1``."""
-    sharding: Annotated[ShardingConfig, BeforeValidator(lambda v: {"strategy": v} if isinstance(v, str) else v)] = Field(
-        default_factory=ShardingConfig
-    )
+    sharding: Annotated[
+        ShardingConfig, BeforeValidator(_sharding, json_schema_input_type=ShardingConfig | Strategy)
+    ] = Field(default_factory=ShardingConfig)
     wrap: Wrap = Field(default_factory=NoWrap)
     precision: Precision = Field(default_factory=PrecisionConfig)
     activation_checkpointing: Annotated[
-        ActivationCheckpointingConfig | None, BeforeValidator(lambda v: {"mode": v} if isinstance(v, str) else v)
+        ActivationCheckpointingConfig | None,
+        as_mapping(
+            "mode", str, schema=ActivationCheckpointingConfig | Literal["full", "every_n", "selective", "ops"] | None
+        ),
     ] = None
-    cpu_offload: Annotated[CpuOffloadConfig, as_mapping("enabled", bool)] = Field(default_factory=CpuOffloadConfig)
-    prefetch: Annotated[PrefetchConfig, BeforeValidator(_prefetch)] = Field(default_factory=PrefetchConfig)
+    cpu_offload: Annotated[CpuOffloadConfig, as_mapping("enabled", bool, schema=CpuOffloadConfig | bool)] = Field(
+        default_factory=CpuOffloadConfig
+    )
+    prefetch: Annotated[
+        PrefetchConfig,
+        BeforeValidator(_prefetch, json_schema_input_type=PrefetchConfig | Literal["pre", "post", "none"]),
+    ] = Field(default_factory=PrefetchConfig)
     init: InitConfig = Field(default_factory=InitConfig)
+
+    @field_validator("sharding")
+    @classmethod
+    def _replicated(cls, sharding: ShardingConfig, info: ValidationInfo) -> ShardingConfig:
+        """Engine ``replicate`` says the strategy; only one that was asked for can contradict it."""
+        if info.data.get("engine") == "replicate" and "strategy" not in sharding.model_fields_set:
+            return sharding.model_copy(update={"strategy": "NO_SHARD"})
+        return sharding
 
     def check_together(self) -> None:
         """Refuse settings that contradict each other.
@@ -134,7 +156,7 @@ class ShardConfig(ConfigModel):
         ]
         if fsdp1_only and self.engine in {"fsdp2", "replicate"}:
             raise ValueError(f"{' and '.join(fsdp1_only)} needs engine 'fsdp1', not {self.engine!r}.")
-        if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD" and "strategy" in self.sharding.model_fields_set:
+        if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD":
             raise ValueError(
                 f"engine 'replicate' holds everything on every rank; sharding.strategy {self.sharding.strategy!r} "
                 "contradicts it. Set strategy 'NO_SHARD', or engine 'fsdp2'."

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue, PositiveInt
 
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Names, Pattern, Reference
+from mmfsdp.config.fields import Names, Patterns, Reference
 
 __all__ = [
     "AllOf",
@@ -47,16 +47,14 @@ class ModuleClassWrap(ConfigModel):
 
     kind: Literal["module_class"] = "module_class"
     classes: Names = Field(min_length=1)
-    """``'Block'``, ``'my.models.Block'`` or ``'my.models:Block'``."""
+    """``'Block'``, ``'my.models.Block'``, ``'my.models:Block'``, or the class itself, which is kept as its name."""
 
 
 class ModuleNameWrap(ConfigModel):
     """Every module whose FQN matches becomes a unit."""
 
     kind: Literal["module_name"] = "module_name"
-    patterns: Annotated[tuple[Pattern, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = Field(
-        min_length=1
-    )
+    patterns: Patterns = Field(min_length=1)
     """Globs such as ``'blocks.*'`` (``*`` within one part, ``**`` across parts) or ``'re:blocks\\.\\d+'``."""
 
 
@@ -84,16 +82,19 @@ class AllOf(ConfigModel):
 
 
 def _shorthand(value: Any) -> Any:
-    return {"kind": "none"} if value is None or value == "none" else value
+    if value is None:
+        return {"kind": "none"}
+    return {"kind": value.strip().lower()} if isinstance(value, str) else value
 
 
-Wrap = Annotated[
-    Annotated[
-        NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf, Field(discriminator="kind")
-    ],
-    BeforeValidator(_shorthand),
+_Kinds = Annotated[
+    NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf, Field(discriminator="kind")
 ]
-"""Any of the policies above, told apart by ``kind``; ``None`` and ``'none'`` are `NoWrap`."""
+
+
+Wrap = Annotated[_Kinds, BeforeValidator(_shorthand, json_schema_input_type=_Kinds | Literal["none", "size"] | None)]
+"""Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'size'``,
+``'none'``; None is `NoWrap`."""
 
 AnyOf.model_rebuild()
 AllOf.model_rebuild()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.errors import MeshError, ShardStateError
+from mmfsdp.collective import is_group_pair
+from mmfsdp.errors import MeshError
 from mmfsdp.planning.schema import MeshSpec
 
-__all__ = ["Scope", "build_mesh", "device_of", "gather_objects", "mesh_from_groups", "pick_device_type", "scope_of", "shape_of"]
+__all__ = ["build_mesh", "device_of", "mesh_from_groups", "pick_device_type", "shape_of"]
 
-T = TypeVar("T")
-Scope = Sequence["dist.ProcessGroup | None"]
-"""Groups through which all ranks that shard together can talk, innermost first; None is the whole world."""
 
 
 def pick_device_type(wanted: str) -> str:
@@ -57,7 +54,7 @@ def build_mesh(spec: MeshSpec, device: str, given: Any = None) -> DeviceMesh:
         MeshError: What is given, or the world, does not have the shape of ``spec``.
     """
     device_type = pick_device_type(device)
-    if isinstance(given, dist.ProcessGroup) or _is_pair_of_groups(given):
+    if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
         given = mesh_from_groups(given, device_type)
     if isinstance(given, DeviceMesh):
         return _as_planned(given, spec)
@@ -93,38 +90,10 @@ def shape_of(given: Any) -> Any:
     """Return what `plan` can read a mesh's shape from: (replicate, shard) ranks for groups, all else as it is."""
     if isinstance(given, dist.ProcessGroup):
         return (dist.get_world_size(given),)
-    if _is_pair_of_groups(given):
+    if is_group_pair(given):
         shard, replicate = given
         return dist.get_world_size(replicate), dist.get_world_size(shard)
     return given
-
-
-def scope_of(given: Any) -> Scope:
-    """Return the groups through which all ranks that shard together can talk, innermost first."""
-    if not dist.is_initialized():
-        raise ShardStateError(
-            "torch.distributed is not initialised. Start the program with torchrun and call "
-            "torch.distributed.init_process_group() before sharding a model."
-        )
-    if isinstance(given, DeviceMesh):
-        return [given.get_group(dim) for dim in reversed(range(given.ndim))]
-    if isinstance(given, dist.ProcessGroup):
-        return [given]
-    return list(given) if _is_pair_of_groups(given) else [None]
-
-
-def gather_objects(scope: Scope, item: T) -> list[T]:
-    """Return every rank's ``item``, in the order of the mesh. Collective: every rank of the scope."""
-    gathered: list[Any] = [item]
-    for group in scope:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, gathered, group=group)
-        gathered = [entry for part in parts for entry in part]
-    return gathered
-
-
-def _is_pair_of_groups(given: Any) -> bool:
-    return isinstance(given, Sequence) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
 
 
 def _as_planned(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:

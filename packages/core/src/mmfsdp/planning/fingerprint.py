@@ -5,24 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import torch
 import torch.nn as nn
-
-from mmfsdp.dtypes import canonical_dtype
 
 __all__ = ["describe", "fingerprint"]
 
 
 def describe(model: nn.Module) -> Iterator[str]:
-    """Yield a line for each module, parameter and buffer: name, class or shape, dtype, whether it is trained."""
-    for fqn, module in model.named_modules():
-        yield f"module {fqn} {type(module).__qualname__}"
-    for kind, tensors in (
-        ("param", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
-    ):
-        for fqn, tensor in tensors:
-            yield f"{kind} {fqn} {tuple(tensor.shape)} {_dtype(tensor)} {'trained' if tensor.requires_grad else 'fixed'}"
+    """Yield a line for each module, parameter and buffer: name, class or shape, dtype, trained or not, tied to what."""
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        yield f"module {prefix} {type(module).__qualname__}"
+        for kind, tensors in (("param", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                state = "trained" if tensor.requires_grad else "fixed"
+                line = f"{kind} {fqn} {tuple(tensor.shape)} {tensor.dtype} {state}"
+                first = first_name.setdefault(id(tensor), fqn)
+                yield line if first == fqn else f"{line} is {first}"
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -32,7 +33,3 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(line.encode())
         digest.update(b"\n")
     return digest.hexdigest()[:16]
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return canonical_dtype(tensor.dtype)

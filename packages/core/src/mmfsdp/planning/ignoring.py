@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,39 +48,44 @@ def ignored_states(
         PolicyError: A pattern matches nothing.
         PlanError: An object is not part of the model.
     """
-    named_modules = dict(model.named_modules())
     named_params = dict(model.named_parameters(remove_duplicate=False))
-    chosen_modules = [
-        named_modules[fqn]
-        for fqn in match_fqns(sharding.ignored_modules, named_modules, what="module", config="sharding.ignored_modules")
-    ]
-    chosen_modules += _checked(modules, named_modules.values(), "ignored_modules")
+    chosen_modules = _checked(modules, model.modules, "ignored_modules")
+    if sharding.ignored_modules:
+        # A shared module goes by all of its names.
+        named_modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
+        matched = match_fqns(sharding.ignored_modules, named_modules, what="module", config="sharding.ignored_modules")
+        chosen_modules += [named_modules[fqn] for fqn in matched]
     chosen = {
         id(named_params[fqn])
         for fqn in match_fqns(
             sharding.ignored_parameters, named_params, what="parameter", config="sharding.ignored_parameters"
         )
     }
-    chosen |= {id(param) for param in _checked(params, named_params.values(), "ignored_params")}
+    chosen |= {id(param) for param in _checked(params, named_params.values, "ignored_params")}
     chosen |= {id(param) for module in chosen_modules for param in module.parameters()}
     notes = []
     if scalars:
-        zero_dim = {fqn: param for fqn, param in model.named_parameters() if param.dim() == 0 and id(param) not in chosen}
+        zero_dim = {
+            id(param): fqn
+            for fqn, param in reversed(named_params.items())
+            if param.dim() == 0 and id(param) not in chosen
+        }
         if zero_dim:
-            chosen |= {id(param) for param in zero_dim.values()}
+            chosen |= zero_dim.keys()
             notes.append(
                 Note(
                     kind="scalar",
                     text="a scalar has no dimension to shard: held whole on every rank, gradients averaged.",
-                    fqns=tuple(zero_dim),
+                    fqns=tuple(reversed(zero_dim.values())),
                 )
             )
-    return Ignored(chosen_modules, [param for param in model.parameters() if id(param) in chosen], notes)
+    ignored = {id(param): param for param in named_params.values() if id(param) in chosen}
+    return Ignored(chosen_modules, list(ignored.values()), notes)
 
 
-def _checked(objects: Iterable[_T], present: Iterable[_T], argument: str) -> list[_T]:
-    known = {id(item) for item in present}
+def _checked(objects: Iterable[_T], present: Callable[[], Iterable[_T]], argument: str) -> list[_T]:
     given = list(objects)
+    known = {id(item) for item in present()} if given else set()
     for item in given:
         if id(item) not in known:
             raise PlanError(f"{argument} holds {type(item).__name__} objects that are not part of the model.")

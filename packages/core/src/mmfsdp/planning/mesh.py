@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import MeshError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshLike", "mesh_spec"]
 
-MeshLike = "int | Sequence[int] | MeshSpec | DeviceMesh | None"
+MeshLike: TypeAlias = "int | Sequence[int] | MeshSpec | DeviceMesh | None"
 """A world size, a (replicate, shard) pair, a `MeshSpec`, a DeviceMesh, or None for the running world."""
 
 

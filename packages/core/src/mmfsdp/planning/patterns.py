@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.nn as nn
 
 from mmfsdp.errors import PolicyError, closest
 
-__all__ = ["class_names", "compile_pattern", "match_classes", "match_fqns"]
+__all__ = ["class_names", "compile_pattern", "listing", "match_classes", "match_fqns"]
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -48,7 +49,7 @@ def match_fqns(patterns: Iterable[str], fqns: Iterable[str], *, what: str, confi
         hits = [name for name in names if regex.match(name)]
         if not hits:
             literal = pattern.removeprefix("re:").replace("**", "").replace("*", "0").strip(".")
-            hint = closest(literal, names) or f" There are: {_some(names)}."
+            hint = closest(literal, names) or f" There are: {listing(names)}."
             raise PolicyError(f"Pattern {pattern!r} matches no {what}.{hint}", config=config)
         for name in hits:
             matched.setdefault(name, pattern)
@@ -65,7 +66,8 @@ def match_classes(
 ) -> dict[type, str]:
     """Return the classes of a model's modules that are, or derive from, one of the named classes.
 
-    Names are compared with those of each module's base classes, so nothing is imported.
+    Names are compared with those of each module's base classes, and looked up in what is imported already (a package
+    may give a class a second home: ``'torch.nn.Linear'``). Nothing is imported.
 
     Args:
         wanted: Class names: ``'Block'``, ``'my.models.Block'`` or ``'my.models:Block'``.
@@ -76,19 +78,31 @@ def match_classes(
     Raises:
         PolicyError: A name matched no module; the message names the closest classes in the model.
     """
-    spellings = {cls: {name: base for base in cls.__mro__ for name in class_names(base)} for cls in map(type, modules.values())}
+    spellings = {
+        cls: {name: base for base in cls.__mro__ for name in class_names(base)} for cls in map(type, modules.values())
+    }
     matched: dict[type, str] = {}
     for name in wanted:
         hits = [cls for cls, names in spellings.items() if name in names]
+        if not hits and (home := _imported_class(name)) is not None:
+            hits = [cls for cls in spellings if home in cls.__mro__]
         if not hits and must_match:
             present = sorted({cls.__name__ for cls in spellings})
-            hint = closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {_some(present)}."
+            hint = closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {listing(present)}."
             raise PolicyError(f"No module of the model is a {name!r}.{hint}", config=config)
         for cls in hits:
             matched.setdefault(cls, name)
     return matched
 
 
-def _some(names: list[str], count: int = 8) -> str:
-    shown = [repr(name) for name in names[:count]]
-    return ", ".join(shown) + (f" and {len(names) - count} more" if len(names) > count else "")
+def listing(names: Sequence[str], count: int = 8) -> str:
+    """Return the first ``count`` names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:count])
+    return shown + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+def _imported_class(name: str) -> type | None:
+    """The class of a dotted name, if its module is imported already."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    found = getattr(sys.modules.get(module), attribute, None)
+    return found if isinstance(found, type) else None

@@ -31,7 +31,7 @@ from mmfsdp.errors import PolicyError
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.references import resolve_reference
 
-__all__ = ["Match", "Policy", "resolve_policy", "select_modules"]
+__all__ = ["Match", "Policy", "own_parameters", "resolve_policy", "select_modules"]
 
 Policy = Wrap | Callable[..., Any] | str | None
 """What can be given as a policy: a `Wrap` config, any callable torch ever took, a dotted reference, or nothing."""
@@ -88,11 +88,10 @@ def resolve_policy(
         PolicyNotFoundError: A reference cannot be resolved.
     """
     ignored = {id(module) for top in ignored_modules for module in top.modules()}
-    names = {id(module): fqn for fqn, module in root.named_modules()}
     verdicts = _verdicts(root, policy, ignored)
     if also:
         verdicts = _any_of([verdicts, _by_class(also)])
-    return _walk(root, verdicts, ignored, {id(param) for param in ignored_params}, names)
+    return _walk(root, verdicts, ignored, {id(param) for param in ignored_params})
 
 
 def select_modules(root: nn.Module, policy: Policy) -> list[str]:
@@ -101,9 +100,9 @@ def select_modules(root: nn.Module, policy: Policy) -> list[str]:
     return [fqn for fqn, _ in root.named_modules() if fqn in chosen]
 
 
-def _walk(
-    root: nn.Module, verdicts: _Verdicts, ignored: set[int], ignored_params: set[int], names: dict[int, str]
-) -> list[Match]:
+def _walk(root: nn.Module, verdicts: _Verdicts, ignored: set[int], ignored_params: set[int]) -> list[Match]:
+    names = {id(module): fqn for fqn, module in root.named_modules()}
+    numels = _numels(root, ignored_params)
     chosen: dict[int, Match] = {}
     seen: dict[int, int] = {}  # what a shared module's subtree holds in chosen modules: the same at each visit
 
@@ -111,7 +110,7 @@ def _walk(
         """Return the parameters (elements) below ``module``, itself included, that chosen modules hold."""
         if id(module) in seen:
             return seen[id(module)]
-        total = sum(param.numel() for param in module.parameters() if id(param) not in ignored_params)
+        total = numels[id(module)]
         held = 0
         if verdicts.inside(module, total):
             held = sum(visit(child) for child in module.children() if id(child) not in ignored)
@@ -127,13 +126,38 @@ def _walk(
     return list(chosen.values())
 
 
+def _numels(root: nn.Module, ignored_params: set[int]) -> dict[int, int]:
+    """For each module, by ``id``, the parameters (elements) below it, itself included; each tied one counted once."""
+    below: dict[int, dict[int, int]] = {}  # module -> parameter -> elements
+
+    def collect(module: nn.Module) -> dict[int, int]:
+        if id(module) not in below:
+            found = {id(param): param.numel() for param in own_parameters(module) if id(param) not in ignored_params}
+            for child in module.children():
+                found |= collect(child)
+            below[id(module)] = found
+        return below[id(module)]
+
+    collect(root)
+    return {module: sum(found.values()) for module, found in below.items()}
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return what ``module.parameters(recurse=False)`` yields, at a tenth of its cost; a tied one may come twice."""
+    return [param for param in module._parameters.values() if param is not None]
+
+
 def _verdicts(root: nn.Module, policy: Policy, ignored: set[int]) -> _Verdicts:
     if policy is None or isinstance(policy, NoWrap):
         return _Verdicts(inside=lambda module, numel: False, wrap=lambda module, numel: None)
     if isinstance(policy, ConfigModel):
         return _declared(root, policy, ignored)
     if isinstance(policy, str):
-        return _verdicts(root, resolve_reference(policy), ignored)
+        return _verdicts(root, None if policy == "none" else resolve_reference(policy), ignored)
+    if inspect.isclass(policy):
+        raise PolicyError(
+            f"A wrapping policy must be callable, but {policy.__qualname__} is a class. Give an object of it."
+        )
     if hasattr(policy, "_run_policy"):
         return _torch_policy(root, policy, ignored)
     if callable(policy):
@@ -148,8 +172,11 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
     modules = dict(root.named_modules())
     match config:
         case SizeWrap():
-            leaves = match_classes(config.force_leaf_classes or _SIZE_LEAVES, modules, must_match=False)
-            excluded = match_classes(config.exclude_classes or _SIZE_EXCLUDED, modules, must_match=False)
+            # An empty list is an answer: no such classes.
+            leaf_names = _SIZE_LEAVES if config.force_leaf_classes is None else config.force_leaf_classes
+            excluded_names = _SIZE_EXCLUDED if config.exclude_classes is None else config.exclude_classes
+            leaves = match_classes(leaf_names, modules, must_match=False)
+            excluded = match_classes(excluded_names, modules, must_match=False)
             least = config.min_num_params
             reason = f"size: at least {least:,} parameters"
             return _Verdicts(
@@ -160,16 +187,13 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
             classes = match_classes(config.classes, modules, config="wrap.classes")
             return _by_class({cls: f"class: {name}" for cls, name in classes.items()})
         case ModuleNameWrap():
-            matched = match_fqns(config.patterns, [fqn for fqn in modules if fqn], what="module", config="wrap.patterns")
-            reasons = {id(modules[fqn]): f"name: {pattern}" for fqn, pattern in matched.items()}
+            # A shared module goes by all of its names.
+            named = {fqn: module for fqn, module in root.named_modules(remove_duplicate=False) if fqn}
+            matched = match_fqns(config.patterns, named, what="module", config="wrap.patterns")
+            reasons = {id(named[fqn]): f"name: {pattern}" for fqn, pattern in reversed(matched.items())}
             return _Verdicts(inside=lambda module, numel: True, wrap=lambda module, numel: reasons.get(id(module)))
         case ReferenceWrap():
-            target = resolve_reference(config.target)
-            if config.kwargs:
-                # A class such as CustomPolicy is called for an object, a function gets its arguments bound.
-                bind = target if inspect.isclass(target) else functools.partial(functools.partial, target)
-                target = bind(**config.kwargs)
-            return _verdicts(root, target, ignored)
+            return _verdicts(root, _bound(config), ignored)
         case AnyOf():
             return _any_of([_declared(root, part, ignored) for part in config.policies])
         case AllOf():
@@ -178,6 +202,20 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
             return _verdicts(root, None, ignored)
         case _:
             raise PolicyError(f"{config!r} is not a wrapping policy.")
+
+
+def _bound(config: ReferenceWrap) -> Any:
+    """The policy that is referred to: a class is called for an object, a function gets its arguments bound."""
+    target = resolve_reference(config.target)
+    if not config.kwargs:
+        return target
+    if not callable(target):
+        raise PolicyError(f"{config.target!r} is not callable, so it takes no kwargs.", config="wrap.kwargs")
+    try:
+        inspect.signature(target).bind_partial(**config.kwargs)
+    except TypeError as error:
+        raise PolicyError(f"{config.target!r} does not take these kwargs: {error}.", config="wrap.kwargs") from None
+    return target(**config.kwargs) if inspect.isclass(target) else functools.partial(target, **config.kwargs)
 
 
 def _by_class(classes: Mapping[type, str]) -> _Verdicts:
@@ -202,23 +240,30 @@ def _all_of(parts: list[_Verdicts]) -> _Verdicts:
 
 
 def _torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> _Verdicts:
-    """torch's ``ModuleWrapPolicy`` and ``CustomPolicy``.
+    """Torch's ``ModuleWrapPolicy`` and ``CustomPolicy``.
 
     They have no public way to be asked without wrapping, so this is the one place that calls their
     ``_run_policy``; every torch from 2.1 to 2.15 has it with these arguments.
     """
     name = type(policy).__name__
+    skipped = {module for module in root.modules() if id(module) in ignored}
     try:
-        targets = policy._run_policy(root, {module for module in root.modules() if id(module) in ignored}, {})
+        targets = policy._run_policy(root, skipped, {})
     except ValueError as error:
-        raise PolicyError(f"{name}: its function must return True, False or a dict of settings. {error}") from error
+        # torch does not say for which module: ask for one after the other.
+        for fqn, module in root.named_modules():
+            try:
+                policy._run_policy(module, {*module.modules(), *skipped} - {module}, {})
+            except ValueError as culprit:
+                raise PolicyError(f"{name} fails for module {fqn!r}: {culprit}", fqn=fqn) from error
+        raise
     found = {id(module): (f"policy: {name}", settings) for module, settings in targets.items()}
     return _Verdicts(inside=lambda module, numel: True, wrap=lambda module, numel: found.get(id(module)))
 
 
 def _called(root: nn.Module, policy: Callable[..., Any]) -> _Verdicts:
     """A callable, with whichever signature it has."""
-    name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", None) or repr(policy)
+    name = _policy_name(policy)
     reason = f"policy: {name}"
     ask, predicate = _caller(policy, name)
     names = {id(module): fqn for fqn, module in root.named_modules()}
@@ -227,8 +272,8 @@ def _called(root: nn.Module, policy: Callable[..., Any]) -> _Verdicts:
         answer = ask(module, recurse, numel)
         if not isinstance(answer, bool):
             raise PolicyError(
-                f"Policy {name!r} must return True or False, but for module {names[id(module)]!r} with recurse={recurse} "
-                f"it returned {answer!r} (type {type(answer).__name__}).",
+                f"Policy {name!r} must return True or False, but for module {names[id(module)]!r} with "
+                f"recurse={recurse} it returned {answer!r} (type {type(answer).__name__}).",
                 fqn=names[id(module)],
             )
         return answer
@@ -239,26 +284,43 @@ def _called(root: nn.Module, policy: Callable[..., Any]) -> _Verdicts:
     )
 
 
+def _policy_name(policy: Callable[..., Any]) -> str:
+    """The function's own name, or its class's: never an address, which would differ between ranks."""
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    return str(getattr(policy, "__name__", None) or type(policy).__name__)
+
+
 def _caller(policy: Callable[..., Any], name: str) -> tuple[Callable[[nn.Module, bool, int], Any], bool]:
-    """Return how to ask the policy, and whether it is a mere predicate on modules."""
+    """Return how to ask the policy, and whether it is a mere predicate on modules.
+
+    By keyword if it can be, as torch asks; else by position.
+    """
     try:
-        parameters = inspect.signature(policy).parameters
-    except (TypeError, ValueError):  # a builtin: torch asked with three arguments
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):  # a builtin that does not say what it takes
         return policy, False
-    for numel_name in ("nonwrapped_numel", "unwrapped_params"):
-        if {"module", "recurse", numel_name} <= parameters.keys():
-            return lambda module, recurse, numel: policy(module=module, recurse=recurse, **{numel_name: numel}), False
-    positional = [
-        p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    required = [p for p in positional if p.default is p.empty]
-    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if len(positional) == 1 and not open_ended:
+    if _takes(signature, module=None, recurse=None, nonwrapped_numel=None):
+        return lambda module, recurse, numel: policy(module=module, recurse=recurse, nonwrapped_numel=numel), False
+    if _takes(signature, module=None, recurse=None, unwrapped_params=None):
+        return lambda module, recurse, numel: policy(module=module, recurse=recurse, unwrapped_params=numel), False
+    # A second argument with a default that is not torch's belongs to a predicate: `lambda m, cls=Block: ...`.
+    is_open = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    if _takes(signature, None) and not is_open and "recurse" not in signature.parameters:
         return lambda module, recurse, numel: policy(module), True
-    if len(required) <= 3 and (len(positional) >= 3 or open_ended):
+    if _takes(signature, None, None, None):
         return lambda module, recurse, numel: policy(module, recurse, numel), False
+    if _takes(signature, module=None):
+        return lambda module, recurse, numel: policy(module=module), True
     raise PolicyError(
-        f"Policy {name!r} has the signature {inspect.signature(policy)}. Accepted: (module), "
-        "(module, recurse, nonwrapped_numel) or (module, recurse, unwrapped_params), more arguments with defaults "
-        "or bound by functools.partial."
+        f"Policy {name!r} has the signature {signature}. Accepted: (module), (module, recurse, nonwrapped_numel) or "
+        "(module, recurse, unwrapped_params), more arguments with defaults or bound by functools.partial."
     )
+
+
+def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -14,10 +14,12 @@ from mmfsdp.errors import PolicyError
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.planning.policies import Match
 from mmfsdp.planning.schema import UnitPrecision
+from mmfsdp.planning.units import has_forward
 
 __all__ = ["full_precision_classes", "override_matches", "unit_precision", "unit_reshard"]
 
 _SETTINGS = ("sharding_strategy", "mixed_precision", "reshard_after_forward")
+_UNIT_DTYPES = ("param_dtype", "reduce_dtype", "cast_forward_inputs")
 
 
 def full_precision_classes(model: nn.Module, config: PrecisionConfig) -> dict[type, str]:
@@ -34,15 +36,28 @@ def override_matches(model: nn.Module, config: PrecisionConfig) -> dict[str, Pre
     Raises:
         PolicyError: An override names neither a class nor an FQN of the model.
     """
-    modules = {fqn: module for fqn, module in model.named_modules() if fqn}
+    if not config.overrides:
+        return {}
+    modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
+    first_name = {id(module): fqn for fqn, module in reversed(modules.items())}
     found: dict[str, PrecisionOverride] = {}
     for override in config.overrides:
         for name in override.modules:
             classes = match_classes([name], modules, must_match=False)
             hits = [fqn for fqn, module in modules.items() if type(module) in classes]
             for fqn in hits or match_fqns([name], modules, what="module or class", config="precision.overrides"):
-                found.setdefault(fqn, override)
+                for module in _callable_modules(modules[fqn]):
+                    found.setdefault(first_name[id(module)], override)
     return found
+
+
+def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or what a container without ``forward`` holds."""
+    if has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _callable_modules(child)
 
 
 def unit_precision(
@@ -86,11 +101,16 @@ def unit_precision(
     )
 
 
-def unit_reshard(match: Match, default: bool | int) -> bool | int:
+def unit_reshard(match: Match, default: bool | int, *, replicated: bool = False) -> bool | int:
     """Return whether a unit reshards after forward, as the policy's own settings for it say.
 
+    Args:
+        match: The module that makes the unit.
+        default: What the configuration says.
+        replicated: Whether every rank holds everything, so that there is nothing to reshard.
+
     Raises:
-        PolicyError: The policy gave the module a setting that is unknown.
+        PolicyError: The policy gave the module a setting that is unknown or wrong.
     """
     unknown = sorted(set(match.settings) - set(_SETTINGS))
     if unknown:
@@ -99,31 +119,53 @@ def unit_reshard(match: Match, default: bool | int) -> bool | int:
             f"Accepted: {', '.join(_SETTINGS)}.",
             fqn=match.fqn,
         )
-    if "reshard_after_forward" in match.settings:
-        value = match.settings["reshard_after_forward"]
-        return value if isinstance(value, (bool, int)) else default
+    given = match.settings.get("reshard_after_forward", default)
+    if not isinstance(given, bool) and not (isinstance(given, int) and given > 1):
+        raise PolicyError(
+            f"The policy gives module {match.fqn!r} reshard_after_forward={given!r}; expected True, False or a group "
+            "size of at least 2.",
+            fqn=match.fqn,
+        )
     strategy = match.settings.get("sharding_strategy")
-    if strategy is None:
-        return default
     name = getattr(strategy, "name", str(strategy)).upper()
-    if name not in {"FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"}:
+    if strategy is not None and name not in {"FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"}:
         raise PolicyError(
             f"The policy gives module {match.fqn!r} the strategy {name!r}; one unit of a sharded model can have "
             "'FULL_SHARD' or 'SHARD_GRAD_OP'. To keep a module whole, list it in sharding.ignored_modules.",
             fqn=match.fqn,
         )
+    if replicated:
+        return False
+    if strategy is None or "reshard_after_forward" in match.settings:
+        return given
     return name in {"FULL_SHARD", "HYBRID_SHARD"}
 
 
 def _from_torch(policy: Any, fqn: str) -> UnitPrecision:
-    """torch's ``MixedPrecision`` (FSDP1), ``MixedPrecisionPolicy`` (FSDP2), a dict of their fields, or None."""
+    """Torch's ``MixedPrecision`` (FSDP1), ``MixedPrecisionPolicy`` (FSDP2), a dict of their fields, or None."""
     if policy is None:
         return UnitPrecision(cast_forward_inputs=False, full_precision=True)
-    read = policy.get if isinstance(policy, Mapping) else lambda name, default=None: getattr(policy, name, default)
-    param_dtype = read("param_dtype")
-    reduce_dtype = read("reduce_dtype") or param_dtype
+    if isinstance(policy, Mapping):
+        settings = dict(policy)
+    elif hasattr(policy, "param_dtype"):
+        settings = {name: getattr(policy, name) for name in _UNIT_DTYPES if hasattr(policy, name)}
+    else:
+        raise PolicyError(
+            f"The policy gives module {fqn!r} mixed_precision={policy!r} (type {type(policy).__name__}); "
+            "expected torch's MixedPrecision or MixedPrecisionPolicy, a dict of their fields, or None.",
+            fqn=fqn,
+        )
+    unknown = sorted(set(settings) - set(_UNIT_DTYPES))
+    if unknown:
+        raise PolicyError(
+            f"The policy gives module {fqn!r} the mixed_precision setting {unknown[0]!r}, which a shard unit does not "
+            f"have. Accepted: {', '.join(_UNIT_DTYPES)}.",
+            fqn=fqn,
+        )
+    param_dtype = settings.get("param_dtype")
+    reduce_dtype = settings.get("reduce_dtype") or param_dtype
     return UnitPrecision(
         param_dtype=None if param_dtype is None else canonical_dtype(param_dtype),
         reduce_dtype=None if reduce_dtype is None else canonical_dtype(reduce_dtype),
-        cast_forward_inputs=bool(read("cast_forward_inputs", True)),
+        cast_forward_inputs=bool(settings.get("cast_forward_inputs", True)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mmfsdp.planning.patterns import listing
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
 __all__ = ["human_bytes", "render_diff", "render_table", "render_tree"]
@@ -64,7 +65,7 @@ def render_tree(plan: ShardPlan) -> str:
 
 def render_diff(old: ShardPlan, new: ShardPlan) -> str:
     """Return what differs, a line each: ``~`` changed, ``-`` only in the old plan, ``+`` only in the new one."""
-    lines = []
+    lines: list[str] = []
     for name in type(old).model_fields:
         before, after = getattr(old, name), getattr(new, name)
         if before == after:
@@ -119,7 +120,9 @@ def _totals(plan: ShardPlan) -> list[str]:
     world = plan.mesh.world_size
     per_rank = [plan.param_bytes(rank) for rank in {0, plan.mesh.shard - 1}]
     total = sum(param.nbytes for param in plan.all_params())
-    spread = human_bytes(max(per_rank)) + ("" if min(per_rank) == max(per_rank) else f" (last: {human_bytes(min(per_rank))})")
+    spread = human_bytes(max(per_rank)) + (
+        "" if min(per_rank) == max(per_rank) else f" (last: {human_bytes(min(per_rank))})"
+    )
     return [
         f"{len(plan.units)} shard units, {plan.param_numel:,} parameters, {human_bytes(total)}; "
         f"per rank of {world}: {spread}"
@@ -130,8 +133,8 @@ def _totals(plan: ShardPlan) -> list[str]:
 def _notes(plan: ShardPlan) -> list[str]:
     lines = []
     for note in plan.notes:
-        names = ", ".join(repr(fqn) for fqn in note.fqns[:4]) + (f" and {len(note.fqns) - 4} more" if len(note.fqns) > 4 else "")
-        lines.append(f"note ({note.kind}): {names + ': ' if names else ''}{note.text}")
+        names = f"{listing(note.fqns, 4)}: " if note.fqns else ""
+        lines.append(f"note ({note.kind}): {names}{note.text}")
     return lines
 
 
@@ -141,13 +144,17 @@ def _names(unit: ShardUnit) -> str:
 
 def _tree_line(label: str, unit: ShardUnit, plan: ShardPlan) -> str:
     others = f", with {len(unit.fqns) - 1} tied" if len(unit.fqns) > 1 else ""
-    return f"{label}  [{unit.class_name}, {human_bytes(unit.nbytes)}, {human_bytes(plan.unit_param_bytes(unit))}/rank{others}]"
+    sizes = f"{human_bytes(unit.nbytes)}, {human_bytes(plan.unit_param_bytes(unit))}/rank"
+    return f"{label}  [{unit.class_name}, {sizes}{others}]"
 
 
 def _align(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.rjust(width) if column in right else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

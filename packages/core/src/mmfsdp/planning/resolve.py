@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch.nn as nn
+from torch.nn.parameter import UninitializedParameter
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
@@ -14,10 +15,11 @@ from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.fingerprint import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
+from mmfsdp.planning.patterns import listing
 from mmfsdp.planning.policies import Match, Policy, resolve_policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
 from mmfsdp.planning.schema import BufferEntry, Note, ParamEntry, ShardPlan, ShardUnit
-from mmfsdp.planning.units import UnitDraft, draft_units, has_forward
+from mmfsdp.planning.units import draft_units, has_forward
 
 __all__ = ["plan"]
 
@@ -60,23 +62,23 @@ def plan(
         raise ConfigError(f"plan() shards an nn.Module, got {model!r} (type {type(model).__name__}).")
     config = _as_config(config)
     engine, reason = _choose_engine(config)
-    spec = mesh_spec(mesh, config.sharding if engine != "replicate" else config.sharding.model_copy(update={"strategy": "NO_SHARD"}))
+    spec = mesh_spec(
+        mesh, config.sharding if engine != "replicate" else config.sharding.model_copy(update={"strategy": "NO_SHARD"})
+    )
+    entries = _param_entries(model, config.precision.storage_dtype)
     ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, scalars=True)
     notes = [*_engine_notes(config, engine), *ignored.notes]
 
     wanted = config.wrap if policy is None else policy
     full = full_precision_classes(model, config.precision)
     overrides = override_matches(model, config.precision)
-    matches = resolve_policy(
-        model, wanted, ignored_modules=ignored.modules, ignored_params=ignored.params, also=full
-    )
+    matches = resolve_policy(model, wanted, ignored_modules=ignored.modules, ignored_params=ignored.params, also=full)
     matches = _with_overrides(model, matches, overrides)
     drafts, unit_notes = draft_units(
         model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"
     )
     notes += unit_notes
 
-    entries = _param_entries(model, config.precision.storage_dtype)
     default_reshard = _default_reshard(config)
     units = tuple(
         ShardUnit(
@@ -84,8 +86,10 @@ def plan(
             class_name=type(draft.modules[0]).__name__,
             matched_by=draft.matches[0].reason,
             params=tuple(entries[id(param)] for param in draft.params),
-            reshard_after_forward=False if engine == "replicate" else unit_reshard(draft.matches[0], default_reshard),
-            precision=unit_precision(draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides),
+            reshard_after_forward=unit_reshard(draft.matches[0], default_reshard, replicated=engine == "replicate"),
+            precision=unit_precision(
+                draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides
+            ),
             forward_methods=tuple(
                 name
                 for name in config.sharding.forward_methods
@@ -94,7 +98,7 @@ def plan(
         )
         for draft in drafts
     )
-    _check_units(drafts, units, engine, config)
+    _check_units(units, engine, config)
     _check_forward_methods(config, units)
     return ShardPlan(
         engine=engine,
@@ -147,7 +151,9 @@ def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:
 def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
     notes: list[Note] = []
     if engine == "fsdp2" and config.sharding.strategy == "NO_SHARD":
-        notes.append(Note(kind="engine", text="NO_SHARD on fsdp2: a mesh of shard groups of one rank; all is replicated."))
+        notes.append(
+            Note(kind="engine", text="NO_SHARD on fsdp2: a mesh of shard groups of one rank; all is replicated.")
+        )
     if engine != "fsdp1" and config.prefetch.backward == "post":
         notes.append(
             Note(
@@ -162,7 +168,7 @@ def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
         notes.append(
             Note(
                 kind="precision",
-                text="float16 gradients underflow: scale the loss with torch.amp.GradScaler (AmpOptimWrapper in MMEngine).",
+                text="float16 gradients underflow: scale the loss with torch.amp.GradScaler (AmpOptimWrapper).",
             )
         )
     return notes
@@ -186,54 +192,59 @@ def _with_overrides(model: nn.Module, matches: list[Match], overrides: Mapping[s
 
 
 def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, ParamEntry]:
-    aliases: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for fqn, param in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(param), []).append(fqn)
+        if isinstance(param, UninitializedParameter):
+            raise PlanError(f"Parameter {fqn!r} has no shape yet. Run one batch through lazy modules first.", fqn=fqn)
+        names.setdefault(id(param), []).append(fqn)
         params[id(param)] = param
     entries = {}
-    for place, (key, (first, *others)) in enumerate(aliases.items()):
-        dtype = canonical_dtype(params[key].dtype)
+    for place, (key, param) in enumerate(params.items()):
+        first, *aliases = names[key]
+        dtype = canonical_dtype(param.dtype)
         entries[key] = ParamEntry(
             fqn=first,
-            shape=tuple(params[key].shape),
+            shape=tuple(param.shape),
             dtype=storage_dtype if storage_dtype and is_floating_point(dtype) else dtype,
-            requires_grad=params[key].requires_grad,
-            aliases=tuple(others),
+            requires_grad=param.requires_grad,
+            aliases=tuple(aliases),
             place=place,
         )
     return entries
 
 
 def _buffer_entries(model: nn.Module) -> tuple[BufferEntry, ...]:
-    transient = {
-        f"{fqn}.{name}".lstrip(".")
-        for fqn, module in model.named_modules()
-        for name in module._non_persistent_buffers_set  # torch has no public way to ask
-    }
-    return tuple(
-        BufferEntry(fqn=fqn, shape=tuple(buffer.shape), dtype=canonical_dtype(buffer.dtype), persistent=fqn not in transient)
-        for fqn, buffer in model.named_buffers()
-    )
+    found: dict[int, BufferEntry] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in found:
+                found[id(buffer)] = BufferEntry(
+                    fqn=f"{prefix}.{name}" if prefix else name,
+                    shape=tuple(buffer.shape),
+                    dtype=canonical_dtype(buffer.dtype),
+                    persistent=name not in module._non_persistent_buffers_set,  # torch has no public way to ask
+                )
+    return tuple(found.values())
 
 
-def _check_units(drafts: list[UnitDraft], units: tuple[ShardUnit, ...], engine: Engine, config: ShardConfig) -> None:
-    for draft, unit in zip(drafts, units, strict=True):
+def _check_units(units: tuple[ShardUnit, ...], engine: Engine, config: ShardConfig) -> None:
+    for unit in units:
         frozen = [param.fqn for param in unit.params if not param.requires_grad]
         trained = [param.fqn for param in unit.params if param.requires_grad]
         if frozen and trained and not config.sharding.use_orig_params:
             raise FrozenParametersError(
                 f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
-                f"{unit.fqn!r} has frozen parameters ({_some(frozen)}) beside trained ones ({_some(trained)}). "
-                "Set use_orig_params=True, or wrap the frozen modules as units of their own.",
+                f"{unit.fqn!r} has frozen parameters ({listing(frozen, 3)}) beside trained ones "
+                f"({listing(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of their own.",
                 fqn=unit.fqn,
             )
         dtypes = {param.dtype for param in unit.params if param.requires_grad or engine == "fsdp1"}
         if len(dtypes) > 1:
             odd = {dtype: [param.fqn for param in unit.params if param.dtype == dtype] for dtype in sorted(dtypes)}
-            listing = "; ".join(f"{dtype}: {_some(fqns)}" for dtype, fqns in odd.items())
+            found = "; ".join(f"{dtype}: {listing(fqns, 3)}" for dtype, fqns in odd.items())
             raise PlanError(
-                f"Shard unit {unit.fqn!r} mixes parameters of several dtypes ({listing}), which cannot be gathered "
+                f"Shard unit {unit.fqn!r} mixes parameters of several dtypes ({found}), which cannot be gathered "
                 "together. Wrap the modules of one dtype as units of their own, ignore those parameters, or set "
                 "precision.storage_dtype.",
                 fqn=unit.fqn,
@@ -248,7 +259,3 @@ def _check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) ->
                 f"No shard unit has a method {name!r}. Drop it, or wrap the module that has it.",
                 config="sharding.forward_methods",
             )
-
-
-def _some(fqns: list[str], count: int = 3) -> str:
-    return ", ".join(fqns[:count]) + (f" and {len(fqns) - count} more" if len(fqns) > count else "")

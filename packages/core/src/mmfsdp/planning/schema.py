@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mmfsdp.dtypes import itemsize
-from mmfsdp.errors import MeshError
+from mmfsdp.errors import MeshError, PlanError
 
 __all__ = [
     "ActivationPlan",
@@ -21,9 +21,6 @@ __all__ = [
     "ShardUnit",
     "UnitPrecision",
 ]
-
-SCHEMA_VERSION = 1
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -171,7 +168,9 @@ class ActivationPlan(_Record):
 class Note(_Record):
     """Something that the plan decided beyond the configuration's words, or that its reader must know."""
 
-    kind: Literal["engine", "container", "tied", "scalar", "dtype", "precision", "ignored", "prefetch", "frozen", "other"]
+    kind: Literal[
+        "engine", "container", "tied", "scalar", "dtype", "precision", "ignored", "prefetch", "frozen", "other"
+    ]
     text: str
     fqns: tuple[str, ...] = ()
 
@@ -179,7 +178,7 @@ class Note(_Record):
 class ShardPlan(_Record):
     """A complete decision on how a model is sharded: a value that prints, compares and travels as JSON."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     engine: Literal["fsdp2", "fsdp1", "replicate"]
     engine_reason: str
     strategy: str
@@ -261,9 +260,14 @@ class ShardPlan(_Record):
         """Return the plan that `to_json` wrote.
 
         Raises:
-            pydantic.ValidationError: The text is not such JSON.
+            PlanError: The text is not such JSON, or was written by another version of it.
         """
-        return cls.model_validate_json(text)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            found = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in found["loc"])
+            raise PlanError(f"The text is not a plan: {where + ': ' if where else ''}{found['msg']}.") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 
 from mmfsdp.errors import PlanError
-from mmfsdp.planning.policies import Match
+from mmfsdp.planning.policies import Match, own_parameters
 from mmfsdp.planning.schema import Note
 
 __all__ = ["UnitDraft", "draft_units", "has_forward"]
@@ -60,16 +60,22 @@ def draft_units(
     matches = _replace_containers(root, matches, notes)
     matches = _hoist_used_by_parent(root, matches, notes)
     drafts = [UnitDraft([match]) for match in matches] + [UnitDraft([Match("", root, "the whole model")])]
-    names = {id(param): fqn for fqn, param in root.named_parameters()}
-    while (shared := _first_shared(root, drafts, ignored)) is not None:
-        param, owners = shared
-        drafts = _settle(root, drafts, owners, names[id(param)], can_group, notes)
-    _assign(root, drafts, ignored)
+    names: dict[int, str] = {}
+    while shared := _shared(owned := _owners(root, drafts, ignored)):
+        names = names or {id(param): fqn for fqn, param in root.named_parameters()}
+        for param, owners in shared:
+            # What an earlier tie has changed is looked at again in the next round.
+            if all(owner in drafts for owner in owners):
+                drafts = _settle(drafts, owners, names[id(param)], can_group, notes)
+    for param, owners in owned:
+        owners[0].params.append(param)
     kept = [draft for draft in drafts if draft.params or draft.modules == [root]]
     return _in_order(root, kept), notes
 
 
 def _replace_containers(root: nn.Module, matches: Sequence[Match], notes: list[Note]) -> list[Match]:
+    if all(has_forward(match.module) for match in matches):
+        return list(matches)
     names = {id(module): fqn for fqn, module in root.named_modules()}
     chosen = {id(match.module) for match in matches}
     result: list[Match] = []
@@ -104,17 +110,19 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
         notes.append(
             Note(
                 kind="other",
-                text="MultiheadAttention uses this module's parameters without calling it; they stay in the unit above.",
+                text="MultiheadAttention uses its parameters without calling it; they stay in the unit above.",
                 fqns=(match.fqn,),
             )
         )
     return [match for match in matches if id(match.module) not in used]
 
 
-def _owners(root: nn.Module, drafts: Iterable[UnitDraft]) -> dict[int, list[tuple[nn.Parameter, UnitDraft]]]:
-    """For each parameter, by ``id``, the units below whose modules it is reached, each once."""
+def _owners(
+    root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]
+) -> list[tuple[nn.Parameter, list[UnitDraft]]]:
+    """For each parameter that is not ignored, the units below whose modules it is reached, each once."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
-    found: dict[int, list[tuple[nn.Parameter, UnitDraft]]] = {}
+    found: dict[int, tuple[nn.Parameter, list[UnitDraft]]] = {}
     visited: set[tuple[int, int]] = set()
 
     def visit(module: nn.Module, unit: UnitDraft) -> None:
@@ -122,67 +130,59 @@ def _owners(root: nn.Module, drafts: Iterable[UnitDraft]) -> dict[int, list[tupl
         if (id(module), id(unit)) in visited:
             return
         visited.add((id(module), id(unit)))
-        for param in module.parameters(recurse=False):
-            owners = found.setdefault(id(param), [])
-            if all(owner is not unit for _, owner in owners):
-                owners.append((param, unit))
+        for param in own_parameters(module):
+            if id(param) not in ignored:
+                _, owners = found.setdefault(id(param), (param, []))
+                if unit not in owners:
+                    owners.append(unit)
         for child in module.children():
             visit(child, unit)
 
     visit(root, unit_of[id(root)])
-    return found
+    return list(found.values())
 
 
-def _first_shared(
-    root: nn.Module, drafts: list[UnitDraft], ignored: set[int]
-) -> tuple[nn.Parameter, list[UnitDraft]] | None:
-    for owners in _owners(root, drafts).values():
-        if len(owners) > 1 and id(owners[0][0]) not in ignored:
-            return owners[0][0], [unit for _, unit in owners]
-    return None
+def _shared(owned: list[tuple[nn.Parameter, list[UnitDraft]]]) -> list[tuple[nn.Parameter, list[UnitDraft]]]:
+    return [(param, owners) for param, owners in owned if len(owners) > 1]
 
 
 def _settle(
-    root: nn.Module, drafts: list[UnitDraft], owners: list[UnitDraft], name: str, can_group: bool, notes: list[Note]
+    drafts: list[UnitDraft], owners: list[UnitDraft], name: str, can_group: bool, notes: list[Note]
 ) -> list[UnitDraft]:
     """Bring all owners of one parameter into one unit: as a group, or by giving up those inside another."""
-    top = [unit for unit in owners if not any(_contains(other, unit) for other in owners if other is not unit)]
-    if len(top) == 1 or not can_group:
-        # The unit that holds all others' modules takes the parameter; without grouping that is a unit further up.
-        dissolved = [unit for unit in owners if len(top) > 1 or unit is not top[0]]
-        for unit in dissolved:
-            notes.append(
-                Note(kind="tied", text=f"shares {name!r} with another unit; its parameters move to the unit above.", fqns=unit.fqns)
+    top = _topmost([match for unit in owners for match in unit.matches])
+    holder = next((unit for unit in owners if unit.matches == top), None)
+    # The unit that holds all others' modules takes the parameter; without grouping that is a unit further up.
+    replacement = holder or (UnitDraft(top) if can_group else None)
+    kept = {id(match.module) for match in replacement.matches} if replacement else set()
+    for match in (match for unit in owners for match in unit.matches if id(match.module) not in kept):
+        notes.append(
+            Note(
+                kind="tied",
+                text=f"shares {name!r} with another unit; its parameters move to the unit above.",
+                fqns=(match.fqn,),
             )
-        return [draft for draft in drafts if draft not in dissolved]
-    inner = [unit for unit in owners if unit not in top]
-    group = UnitDraft([match for unit in top for match in unit.matches])
-    notes.append(Note(kind="tied", text=f"share {name!r}, so they are one shard unit.", fqns=group.fqns))
-    place = drafts.index(top[0])
-    rest = [draft for draft in drafts if draft not in top and draft not in inner]
-    return [*rest[:place], group, *rest[place:]]
+        )
+    if replacement is not None and replacement is not holder:
+        notes.append(Note(kind="tied", text=f"share {name!r}, so they are one shard unit.", fqns=replacement.fqns))
+    rest = [draft for draft in drafts if draft not in owners]
+    return [*rest, replacement] if replacement else rest
 
 
-def _contains(outer: UnitDraft, inner: UnitDraft) -> bool:
-    below = {id(module) for top in outer.modules for module in top.modules()}
-    return any(id(module) in below for module in inner.modules)
-
-
-def _assign(root: nn.Module, drafts: list[UnitDraft], ignored: set[int]) -> None:
-    for owners in _owners(root, drafts).values():
-        param, unit = owners[0]
-        if id(param) not in ignored:
-            unit.params.append(param)
+def _topmost(matches: list[Match]) -> list[Match]:
+    """Those whose modules lie in none of the others'."""
+    nested = {id(module) for match in matches for module in match.module.modules() if module is not match.module}
+    return [match for match in matches if id(match.module) not in nested]
 
 
 def _in_order(root: nn.Module, drafts: list[UnitDraft]) -> list[UnitDraft]:
     """Units below before units above; a group comes before whatever holds any of its modules."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
-    ordered: list[UnitDraft] = []
+    ordered: dict[int, UnitDraft] = {}
     open_units: list[UnitDraft] = []
 
     def finish(unit: UnitDraft) -> None:
-        if unit in ordered:
+        if id(unit) in ordered:
             return
         if unit in open_units:
             raise PlanError(
@@ -193,7 +193,7 @@ def _in_order(root: nn.Module, drafts: list[UnitDraft]) -> list[UnitDraft]:
         for module in unit.modules:
             descend(module, {id(module)})
         open_units.pop()
-        ordered.append(unit)
+        ordered[id(unit)] = unit
 
     def descend(module: nn.Module, visited: set[int]) -> None:
         for child in module.children():
@@ -206,4 +206,4 @@ def _in_order(root: nn.Module, drafts: list[UnitDraft]) -> list[UnitDraft]:
                 descend(child, visited)
 
     finish(unit_of[id(root)])
-    return ordered
+    return list(ordered.values())

@@ -12,9 +12,11 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.collective import gather_objects, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
-from mmfsdp.state.boxes import local_part, whole_tensor
+from mmfsdp.state.boxes import whole_tensor
+from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -113,7 +115,7 @@ def load_model_state_dict(
     skip = {text.split(":")[0] for text in report.mismatched}
     names = [name for name in target if name in offered and name not in skip]
     if state.is_fsdp1:
-        source = {name: fetch(name, state_dict, offered, target[name], state, from_rank0) for name in names}
+        source = {name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names}
         _load_fsdp1(state, source)
         return report
     with torch.no_grad():
@@ -121,7 +123,7 @@ def load_model_state_dict(
             value = fetch(name, state_dict, offered, target[name], state, from_rank0)
             into = target[name]
             local = into.to_local() if isinstance(into, DTensor) else into
-            local.copy_(value.to_local() if isinstance(value, DTensor) else local_part(value, into))
+            local.copy_(local_value(value, into))
     return report
 
 
@@ -146,15 +148,14 @@ def fetch(
     like: torch.Tensor,
     state: ShardedModel,
     from_rank0: bool,
-) -> torch.Tensor:
+) -> Any:
     """Return the offered value, sent from the mesh's first rank if only that has it. Collective if so."""
     if not from_rank0:
-        value: torch.Tensor = state_dict[name]
-        return value
+        return state_dict[name]
     shape, dtype = offered[name]
     device = like.device if like.device.type != "meta" else torch.device("cpu")
     value = (
-        state_dict[name].detach().to(device).contiguous()
+        whole_value(state_dict[name]).detach().to(device).contiguous()
         if is_first_rank(state)
         else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     )
@@ -190,12 +191,10 @@ def _offered(
     mine = {
         name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in state_dict.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, (torch.Tensor, StoredTensor))
     }
     if not from_rank0:
         return mine
-    from mmfsdp.engines.device_mesh import gather_objects, scope_of
-
     return gather_objects(scope_of(state.mesh), mine if is_first_rank(state) else {})[0]
 
 

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.engines.device_mesh import gather_objects, scope_of
+from mmfsdp.collective import gather_objects, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
-from mmfsdp.state.boxes import local_part
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
+from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
 __all__ = ["load_optim_state_dict", "optim_state_dict"]
 
@@ -94,11 +94,11 @@ def load_optim_state_dict(
 
 def _placed(value: Any, param: torch.Tensor) -> Any:
     """A whole tensor of the parameter's shape becomes a DTensor of its placement; all else stays."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(param, DTensor):
+    if isinstance(value, DTensor) or not isinstance(value, (torch.Tensor, StoredTensor)):
         return value
-    if value.shape != param.shape:
-        return value
-    local = local_part(value, param).to(param.to_local().device, copy=True).contiguous()
+    if not isinstance(param, DTensor) or value.shape != param.shape:
+        return whole_value(value)
+    local = local_value(value, param).to(param.to_local().device, copy=True).contiguous()
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
@@ -120,12 +120,13 @@ def _check(
     names = {id(param): fqn for fqn, param in state.module.named_parameters()}
     for place, entries in state_dict["state"].items():
         for name, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != params[place].shape:
-                if value.numel() != 1 and value.dim() == params[place].dim():
-                    raise StateDictError(
-                        f"State {name!r} has shape {tuple(value.shape)}, its parameter {tuple(params[place].shape)}.",
-                        fqn=names.get(id(params[place])),
-                    )
+            if not isinstance(value, (torch.Tensor, StoredTensor)) or value.shape == params[place].shape:
+                continue
+            if value.numel() != 1 and value.dim() == params[place].dim():
+                raise StateDictError(
+                    f"State {name!r} has shape {tuple(value.shape)}, its parameter {tuple(params[place].shape)}.",
+                    fqn=names.get(id(params[place])),
+                )
 
 
 def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
@@ -196,7 +197,10 @@ def _load_fsdp1(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[s
         fqns = _sorted_like_model(state, own["params"])
         fqn_at |= dict(zip(group["params"], fqns, strict=True))
         groups.append({**group, "params": fqns})
-    values = {fqn_at[place]: dict(entries) for place, entries in state_dict["state"].items()}
+    values = {
+        fqn_at[place]: {name: whole_value(value) for name, value in entries.items()}
+        for place, entries in state_dict["state"].items()
+    }
     is_full = not any(isinstance(v, DTensor) for entries in values.values() for v in entries.values())
     set_optimizer_state_dict(
         state.module, optimizer, {"state": values, "param_groups": groups}, options=StateDictOptions(full_state_dict=is_full)
