@@ -54,7 +54,7 @@ def resolve_reference(text: str) -> Any:
         if not hasattr(target, part):
             raise PolicyNotFoundError(
                 f"{text!r} cannot be resolved: {getattr(target, '__name__', target)!r} has no attribute {part!r}."
-                + closest(part, dir(target))
+                + closest(part, [name for name in dir(target) if part.startswith("_") or not name.startswith("_")])
             )
         target = getattr(target, part)
     return target

@@ -22,6 +22,7 @@ __all__ = [
     "UnitPrecision",
 ]
 
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
