@@ -49,7 +49,7 @@ class DigitsClassifier(BaseModel):
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor, mode: str = "tensor") -> Any:
         logits = self.vit(inputs)
         if mode == "loss":
-            return {"loss": F.cross_entropy(logits, labels)}
+            return {"loss": F.cross_entropy(logits, labels, label_smoothing=0.1)}
         if mode == "predict":
             return [
                 {"prediction": guess, "label": label}
