@@ -329,10 +329,9 @@ class TestMemory:
         finally:
             gc.enable()
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+    @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     @pytest.mark.parametrize("plan", ALL_KINDS, ids=_name)
-    def test_on_gpu_with_keyword_inputs_and_dropout(self, plan: Plan) -> None:
+    def test_keyword_inputs_and_dropout(self, plan: Plan, device: str) -> None:
         class Outer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -341,8 +340,8 @@ class TestMemory:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.blocks[1](x=self.blocks[0](x=x))
 
-        want = grads(make(build=Outer).cuda(), batch().cuda())
-        got = grads(make(plan, Outer).cuda(), batch().cuda())
+        want = grads(make(build=Outer).to(device), batch().to(device))
+        got = grads(make(plan, Outer).to(device), batch().to(device))
         for name in want:
             torch.testing.assert_close(got[name], want[name])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,44 +16,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
+from mmfsdp.activation.keeping import offloading_contexts, pins_memory, selective_contexts
+from mmfsdp.activation.operators import DEFAULT_SAVE_OPS, check_operator
 from mmfsdp.errors import ConfigError, PlanError, PlanMismatchError, ShardStateError, closest
 
 if TYPE_CHECKING:
     from mmfsdp.planning.schema import ActivationPlan
 
-__all__ = ["DEFAULT_SAVE_OPS", "apply_activation_checkpointing"]
-
-# What mode 'ops' keeps unless told otherwise. Names that the installed torch lacks are skipped.
-DEFAULT_SAVE_OPS: tuple[str, ...] = (
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten.linear",
-    "aten._scaled_mm",
-    "aten._grouped_mm",
-    "aten._scaled_grouped_mm",
-    "aten.convolution",
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_fused_attention_overrideable",
-    "aten._scaled_dot_product_attention_math_for_mps",
-    "aten._flash_attention_forward",
-    "aten._efficient_attention_forward",
-    "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.reduce_scatter_tensor_coalesced",
-)
+__all__ = ["apply_activation_checkpointing"]
 
 
 def apply_activation_checkpointing(model: nn.Module, plan: ActivationPlan) -> None:
@@ -124,7 +99,7 @@ class _CheckpointedForward:
         region = _Region(self.fqn, module, forward, lambda flat: _unpack(flat, num_args, names, spec))
         with (
             _early_stop(self.early_stop),
-            save_on_cpu(pin_memory=_pins()) if self.offload else contextlib.nullcontext(),
+            save_on_cpu(pin_memory=pins_memory()) if self.offload else contextlib.nullcontext(),
         ):
             return checkpoint(region, *values, use_reentrant=False, **self._context(), **self.options)
 
@@ -162,7 +137,7 @@ class _CheckpointedForward:
     def _context(self) -> dict[str, Any]:
         if not self.save_ops:
             return {}
-        contexts = _offloading_contexts if self.offload else _selective_contexts
+        contexts = offloading_contexts if self.offload else selective_contexts
         return {"context_fn": functools.partial(contexts, self.save_ops)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,82 +180,6 @@ class _Region:
                     "replacement is in place, or leave this module out of activation checkpointing.",
                     fqn=self.fqn,
                 )
-
-
-class _KeepOnCpu(TorchDispatchMode):
-    """Copies the results of the given operators to CPU memory while the forward runs.
-
-    torch's own policy MUST_CPU_OFFLOAD is honoured by its compiler only; in eager mode it means "recompute".
-    """
-
-    def __init__(self, operators: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators, self.kept = operators, kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self.operators:
-            self.kept[func].append(tree_map_only(torch.Tensor, _keep, result))
-        return result
-
-
-class _TakeFromCpu(TorchDispatchMode):
-    """Hands the kept results out again, in order, while the region is recomputed."""
-
-    def __init__(self, operators: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators, self.kept = operators, kept
-        self.taken: dict[Any, int] = {}
-
-    def __enter__(self) -> Any:
-        self.taken = defaultdict(int)  # one recomputation per backward, each from the start
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.operators:
-            return func(*args, **(kwargs or {}))
-        index = self.taken[func]
-        self.taken[func] += 1
-        if index >= len(self.kept[func]):
-            raise RuntimeError(
-                f"{func} runs more often in the recomputation than it ran in forward: the forward depends on something "
-                "that changed in between."
-            )
-        return tree_map_only(_OnCpu, _OnCpu.back, self.kept[func][index])
-
-
-class _OnCpu:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # A copy on the CPU too: what follows may write into the result in place.
-        self.device = tensor.device
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=_pins() and tensor.device.type != "cpu")
-        self.copy.copy_(tensor, non_blocking=self.copy.is_pinned())
-
-    def back(self) -> torch.Tensor:
-        return self.copy.to(self.device, non_blocking=self.copy.is_pinned(), copy=True)
-
-
-def _keep(tensor: torch.Tensor) -> Any:
-    # Subclasses (DTensor) bring their own rules for moving: they stay where they are.
-    return _OnCpu(tensor) if type(tensor) is torch.Tensor else tensor.detach()
-
-
-def _offloading_contexts(names: tuple[str, ...]) -> tuple[_KeepOnCpu, _TakeFromCpu]:
-    kept: dict[Any, list[Any]] = defaultdict(list)
-    return _KeepOnCpu(_resolve(names), kept), _TakeFromCpu(_resolve(names), kept)
-
-
-def _selective_contexts(names: tuple[str, ...]) -> Any:
-    operators = _resolve(names)
-
-    def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def _pins() -> bool:
-    return torch.accelerator.is_available()
 
 
 def _early_stop(enabled: bool) -> contextlib.AbstractContextManager[None]:
@@ -329,7 +228,7 @@ def _check_settings(plan: ActivationPlan) -> None:
         wish = "mode='ops'" if plan.mode == "ops" else "offload=True"
         raise ConfigError(f"use_reentrant=True cannot be combined with {wish}. Set use_reentrant=False.")
     for name in plan.save_ops:
-        _overloads(name)
+        check_operator(name)
 
 
 def _find_regions(model: nn.Module, plan: ActivationPlan) -> dict[str, nn.Module]:
@@ -350,36 +249,3 @@ def _find_regions(model: nn.Module, plan: ActivationPlan) -> dict[str, nn.Module
         if not any(module is listed for listed in regions.values()):  # else: one module under a second name
             regions[fqn] = module
     return regions
-
-
-@functools.cache
-def _resolve(names: tuple[str, ...]) -> frozenset[Any]:
-    if names != DEFAULT_SAVE_OPS:
-        return frozenset(operator for name in names for operator in _overloads(name))
-    found: list[Any] = []
-    for name in names:
-        with contextlib.suppress(ConfigError):
-            found.extend(_overloads(name))
-    return frozenset(found)
-
-
-def _overloads(name: str) -> list[Any]:
-    """Return the operator overloads that ``'namespace.operator'`` or ``'namespace.operator.overload'`` names."""
-    namespace, _, rest = name.partition(".")
-    operator, _, overload = rest.partition(".")
-    packet: Any = getattr(getattr(torch.ops, namespace), operator, None) if namespace and operator else None
-    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    if not known or (overload and overload not in known):
-        accepted = [f"{namespace}.{operator}.{each}" for each in known] or _operator_names()
-        raise ConfigError(f"{name!r} is not an operator of torch {torch.__version__}.{closest(name, accepted)}")
-    chosen = [getattr(packet, each) for each in ([overload] if overload else known)]
-    # The out= and in-place overloads of an operator that is named as a whole are none that autograd would run.
-    kept = [each for each in chosen if not each._schema.is_mutable]
-    if not kept:
-        raise ConfigError(f"{name!r} writes into its arguments: its result cannot be kept. Leave it out of save_ops.")
-    return kept
-
-
-def _operator_names() -> list[str]:
-    # Only for spelling hints.
-    return sorted({each.split(".")[0].replace("::", ".") for each in torch._C._dispatch_get_all_op_names()})
