@@ -16,7 +16,7 @@ from mmfsdp.engines.base import WrapRoot
 from mmfsdp.engines.device_mesh import build_mesh, shape_of
 from mmfsdp.errors import ConfigError, PlanMismatchError, RankMismatchError
 from mmfsdp.initialise import InitFn, UnitPreparer
-from mmfsdp.planning.fingerprint import describe, fingerprint
+from mmfsdp.planning.fingerprints import describe, fingerprint
 from mmfsdp.planning.policies import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
@@ -24,6 +24,7 @@ from mmfsdp.references import resolve_reference
 from mmfsdp.runtime import ShardedModel
 
 __all__ = ["apply_plan", "shard"]
+
 
 def shard(
     model: nn.Module,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp._lazy import lazy
 
 if TYPE_CHECKING:
-    from mmfsdp.planning.fingerprint import fingerprint
+    from mmfsdp.planning.fingerprints import fingerprint
     from mmfsdp.planning.policies import Match, resolve_policy, select_modules
     from mmfsdp.planning.resolve import plan
     from mmfsdp.planning.schema import (
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "fingerprint": "mmfsdp.planning.fingerprint",
+    "fingerprint": "mmfsdp.planning.fingerprints",
     "plan": "mmfsdp.planning.resolve",
     **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
 }

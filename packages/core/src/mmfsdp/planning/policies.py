@@ -81,7 +81,8 @@ def resolve_policy(
             any of these; or None.
         ignored_modules: Not looked at, nor their descendants.
         ignored_params: Not counted.
-        also: Classes whose instances are chosen as well, with the reason: mixed precision asks for it.
+        also: Classes whose instances are chosen as well, with the reason: mixed precision asks for it. Even an empty
+            mapping makes torch, and so us, look inside every module, those that the policy would not enter included.
 
     Raises:
         PolicyError: The policy matched nothing it named, or returned something that is not a decision.
@@ -89,7 +90,7 @@ def resolve_policy(
     """
     ignored = {id(module) for top in ignored_modules for module in top.modules()}
     verdicts = _verdicts(root, policy, ignored)
-    if also:
+    if also is not None:
         verdicts = _any_of([verdicts, _by_class(also)])
     return _walk(root, verdicts, ignored, {id(param) for param in ignored_params})
 

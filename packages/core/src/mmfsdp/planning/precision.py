@@ -22,10 +22,13 @@ _SETTINGS = ("sharding_strategy", "mixed_precision", "reshard_after_forward")
 _UNIT_DTYPES = ("param_dtype", "reduce_dtype", "cast_forward_inputs")
 
 
-def full_precision_classes(model: nn.Module, config: PrecisionConfig) -> dict[type, str]:
-    """Return the classes in ``model`` that stay in full precision, each with the reason for making it a unit."""
+def full_precision_classes(model: nn.Module, config: PrecisionConfig) -> dict[type, str] | None:
+    """Return the classes in ``model`` that stay in full precision, each with the reason for making it a unit.
+
+    None if all of the model computes in the dtype of its parameters.
+    """
     if config.param_dtype is None:
-        return {}
+        return None
     classes = match_classes(config.ignore_classes, dict(model.named_modules()), must_match=False)
     return {cls: f"full precision: {name.rpartition('.')[2]}" for cls, name in classes.items()}
 
@@ -63,7 +66,7 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 def unit_precision(
     match: Match | None,
     config: PrecisionConfig,
-    full: Mapping[type, str],
+    full: Mapping[type, str] | None,
     overrides: Mapping[str, PrecisionOverride],
 ) -> UnitPrecision:
     """Return the dtypes of one unit.
@@ -94,7 +97,7 @@ def unit_precision(
             cast_forward_inputs=override.cast_forward_inputs,
             full_precision=override.param_dtype in (None, "float32"),
         )
-    if type(match.module) in full:
+    if full is not None and type(match.module) in full:
         return UnitPrecision(cast_forward_inputs=False, full_precision=True)
     return UnitPrecision(
         param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype, cast_forward_inputs=config.cast_forward_inputs

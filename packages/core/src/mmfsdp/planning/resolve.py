@@ -12,7 +12,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, FrozenParametersError, PlanError
 from mmfsdp.planning.activation import activation_plan
-from mmfsdp.planning.fingerprint import fingerprint
+from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
 from mmfsdp.planning.patterns import listing
