@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Translated:
     config: ShardConfig
     policy: Policy = None
     param_init_fn: InitFn | None = None
+    check_fn: Callable[[nn.Module], bool] | None = None
     ignored_modules: list[nn.Module] = field(default_factory=list)
     ignored_params: list[nn.Parameter] = field(default_factory=list)
     mesh: Any = None
@@ -84,7 +85,7 @@ def translate_arguments(
         ignored_parameters: Parameters, or FQN patterns (torch 2.0's name).
         device_mesh: A mesh of one dimension, or two: (replicate, shard).
         engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
-        activation_checkpointing: A mode, or a dict of its settings.
+        activation_checkpointing: A mode, or a dict of its settings, whose ``check_fn`` may be a function.
         fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
 
     Raises:
@@ -125,9 +126,13 @@ def translate_arguments(
     _set(base, "precision", _precision(mixed_precision))
     _set(base, "cpu_offload", _cpu_offload(cpu_offload))
     _set(base, "engine", engine)
+    check_fn = None
+    if isinstance(activation_checkpointing, Mapping) and callable(activation_checkpointing.get("check_fn")):
+        activation_checkpointing = dict(activation_checkpointing)
+        check_fn = activation_checkpointing.pop("check_fn")
     _set(base, "activation_checkpointing", activation_checkpointing)
     mesh = process_group if process_group is not None else device_mesh
-    return Translated(ShardConfig.from_dict(base), policy, init_fn, modules, params, mesh)
+    return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
 
 
 def _as_dict(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -201,7 +206,9 @@ def _cpu_offload(value: Any) -> Any:
             fields["enabled"] = fields.pop("offload_params")
         return fields
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__}).")
+        raise ConfigError(
+            f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__})."
+        )
     return value
 
 
@@ -215,7 +222,9 @@ def _device(device_id: int | str | torch.device | None) -> str | None:
         if device.index is not None and torch.cuda.is_available():
             torch.cuda.set_device(device)
     elif device.type != "cpu":
-        raise ConfigError(f"device_id names a CPU or CUDA device, got {device_id!r}.{closest(device.type, ('cpu', 'cuda'))}")
+        raise ConfigError(
+            f"device_id names a CPU or CUDA device, got {device_id!r}.{closest(device.type, ('cpu', 'cuda'))}"
+        )
     return device.type
 
 

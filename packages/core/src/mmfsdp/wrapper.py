@@ -14,7 +14,8 @@ from mmfsdp.compat import translate_arguments
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime import clean_fqn, sharded_model
 from mmfsdp.sharding import shard
-from mmfsdp.state.model import LoadReport, load_model_state_dict
+from mmfsdp.state.model import load_model_state_dict
+from mmfsdp.state.report import LoadReport
 from mmfsdp.training import clip_grad_norm_, full_params, no_sync
 
 __all__ = ["FullyShardedDataParallel"]
@@ -55,6 +56,7 @@ class FullyShardedDataParallel(nn.Module):
             means.config,
             means.mesh,
             policy=means.policy,
+            check_fn=means.check_fn,
             param_init_fn=means.param_init_fn,
             ignored_modules=means.ignored_modules,
             ignored_params=means.ignored_params,

@@ -1,5 +1,18 @@
-"""mmfsdp for MMEngine: importing this package registers its classes in MMEngine's registries."""
+"""mmfsdp for MMEngine: importing this package registers its classes in place of the stock ones."""
 
-__all__ = ["__version__"]
+from mmfsdp_mmengine.amp import AmpOptimWrapper
+from mmfsdp_mmengine.ddp import MMDistributedDataParallel
+from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
+from mmfsdp_mmengine.strategy import FSDPStrategy
+from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
+
+__all__ = [
+    "FSDP_WRAP_POLICIES",
+    "AmpOptimWrapper",
+    "FSDPStrategy",
+    "MMDistributedDataParallel",
+    "MMFullyShardedDataParallel",
+    "__version__",
+]
 
 __version__ = "0.1.0"

@@ -1,0 +1,144 @@
+"""What MMEngine's checkpoints hold, between a sharded model's live state and a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+from mmengine.logging import HistoryBuffer
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmfsdp import load_optim_state_dict, optim_state_dict
+from mmfsdp.checkpoint.load import read_checkpoint
+from mmfsdp.errors import FormatError, StateDictError
+from mmfsdp.state import LoadReport
+from mmfsdp_mmengine.optim import optim_wrappers_of
+
+__all__ = [
+    "describe_mismatch",
+    "load_optimizer_content",
+    "optimizer_content",
+    "read_content",
+    "revised_keys",
+    "with_own_counters",
+]
+
+_REMOTE = re.compile(r"([a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
+
+
+def optimizer_content(model: nn.Module, optim_wrapper: Any, kind: Literal["full", "local"]) -> dict[str, Any]:
+    """Return an optimizer wrapper's state as MMEngine saves it, whole or sharded. Collective: every rank.
+
+    What the wrapper itself adds, such as ``loss_scaler`` and ``base_param_settings``, is kept.
+
+    Args:
+        model: The sharded model.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
+        kind: ``full``: whole tensors, and an empty dict on all ranks but the first. ``local``: each rank's own.
+    """
+    contents = {}
+    for name, wrapper in optim_wrappers_of(optim_wrapper).items():
+        state = optim_state_dict(model, wrapper.optimizer, "full" if kind == "full" else "sharded")
+        own = {key: value for key, value in wrapper.state_dict().items() if key not in ("state", "param_groups")}
+        contents[name] = {**state, **own} if state else {}
+    return contents.get("", contents)
+
+
+def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mapping[str, Any]) -> None:
+    """Load what `optimizer_content` returned, or MMEngine saved unsharded. Collective: every rank.
+
+    Args:
+        model: The sharded model.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
+        content: The state. Not changed.
+
+    Raises:
+        StateDictError: It is of other optimizers, param groups or parameters.
+    """
+    wrappers = optim_wrappers_of(optim_wrapper)
+    contents = {"": content} if "" in wrappers else content
+    if contents.keys() != wrappers.keys():
+        raise StateDictError(
+            f"The checkpoint holds the optimizers {sorted(map(str, contents))}, the config has {sorted(wrappers)}."
+        )
+    for name, wrapper in wrappers.items():
+        state = {key: value for key, value in contents[name].items() if key in ("state", "param_groups")}
+        own = {key: value for key, value in contents[name].items() if key not in state}
+        load_optim_state_dict(model, wrapper.optimizer, state)
+        if own:
+            # The wrapper knows how to load what it added; its optimizer gets back what it just got.
+            wrapper.load_state_dict({**own, **wrapper.optimizer.state_dict()})
+
+
+def read_content(filename: str, map_location: Any = "cpu") -> dict[str, Any]:
+    """Return a checkpoint's content, with the weights under ``'state_dict'``. Not collective.
+
+    Args:
+        filename: A local file or directory of any kind that core reads, or any URL or model zoo name that MMEngine
+            loads. Tensors of local ones stay on disk until they are copied into the model.
+        map_location: Where tensors that come from elsewhere are put.
+
+    Raises:
+        CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint`.
+    """
+    if not _REMOTE.match(filename):
+        content = read_checkpoint(Path(filename).expanduser(), safe_globals=_safe_globals())
+    else:
+        with torch.serialization.safe_globals(_safe_globals()):
+            content = CheckpointLoader.load_checkpoint(filename, _location(map_location))
+    if "state_dict" not in content:
+        if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise FormatError(
+                f"{filename} holds no 'state_dict'; it has {sorted(map(str, content))[:8]}.", file=str(filename)
+            )
+        content = {"state_dict": content}
+    return content
+
+
+def revised_keys(state_dict: Mapping[str, Any], revisions: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return a state dict under keys changed by ``(pattern, replacement)`` pairs of ``re.sub``, one after the other."""
+    revised = dict(state_dict)
+    for pattern, replacement in revisions:
+        revised = {re.sub(pattern, replacement, key): value for key, value in revised.items()}
+    return revised
+
+
+def with_own_counters(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which batch norm's ``num_batches_tracked`` is the model's own where it is missing.
+
+    MMEngine does not report it as missing: older checkpoints lack it.
+    """
+    counters = {name: buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")}
+    return {**{name: buffer for name, buffer in counters.items() if name not in state_dict}, **state_dict}
+
+
+def describe_mismatch(report: LoadReport) -> str:
+    """Return what to log of a state dict that does not fit, in MMEngine's order."""
+    lines = ["The model and loaded state dict do not match exactly", ""]
+    lines += [f"size mismatch for {text}" for text in report.mismatched]
+    if report.unexpected:
+        lines.append(f"unexpected key in source state_dict: {', '.join(report.unexpected)}\n")
+    if report.missing:
+        lines.append(f"missing keys in source state_dict: {', '.join(report.missing)}\n")
+    return "\n".join(lines)
+
+
+def _location(map_location: Any) -> Any:
+    return "cpu" if map_location == "default" else map_location
+
+
+def _safe_globals() -> list[Any]:
+    """What MMEngine's own content holds besides tensors and plain data: histories of logged scalars, in numpy."""
+    return [
+        HistoryBuffer,
+        getattr,
+        *(getattr(HistoryBuffer, name) for name in ("min", "max", "mean", "current")),
+        np.empty(0).__reduce__()[0],  # numpy's own, wherever this version keeps it
+        np.ndarray,
+        np.dtype,
+    ]

@@ -1,0 +1,66 @@
+"""Registries of scope ``mmfsdp_mmengine``, and putting our classes where existing configs look for the stock ones."""
+
+from __future__ import annotations
+
+import mmengine._strategy
+import mmengine.model.wrappers
+from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
+from mmengine.registry import MODEL_WRAPPERS as ROOT_MODEL_WRAPPERS
+from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
+from mmengine.registry import STRATEGIES as ROOT_STRATEGIES
+from mmengine.registry import Registry
+from torch.distributed.fsdp import wrap
+
+__all__ = [
+    "FSDP_WRAP_POLICIES",
+    "FUNCTIONS",
+    "MODEL_WRAPPERS",
+    "OPTIM_WRAPPERS",
+    "STRATEGIES",
+    "register",
+    "replace_stock",
+]
+
+SCOPE = "mmfsdp_mmengine"
+
+FUNCTIONS = Registry("function", parent=ROOT_FUNCTIONS, scope=SCOPE, locations=[SCOPE])
+"""Functions registered here are found under the scope ``mmfsdp_mmengine``."""
+MODEL_WRAPPERS = Registry("model wrapper", parent=ROOT_MODEL_WRAPPERS, scope=SCOPE, locations=[SCOPE])
+"""Model wrappers of this package."""
+OPTIM_WRAPPERS = Registry("optimizer wrapper", parent=ROOT_OPTIM_WRAPPERS, scope=SCOPE, locations=[SCOPE])
+"""Optimizer wrappers of this package."""
+STRATEGIES = Registry("strategy", parent=ROOT_STRATEGIES, scope=SCOPE, locations=[SCOPE])
+"""Strategies of this package."""
+
+FSDP_WRAP_POLICIES = Registry("fsdp wrap policy", scope=SCOPE)
+"""Wrapping policies by name, beside those in MMEngine's FUNCTIONS; torch's own are in it."""
+
+for _policy in (
+    wrap.size_based_auto_wrap_policy,
+    wrap.transformer_auto_wrap_policy,
+    wrap.always_wrap_policy,
+    wrap.lambda_auto_wrap_policy,
+    wrap.ModuleWrapPolicy,
+    wrap.CustomPolicy,
+):
+    FSDP_WRAP_POLICIES.register_module(module=_policy)
+FSDP_WRAP_POLICIES.register_module(name="or_policy", module=wrap._or_policy)
+# MMEngine 0.4 to 0.8 had it under the name that torch 1.11 gave it.
+FSDP_WRAP_POLICIES.register_module(name="default_auto_wrap_policy", module=wrap.size_based_auto_wrap_policy)
+
+
+def register(registry: Registry, cls: type) -> None:
+    """Register ``cls`` under its name in a registry of this package; doing so twice changes nothing."""
+    registry.register_module(module=cls, force=True)
+
+
+def replace_stock(registry: Registry, cls: type) -> None:
+    """Register ``cls`` in a registry of this package and, in place of MMEngine's class of that name, in its parent.
+
+    So ``type='FSDPStrategy'`` and ``type='mmengine.FSDPStrategy'`` both mean ours.
+    """
+    # MMEngine registers its own when its modules are imported, which therefore must not happen later.
+    assert mmengine._strategy.FSDPStrategy
+    assert mmengine.model.wrappers.MMDistributedDataParallel
+    register(registry, cls)
+    registry.parent.register_module(module=cls, force=True)

@@ -1,0 +1,191 @@
+"""`FSDPStrategy`: shards a model for MMEngine's FlexibleRunner, and saves, loads and resumes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn as nn
+from mmengine.dist import infer_launcher, is_distributed
+from mmengine.model import is_model_wrapper
+from mmengine.optim import BaseOptimWrapper, OptimWrapper
+from mmengine.registry import MODEL_WRAPPERS
+from torch.optim import Optimizer
+
+from mmfsdp import FullyShardedDataParallel
+from mmfsdp.errors import ConfigError
+from mmfsdp.meta import parameters_on_meta
+from mmfsdp.runtime import sharded_model
+from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
+from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
+from mmfsdp_mmengine.config import activation_arguments, plain, state_dict_settings
+from mmfsdp_mmengine.distributed import start_alone, start_process_group
+from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
+from mmfsdp_mmengine.pending import PendingWeights
+from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
+
+__all__ = ["FSDPStrategy"]
+
+
+class FSDPStrategy(CheckpointingStrategy):
+    """Shards the model with `MMFullyShardedDataParallel` or a wrapper derived from it.
+
+    Runs on CUDA with NCCL and on the CPU with gloo, under a launcher or as a single process. Optimizers are built from
+    the model before it is sharded: constructors see its own names and shapes.
+
+    Args:
+        model_wrapper: Config of the wrapper. Default: ``dict(type='MMFullyShardedDataParallel')``.
+        skip_init_weights: Build the model without memory for its parameters and leave them to ``load_from`` or
+            ``resume``. Training before anything was loaded is refused.
+        state_dict_cfg: ``'local'``: a checkpoint is a directory with a file per rank. ``'full'``: one file, as
+            MMEngine's DDPStrategy writes it. Or a dict of ``state_dict_type``, ``state_dict_config`` and
+            ``optim_state_dict_config`` in torch's words. Either kind loads whatever this says, on any number of ranks.
+        activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``; or
+            core's settings, such as ``'full'`` or ``dict(mode='ops')``.
+        **kwargs: Arguments of MMEngine's DDPStrategy.
+
+    Raises:
+        ConfigError: A setting has a value that is not accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_wrapper: Mapping[str, Any] | None = None,
+        skip_init_weights: bool = False,
+        state_dict_cfg: str | Mapping[str, Any] = "local",
+        activation_checkpointing: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = state_dict_settings(state_dict_cfg)
+        super().__init__(settings.kind, model_wrapper=model_wrapper, **kwargs)
+        if not isinstance(skip_init_weights, bool):
+            raise ConfigError(
+                f"skip_init_weights is True or False, got {skip_init_weights!r}.", config="skip_init_weights"
+            )
+        self.skip_init_weights = skip_init_weights
+        self.state_dict_type = settings.state_dict_type
+        self.activation_checkpointing = activation_checkpointing
+        self._prepared: bool  # set by MMEngine
+
+    def prepare(
+        self,
+        model: nn.Module | dict[str, Any],
+        *,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        compile: dict[str, Any] | bool = False,
+        dispatch_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Build the model and optimizers, shard, and build schedulers. Collective: every rank.
+
+        Args:
+            model: A model or its config.
+            optim_wrapper: An optimizer, an optimizer wrapper, several by name, or a config of these.
+            param_scheduler: Schedulers or their configs.
+            compile: Whether, or with which arguments, to compile.
+            dispatch_kwargs: What the runner knows: ``max_iters``, ``max_epochs``, ``epoch_length`` and the like.
+
+        Returns:
+            The sharded model; with the optimizer wrapper and the schedulers if there are any.
+
+        Raises:
+            MmfsdpError: See `mmfsdp.shard`.
+            GradScalerError: The model computes in float16 and the optimizer wrapper has no gradient scaler.
+        """
+        if self._prepared:
+            return self._prepared_components()
+        self.dispatch_kwargs.update(dispatch_kwargs or {})
+        built = self._init_model_weights(self.build_model(model))
+        if optim_wrapper is None:
+            self.model = self.compile_model(self._wrap_model(built), compile=plain(compile))
+        else:
+            optim = self.build_optim_wrapper(optim_wrapper, built)
+            binding = OptimizerBinding(built, optim)
+            self.model = self.compile_model(self._wrap_model(built), compile=plain(compile))
+            wrappers = [*optim_wrappers_of(optim).values()]
+            plan = sharded_model(self.model).plan
+            check_scaled(plan, wrappers)
+            binding.bind(self.model, plan)
+            use_scaler_of(self.model, wrappers)
+            self.optim_wrapper = optim
+            self._scale_lr()
+            self._count_iterations(0)
+        if param_scheduler is not None:
+            self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
+        self._prepared = True
+        return self._prepared_components()
+
+    def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
+        """Return the model, built if it is a config; with ``skip_init_weights`` parameters are on the meta device."""
+        if self.skip_init_weights and isinstance(model, Mapping):
+            with parameters_on_meta():
+                built: nn.Module = super().build_model(model)
+            return built
+        built = super().build_model(model)
+        return built
+
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
+        """Return an optimizer wrapper; see MMEngine's `BaseStrategy.build_optim_wrapper`.
+
+        Args:
+            optim_wrapper: An optimizer, an optimizer wrapper, several by name, or a config of these. Not changed.
+            model: The model, not sharded yet.
+        """
+        if isinstance(optim_wrapper, Optimizer):
+            return OptimWrapper(optim_wrapper)
+        if isinstance(optim_wrapper, BaseOptimWrapper):
+            return optim_wrapper
+        return super().build_optim_wrapper(plain(optim_wrapper), model)
+
+    def _setup_env(self, *, launcher: str | None = None, dist_cfg: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        launcher = launcher or infer_launcher()
+        if launcher == "none" and not is_distributed():
+            start_alone(**(dist_cfg or {}))
+        super()._setup_env(launcher=launcher, dist_cfg=dist_cfg, **kwargs)
+
+    def _setup_distributed(self, launcher: str = "pytorch", backend: str | None = None, **kwargs: Any) -> None:
+        if not is_distributed():
+            start_process_group(launcher, backend, **kwargs)
+
+    def _init_model_weights(self, model: nn.Module) -> nn.Module:
+        """Run the model's own initialisation, whole, on every rank; sharding sends the first rank's values to all."""
+        wanted = self.dispatch_kwargs.get("init_weights_for_test_or_val", True)
+        if hasattr(model, "init_weights") and wanted and not self.skip_init_weights and not is_model_wrapper(model):
+            model.init_weights()  # type: ignore[operator]
+        return model
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if is_model_wrapper(model):
+            return model
+        config: dict[str, Any] = plain(self.model_wrapper or {})
+        defaults: dict[str, Any] = {"type": "MMFullyShardedDataParallel", "module": self.convert_model(model)}
+        if self.activation_checkpointing is not None:
+            if config.get("activation_checkpointing") is not None:
+                raise ConfigError(
+                    "activation_checkpointing is set both in strategy and in strategy.model_wrapper. Set it once.",
+                    config="strategy.activation_checkpointing",
+                )
+            config["activation_checkpointing"] = activation_arguments(self.activation_checkpointing)
+        if self.skip_init_weights:
+            self._pending = PendingWeights(model)
+            if config.get("param_init_fn") is None:
+                config["param_init_fn"] = self._pending.allocate
+        wrapped: nn.Module = MODEL_WRAPPERS.build(config, default_args=defaults)
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            raise ConfigError(
+                f"FSDPStrategy needs a model_wrapper that is or derives from MMFullyShardedDataParallel, not "
+                f"{type(wrapped).__name__}. For that one use DDPStrategy.",
+                config="strategy.model_wrapper.type",
+            )
+        if self._pending is not None:
+            self._pending.guard(wrapped)
+        self.logger.info(f"Sharding plan:\n{wrapped.plan.table()}")
+        return wrapped
+
+    def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: dict[str, Any]) -> Any:
+        # MMEngine takes values out of the dict, which several optimizers share.
+        return super()._build_param_scheduler(scheduler, optim_wrapper, dict(default_args))
+
+
+replace_stock(STRATEGIES, FSDPStrategy)
