@@ -508,6 +508,10 @@ class TestEngine:
     def test_replicate_reshards_nothing(self) -> None:
         result = plan(Net(), {**MLPS, "engine": "replicate"}, 4)
         assert {unit.reshard_after_forward for unit in result.units} == {False}
+        settings = {"reshard_after_forward": True, "sharding_strategy": "FULL_SHARD"}
+        policy = CustomPolicy(lambda module: settings if isinstance(module, Mlp) else False)
+        config = {"engine": "replicate", "sharding": {"reshard_after_forward": 2}}
+        assert {unit.reshard_after_forward for unit in plan(Net(), config, 4, policy=policy).units} == {False}
         assert result.mesh == MeshSpec(replicate=4, shard=1)
         assert result.param_bytes(3) == sum(param.nbytes for param in result.all_params())
 
@@ -783,13 +787,14 @@ class TestActivationCheckpointing:
 
     def test_full_takes_the_outermost_units(self) -> None:
         assert checkpointed("full") == self.BLOCKS
+        net = Net()
+        for block in net.blocks:
+            block.scale = nn.Parameter(torch.ones(4))  # else its Linear units hold all that it has
         both = {"kind": "module_class", "classes": ["Mlp", "Linear"]}
         config = {"wrap": both, "activation_checkpointing": "full", "precision": "bf16"}
-        activation = plan(Net(depth=2), config, 2).activation_checkpointing
+        activation = plan(net, config, 2).activation_checkpointing
         assert activation is not None
-        # Each Mlp's own parameters are in its Linear units, so these are what is recomputed.
-        assert "embed" in activation.fqns
-        assert "norm" not in activation.fqns
+        assert activation.fqns == ("embed", "blocks.0", "blocks.1", "head"), "no unit inside another, no batch norm"
 
     def test_every_n(self) -> None:
         assert checkpointed("every_n") == ("blocks.0", "blocks.2")
