@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -139,6 +139,7 @@ def _plain(value: Any) -> bool:
 
 
 class TestRoundTrips:
+    @settings(deadline=None)
     @given(config_dicts())
     def test_any_config(self, data: dict[str, Any]) -> None:
         before = copy.deepcopy(data)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
@@ -409,6 +409,7 @@ class TestTies:
         assert fqns(result) == [("0",), ("1",), ("2",), ("",)]
         assert [(param.fqn, param.aliases) for param in result.ignored_params] == [("0.fc1.weight", ("2.fc1.weight",))]
 
+    @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6), st.sampled_from(["fsdp2", "fsdp1"]))
     def test_any_ties(self, pairs: list[tuple[int, int]], engine: str) -> None:
         model = on_meta(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]))
@@ -849,6 +850,7 @@ class TestActivationCheckpointing:
 
 
 class TestBytes:
+    @settings(deadline=None)
     @given(
         st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=3), min_size=1, max_size=4),
         st.integers(1, 7),
@@ -865,6 +867,7 @@ class TestBytes:
             chunks = [param.chunk(world) for param in model.parameters()]
             assert held == sum(chunk[rank].nbytes for chunk in chunks if rank < len(chunk))
 
+    @settings(deadline=None)
     @given(st.integers(1, 4), st.integers(2, 4))
     def test_replicas_hold_the_same(self, replicate: int, shard: int) -> None:
         result = plan(on_meta(Net), {**MLPS, "sharding": "HYBRID_SHARD"}, (replicate, shard))

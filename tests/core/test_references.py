@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.errors import ConfigError, MmfsdpError, PolicyNotFoundError, closest
@@ -85,6 +85,7 @@ def test_closest(given_name: object, accepted: list[str], hint: str) -> None:
     assert closest(given_name, accepted) == hint
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1), st.lists(st.text()))
 def test_closest_only_suggests_what_is_accepted(word: str, accepted: list[str]) -> None:
     assert repr(word) in closest(word, [*accepted, word]) or any(
