@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
 from mmfsdp.checkpoint.load import read_checkpoint
-from mmfsdp.errors import FormatError, StateDictError
+from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.optim import optim_wrappers_of
 
@@ -25,9 +26,11 @@ __all__ = [
     "optimizer_content",
     "read_content",
     "revised_keys",
+    "safe_globals",
     "with_own_counters",
 ]
 
+_STATISTICS = ("min", "max", "mean", "current")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
 
 
@@ -87,9 +90,9 @@ def read_content(filename: str, map_location: Any = "cpu") -> dict[str, Any]:
         CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint`.
     """
     if not _REMOTE.match(filename):
-        content = read_checkpoint(Path(filename).expanduser(), safe_globals=_safe_globals())
+        content = read_checkpoint(Path(filename).expanduser(), safe_globals=safe_globals())
     else:
-        with torch.serialization.safe_globals(_safe_globals()):
+        with torch.serialization.safe_globals(safe_globals()):
             content = CheckpointLoader.load_checkpoint(filename, _location(map_location))
     if "state_dict" not in content:
         if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -132,13 +135,27 @@ def _location(map_location: Any) -> Any:
     return "cpu" if map_location == "default" else map_location
 
 
-def _safe_globals() -> list[Any]:
-    """What MMEngine's own content holds besides tensors and plain data: histories of logged scalars, in numpy."""
+def safe_globals() -> list[Any]:
+    """Return what MMEngine's own content holds besides tensors and plain data: histories of scalars, in numpy.
+
+    For ``torch.serialization.safe_globals``, to load a checkpoint with ``weights_only=True`` in plain PyTorch.
+    """
     return [
         HistoryBuffer,
-        getattr,
-        *(getattr(HistoryBuffer, name) for name in ("min", "max", "mean", "current")),
-        np.empty(0).__reduce__()[0],  # numpy's own, wherever this version keeps it
+        (_statistic, "builtins.getattr"),
+        *(getattr(HistoryBuffer, name) for name in _STATISTICS),
         np.ndarray,
         np.dtype,
+        *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
+        # numpy's own makers of arrays and scalars, wherever this version of it keeps them
+        np.empty(0).__reduce__()[0],
+        np.float64(0).__reduce__()[0],
+        codecs.encode,
     ]
+
+
+def _statistic(owner: Any, name: str) -> Any:
+    """What ``getattr`` is to a pickle of ours: histories refer to their own methods by it, and to nothing else."""
+    if owner is not HistoryBuffer or name not in _STATISTICS:
+        raise UnsafePickleError(f"The checkpoint's pickle wants attribute {name!r} of {owner!r}.")
+    return getattr(HistoryBuffer, name)
