@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp._lazy import lazy
 
 if TYPE_CHECKING:
+    from mmfsdp.checkpoint.load import load_checkpoint
+    from mmfsdp.checkpoint.save import save_checkpoint
     from mmfsdp.config import ShardConfig
     from mmfsdp.planning import ShardPlan, plan
+    from mmfsdp.scaling import GradScaler
     from mmfsdp.sharding import apply_plan, shard
     from mmfsdp.state.model import load_model_state_dict, model_state_dict
     from mmfsdp.state.optimizer import load_optim_state_dict, optim_state_dict
-    from mmfsdp.checkpoint.load import load_checkpoint
-    from mmfsdp.checkpoint.save import save_checkpoint
     from mmfsdp.training import clip_grad_norm_, full_params, no_sync
     from mmfsdp.wrapper import FullyShardedDataParallel
 
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FullyShardedDataParallel",
+    "GradScaler",
     "ShardConfig",
     "ShardPlan",
     "__version__",
@@ -40,6 +42,7 @@ __all__ = [
 
 _WHERE = {
     "FullyShardedDataParallel": "mmfsdp.wrapper",
+    "GradScaler": "mmfsdp.scaling",
     "ShardConfig": "mmfsdp.config",
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",

@@ -171,7 +171,8 @@ def _prefetch_name(value: Any) -> str:
     name = getattr(value, "name", value)
     if not isinstance(name, str):
         raise ConfigError(
-            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} (type {type(value).__name__})."
+            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
+            f"(type {type(value).__name__})."
         )
     return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.dtypes import to_torch
 from mmfsdp.engines.device_mesh import device_of
@@ -20,6 +21,7 @@ from mmfsdp.planning.schema import ShardPlan, ShardUnit
 __all__ = ["UnitPreparer"]
 
 InitFn = Callable[[nn.Module], Any]
+_INIT_METHODS = ("reset_parameters", "_reset_parameters")
 
 
 class UnitPreparer:
@@ -32,23 +34,25 @@ class UnitPreparer:
         plan: What it will become.
         mesh: Where its ranks are.
         param_init_fn: Initialises the parameters and buffers that a module itself owns; they are allocated
-            already. Default: the module's ``reset_parameters``.
+            already. Default: the module's ``reset_parameters``, or ``_reset_parameters`` as torch's attention has.
 
     Raises:
         PlanError: Something on the meta device is left without a value.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, param_init_fn: InitFn | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, param_init_fn: InitFn | None = None
+    ) -> None:
         self._plan, self._mesh, self._init_fn = plan, mesh, param_init_fn
         self._device = device_of(mesh)
         self._owned = modules_by_unit(model, plan)
         self._replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-        self._sent: set[int] = set()
 
     def __call__(self, unit: ShardUnit) -> None:
         """Prepare the parameters and buffers of ``unit``."""
         modules = self._owned[unit.fqns]
-        for fqn, module in modules:
+        # Children first, as when a model is built: what a parent sets in a child is the last word.
+        for fqn, module in reversed(modules):
             if any(tensor.is_meta for _, tensor in _own_tensors(module)):
                 self._materialise(fqn, module)
         tensors = [tensor for _, module in modules for _, tensor in _own_tensors(module)]
@@ -57,8 +61,11 @@ class UnitPreparer:
             self._broadcast(tensors)
 
     def _materialise(self, fqn: str, module: nn.Module) -> None:
-        if self._init_fn is None and not callable(getattr(module, "reset_parameters", None)):
-            names = ", ".join(repr(f"{fqn}.{name}".lstrip(".")) for name, tensor in _own_tensors(module) if tensor.is_meta)
+        own_init = next((f for name in _INIT_METHODS if callable(f := getattr(module, name, None))), None)
+        if self._init_fn is None and own_init is None:
+            names = ", ".join(
+                repr(f"{fqn}.{name}".lstrip(".")) for name, tensor in _own_tensors(module) if tensor.is_meta
+            )
             raise PlanError(
                 f"{names} of {type(module).__name__} on the meta device cannot be initialised: the module has no "
                 "reset_parameters(). Give it one, or give param_init_fn.",
@@ -71,14 +78,25 @@ class UnitPreparer:
                     self._replaced[id(tensor)] = _allocate(tensor, self._device)
                     fresh.append((name, tensor))
                 setattr(module, name, self._replaced[id(tensor)])
+        others = {
+            fqn: (param, param._version) for fqn, param in module.named_parameters() if isinstance(param, DTensor)
+        }
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             # A seed of its own for each module: the weights depend on neither world size nor wrapping.
             torch.manual_seed(_module_seed(self._plan.seed, fqn))
             with torch.no_grad():
                 if self._init_fn is not None:
                     self._init_fn(module)
-                else:
-                    module.reset_parameters()  # type: ignore[operator]
+                elif own_init is not None:
+                    own_init()
+        for name, (param, version) in others.items():
+            if param._version != version:
+                raise PlanError(
+                    f"Initialising {type(module).__name__} changed {name!r}, which is sharded already: its values "
+                    "would depend on the number of ranks. Initialise it in its own module's reset_parameters(), or wrap it "
+                    "in the same unit.",
+                    fqn=fqn,
+                )
         for name, _ in fresh:
             value = getattr(module, name)
             if value.is_meta or (value.is_floating_point() and bool(torch.isnan(value).any())):
@@ -98,11 +116,8 @@ class UnitPreparer:
                 tensor.data = tensor.data.to(self._device, wanted).contiguous()
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From the mesh's first rank to all, a dimension at a time."""
-        for tensor in tensors:
-            if id(tensor) in self._sent or tensor.numel() == 0:
-                continue
-            self._sent.add(id(tensor))
+        """From the mesh's first rank to all, a dimension at a time; each tied tensor once."""
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
             for dim in reversed(range(self._mesh.ndim)):
                 group = self._mesh.get_group(dim)
                 if dist.get_world_size(group) > 1:

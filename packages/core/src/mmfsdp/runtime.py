@@ -12,11 +12,8 @@ torch accepts, without a word, several uses that leave weights untrained or rank
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +28,7 @@ from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["ShardedModel", "clean_fqn", "live_models", "sharded_model"]
 
+_FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +52,7 @@ def sharded_model(model: nn.Module) -> ShardedModel:
 
 def live_models() -> list[ShardedModel]:
     """Return all sharded models that still exist."""
-    return list({id(state): state for state in _sharded.values()}.values())
+    return [state for state in {id(state): state for state in _sharded.values()}.values() if state.exists]
 
 
 def clean_fqn(name: str) -> str:
@@ -74,6 +72,7 @@ class ShardedModel:
         sync_gradients: Whether forwards from now on are followed by gradient reduction; `no_sync` turns it off.
         unreduced: Whether the last backward left its gradients unreduced.
         gathered: Gathered parameters that were registered in place of shards, by ``id``.
+        whole_params: Parameters that every rank holds whole.
     """
 
     def __init__(self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
@@ -84,12 +83,18 @@ class ShardedModel:
         self.gathered: dict[int, weakref.ref[torch.Tensor]] = {}
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in module.modules() if isinstance(unit, FSDPModule)]
-        self._whole = [_parameter(module, param.fqn) for param in plan.ignored_params]
+        self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
         self._in_forward = 0
         self._tracker = ModuleTracker()
-        self._fsdp1_no_sync: Any = None
         _sharded[module] = self
-        _install(self, module)
+        from mmfsdp.hooks import install  # needs this module
+
+        install(self, module)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the sharded root has not been collected."""
+        return self._module() is not None
 
     @property
     def module(self) -> nn.Module:
@@ -150,7 +155,7 @@ class ShardedModel:
         elif not torch.is_grad_enabled():
             self.reshard()  # no backward will do it
         elif not self.is_fsdp1 and not self.gathered:
-            whole = {id(param) for param in self._whole}
+            whole = {id(param) for param in self.whole_params}
             self.gathered = {
                 id(param): weakref.ref(param)
                 for param in _registered(self.module)
@@ -173,90 +178,29 @@ class ShardedModel:
         module = self.module
         if not self.is_fsdp1:
             module.set_requires_gradient_sync(sync)  # type: ignore[operator]
-        elif sync and self._fsdp1_no_sync is not None:
-            self._fsdp1_no_sync.__exit__(None, None, None)
-            self._fsdp1_no_sync = None
-        elif not sync and self._fsdp1_no_sync is None and isinstance(module, FullyShardedDataParallel):
-            # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context
-            # stays open until a forward outside of it.
-            self._fsdp1_no_sync = FullyShardedDataParallel.no_sync(module)
-            self._fsdp1_no_sync.__enter__()
+        elif sync and _FSDP1_NO_SYNC in vars(module):
+            vars(module).pop(_FSDP1_NO_SYNC).__exit__(None, None, None)
+        elif not sync and _FSDP1_NO_SYNC not in vars(module) and isinstance(module, FullyShardedDataParallel):
+            # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context stays
+            # open until a forward outside of it. It holds the module, so only the module may hold it.
+            vars(module)[_FSDP1_NO_SYNC] = context = FullyShardedDataParallel.no_sync(module)
+            context.__enter__()
 
     def average(self, param: torch.Tensor) -> None:
         """Average the gradient of a parameter held whole, as its unit's would be. Collective: every rank."""
         if param.grad is None or self.unreduced:
             return
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(param.grad, group=self.mesh.get_group(dim))
+        self.all_reduce(param.grad, dist.ReduceOp.SUM)
         param.grad.div_(self.plan.mesh.world_size)
+
+    def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce ``value`` in place over all ranks of the mesh. Collective: every rank."""
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(value, op, group=self.mesh.get_group(dim))
 
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
         return not self._in_forward and not self._tracker.is_bw
-
-    @property
-    def whole_params(self) -> list[nn.Parameter]:
-        """Parameters that every rank holds whole."""
-        return self._whole
-
-
-def _install(state: ShardedModel, module: nn.Module) -> None:
-    from mmfsdp.guards import watch_optimizers
-
-    me, root = weakref.ref(state), weakref.ref(module)
-
-    def before(_: nn.Module, args: Any) -> None:
-        if (live := me()) is not None:
-            live.before_forward()
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        if (live := me()) is not None:
-            # torch calls this hook from an except block when forward failed, with no output.
-            live.after_forward(sys.exception() if output is None else None)
-
-    module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after, always_call=True)
-    for param in state.whole_params:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(functools.partial(_average, me))
-    if not state.is_fsdp1:
-        original = type(module).named_parameters
-
-        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            live, this = me(), root()
-            if live is not None and live.parameters_are_settled():
-                live.reshard()
-            return original(this, *args, **kwargs)  # type: ignore[arg-type]
-
-        module.named_parameters = named_parameters  # type: ignore[method-assign]
-        for name in state.plan.root.forward_methods:
-            setattr(module, name, _as_forward(getattr(module, name), me))
-    watch_optimizers()
-
-
-def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
-    """A method of the root that computes as forward does, but that no hook sees."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        live = me()
-        if live is None:
-            return method(*args, **kwargs)
-        live.before_forward()
-        try:
-            output = method(*args, **kwargs)
-        except Exception as error:
-            live.after_forward(error)
-            raise
-        live.after_forward(None)
-        return output
-
-    return call
-
-
-def _average(me: weakref.ref[ShardedModel], param: torch.Tensor) -> None:
-    if (live := me()) is not None:
-        live.average(param)
 
 
 def _registered(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mmfsdp.runtime import ShardedModel, live_models, sharded_model
+from mmfsdp.errors import ShardStateError
+from mmfsdp.runtime import live_models, sharded_model
 from mmfsdp.state.boxes import local_part, whole_tensor
 
 __all__ = ["clip_grad_norm_", "full_params", "no_sync"]
@@ -48,7 +49,7 @@ def clip_grad_norm_(
     The norm is that of the unsharded model's gradients: over all ranks, and over sharded and whole parameters.
 
     Args:
-        parameters: A sharded model, or parameters of it; with engine ``fsdp1`` it must be the model.
+        parameters: A sharded model, or parameters of one; with engine ``fsdp1`` it must be the model.
         max_norm: Largest norm to keep.
         norm_type: The p of the p-norm; ``inf`` is the largest absolute value.
         error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite.
@@ -57,23 +58,32 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor, the same on every rank.
 
     Raises:
-        ShardStateError: The last backward ran inside `no_sync`.
+        ShardStateError: The last backward ran inside `no_sync`, or parameters of an ``fsdp1`` model are given alone:
+            they are pieces of flat ones, whose norm no rank knows.
+        RuntimeError: See ``error_if_nonfinite``.
     """
     if isinstance(parameters, nn.Module):
         state = sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
         if isinstance(state.module, FullyShardedDataParallel):
             # By class: a wrapper's own method of this name ends here.
-            return FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
+            total = FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
+            _check_finite(total, norm_type, error_if_nonfinite)
+            return total
         parameters = state.module.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    for state in _owners(params):
+    for state in (state for state in live_models() if state.owns(params)):
         state.check_reduced("Gradients are about to be clipped")
+        if state.is_fsdp1:
+            raise ShardStateError(
+                "With engine 'fsdp1' a rank's parameters are pieces of flat ones, so their own norm is not the "
+                "model's. Pass the model itself to clip_grad_norm_()."
+            )
     params = [param for param in params if param.grad is not None]
     total = _global_norm([param.grad for param in params if param.grad is not None], norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")
-    clip_grads_with_norm_(params, max_norm, total)
+    _check_finite(total, norm_type, error_if_nonfinite)
+    for kind in _by_kind(params):
+        clip_grads_with_norm_(kind, max_norm, total)
     return total
 
 
@@ -114,20 +124,25 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
                     param.to_local().copy_(local_part(whole[id(param)].detach(), param))
 
 
-def _owners(params: list[torch.Tensor]) -> list[ShardedModel]:
-    return [state for state in live_models() if state.unreduced and state.owns(params)]
+def _check_finite(total: torch.Tensor, norm_type: float, wanted: bool) -> None:
+    if wanted and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")
 
 
 def _global_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Sharded and whole gradients cannot be stacked, so each kind gives its norm, and norms are combined."""
-    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     norms = []
-    if sharded:
-        norm = get_total_norm(sharded, norm_type)
+    for kind in _by_kind(grads):
+        norm = get_total_norm(kind, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if whole:
-        norms.append(get_total_norm(whole, norm_type))
     if len(norms) < 2:
         return norms[0] if norms else torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    combined: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
+    return combined
+
+
+def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Sharded tensors, and whole ones: torch computes with either, not with both in one call."""
+    kinds = ([t for t in tensors if isinstance(t, DTensor)], [t for t in tensors if not isinstance(t, DTensor)])
+    return [kind for kind in kinds if kind]

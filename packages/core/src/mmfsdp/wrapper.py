@@ -112,7 +112,11 @@ class FullyShardedDataParallel(nn.Module):
             yield (clean_fqn(name) if recurse else name), buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the module's state dict: DTensors under the module's keys. See `mmfsdp.model_state_dict` for whole ones."""
+        """Return the module's state dict under its own keys. Collective with engine ``fsdp1``: every rank.
+
+        Values are DTensors, or with ``fsdp1`` what its state dict type says, whole tensors by default. See
+        `mmfsdp.model_state_dict` for whole ones with any engine.
+        """
         if self._is_torch_fsdp:
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
             return state

@@ -17,8 +17,9 @@ from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, FormatError, UnsafePickleError
 from mmfsdp.runtime import sharded_model
-from mmfsdp.state.model import LoadReport, load_model_state_dict
+from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.optimizer import load_optim_state_dict
+from mmfsdp.state.report import LoadReport
 from mmfsdp.state.stored import stored_tensors
 
 __all__ = ["load_checkpoint", "read_checkpoint"]
@@ -49,10 +50,17 @@ def load_checkpoint(
         CheckpointError: It cannot be read; raised on every rank.
         StateDictError: It does not fit; raised on every rank.
     """
+
+    def read() -> dict[str, Any]:
+        content = read_checkpoint(path, safe_globals=safe_globals)
+        for key, what in (("state_dict", "weights"), ("optimizer", "optimizer state")):
+            if key not in content and (key == "state_dict" or optimizer is not None):
+                found = ", ".join(repr(name) for name in sorted(map(str, content))[:8]) or "nothing"
+                raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
+        return content
+
     scope = scope_of(sharded_model(model).mesh)
-    [content] = on_all_ranks(lambda: read_checkpoint(path, safe_globals=safe_globals), scope, share=False)
-    if optimizer is not None and "optimizer" not in content:
-        raise FormatError(f"{path} holds no optimizer state; it has {sorted(map(str, content))[:8]}.", file=str(path))
+    [content] = on_all_ranks(read, scope, share=False)
     report = load_model_state_dict(model, content.pop("state_dict"), strict=strict)
     if optimizer is not None:
         load_optim_state_dict(model, optimizer, content.pop("optimizer"))

@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.atomic import TargetExistsError, atomic_output, commit, d
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, place_in, scope_of, shared
-from mmfsdp.errors import CheckpointError, ConfigError, StateDictError
+from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError, StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
 from mmfsdp.state.boxes import box_of
 from mmfsdp.state.model import model_state_dict
@@ -51,10 +51,13 @@ def save_checkpoint(
         ConfigError: ``kind`` is neither.
     """
     _check_kind(kind)
+    extra = dict(extra or {})
+    if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
+        raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
     content: dict[str, Any] = {"state_dict": model_state_dict(model, "full" if kind == "full" else "sharded")}
     if optimizer is not None:
         content["optimizer"] = optim_state_dict(model, optimizer, "full" if kind == "full" else "sharded")
-    write_checkpoint(path, {**content, **(extra or {})}, model, kind=kind, overwrite=overwrite)
+    write_checkpoint(path, {**content, **extra}, model, kind=kind, overwrite=overwrite)
 
 
 def write_checkpoint(
@@ -167,7 +170,7 @@ def _on_first(state: ShardedModel, step: Callable[[], None]) -> None:
 
 
 class _as_checkpoint_error:  # noqa: N801 - reads as a statement
-    """Operating system errors become ours, which travel between ranks and name the file."""
+    """Whatever goes wrong (a full disk, what cannot be pickled) becomes ours, which travels and names the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -176,5 +179,7 @@ class _as_checkpoint_error:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (OSError, RuntimeError)) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"Could not write {self._path}: {error}", file=str(self._path)) from error
+        if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
+            raise CheckpointError(
+                f"Could not write {self._path.name}: {type(error).__name__}: {error}", file=str(self._path)
+            ) from error

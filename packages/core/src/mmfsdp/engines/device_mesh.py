@@ -15,7 +15,6 @@ from mmfsdp.planning.schema import MeshSpec
 __all__ = ["build_mesh", "device_of", "mesh_from_groups", "pick_device_type", "shape_of"]
 
 
-
 def pick_device_type(wanted: str) -> str:
     """Return ``'cuda'`` or ``'cpu'``: what was asked for, or what is there and the process group can use.
 
@@ -23,7 +22,9 @@ def pick_device_type(wanted: str) -> str:
         MeshError: CUDA is asked for and not there.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise MeshError("init.device is 'cuda', but torch sees no CUDA device. Use 'auto' or 'cpu'.", config="init.device")
+        raise MeshError(
+            "init.device is 'cuda', but torch sees no CUDA device. Use 'auto' or 'cpu'.", config="init.device"
+        )
     if wanted != "auto":
         return wanted
     if not torch.cuda.is_available():
@@ -107,4 +108,9 @@ def _as_planned(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
     if len(shape) == 2 and len(planned) == 2 and shape != planned and spec.shard != 1:
         raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.")
     names = ("shard",) if len(planned) == 1 else ("replicate", "shard")
+    if shape == planned:  # the same groups under our names
+        groups = mesh.get_all_groups()
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(planned), mesh_dim_names=names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,48 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective import gather_objects, scope_of
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime import ShardedModel, sharded_model
+from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import whole_tensor
+from mmfsdp.state.report import LoadReport, agree, compare
 from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
 Kind = Literal["full", "sharded"]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a state dict and a model did not have in common; the same on every rank."""
-
-    missing: tuple[str, ...] = ()
-    """FQNs that the model has and the state dict has not."""
-    unexpected: tuple[str, ...] = ()
-    """Keys that the state dict has and the model has not."""
-    mismatched: tuple[str, ...] = ()
-    """FQNs whose shapes differ, with both shapes."""
-
-    @property
-    def missing_keys(self) -> list[str]:
-        """`missing`, under the name that torch's ``load_state_dict`` gives it."""
-        return list(self.missing)
-
-    @property
-    def unexpected_keys(self) -> list[str]:
-        """`unexpected`, under the name that torch's ``load_state_dict`` gives it."""
-        return list(self.unexpected)
-
-    @property
-    def clean(self) -> bool:
-        """Whether everything matched."""
-        return not (self.missing or self.unexpected or self.mismatched)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{len(names)} {word}: {', '.join(names[:5])}" + (" ..." if len(names) > 5 else "")
-            for word, names in (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", self.mismatched))
-            if names
-        ]
-        return "; ".join(parts) or "all keys match"
+_Offer = tuple[tuple[int, ...] | None, str]
+_EXTRA_STATE = "_extra_state"
 
 
 def model_state_dict(
@@ -79,7 +46,8 @@ def model_state_dict(
     if kind == "sharded":
         return sharded
     keep = not rank0_only or is_first_rank(state)
-    return {name: value for name, tensor in sharded.items() if (value := whole(tensor, keep, cpu_offload)) is not None}
+    gathered = {name: whole(value, keep, cpu_offload) for name, value in sharded.items()}
+    return gathered if keep else {}
 
 
 def load_model_state_dict(
@@ -109,13 +77,15 @@ def load_model_state_dict(
     state = sharded_model(model)
     target = _sharded(state)
     offered = _offered(state_dict, state, from_rank0)
-    report = _compare(target, offered)
-    if strict and not report.clean:
-        raise StateDictError(f"The state dict does not fit {type(state.module).__name__}: {report}.")
-    skip = {text.split(":")[0] for text in report.mismatched}
-    names = [name for name in target if name in offered and name not in skip]
+    shapes = {name: _shape(into) for name, into in target.items()}
+    found = compare(shapes, {name: shape for name, (shape, _) in offered.items()})
+    report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
+    _load_extra_states(state, state_dict, from_rank0)
+    names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
     if state.is_fsdp1:
-        source = {name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names}
+        source = {
+            name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names
+        }
         _load_fsdp1(state, source)
         return report
     with torch.no_grad():
@@ -144,7 +114,7 @@ def is_first_rank(state: ShardedModel) -> bool:
 def fetch(
     name: str,
     state_dict: Mapping[str, Any],
-    offered: Mapping[str, tuple[tuple[int, ...], str]],
+    offered: Mapping[str, _Offer],
     like: torch.Tensor,
     state: ShardedModel,
     from_rank0: bool,
@@ -153,6 +123,7 @@ def fetch(
     if not from_rank0:
         return state_dict[name]
     shape, dtype = offered[name]
+    assert shape is not None, name
     device = like.device if like.device.type != "meta" else torch.device("cpu")
     value = (
         whole_value(state_dict[name]).detach().to(device).contiguous()
@@ -185,26 +156,29 @@ def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
             set_model_state_dict(state.module, values, options=StateDictOptions(full_state_dict=is_full, strict=False))
 
 
-def _offered(
-    state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: bool
-) -> dict[str, tuple[tuple[int, ...], str]]:
-    mine = {
-        name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for name, value in state_dict.items()
-        if isinstance(value, (torch.Tensor, StoredTensor))
-    }
+def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: bool) -> dict[str, _Offer]:
+    """Shape and dtype by key; neither for what is no tensor."""
+    mine = {name: (_shape(value), _dtype(value)) for name, value in state_dict.items()}
     if not from_rank0:
         return mine
     return gather_objects(scope_of(state.mesh), mine if is_first_rank(state) else {})[0]
 
 
-def _compare(target: Mapping[str, torch.Tensor], offered: Mapping[str, tuple[tuple[int, ...], str]]) -> LoadReport:
-    return LoadReport(
-        missing=tuple(name for name in target if name not in offered),
-        unexpected=tuple(name for name in offered if name not in target),
-        mismatched=tuple(
-            f"{name}: {offered[name][0]} in the state dict, {tuple(tensor.shape)} in the model"
-            for name, tensor in target.items()
-            if name in offered and offered[name][0] != tuple(tensor.shape)
-        ),
-    )
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
+
+
+def _dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def _load_extra_states(state: ShardedModel, state_dict: Mapping[str, Any], from_rank0: bool) -> None:
+    """What modules save beside tensors (``get_extra_state``) goes back to them as it came."""
+    extra = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE}
+    if from_rank0:
+        extra = gather_objects(scope_of(state.mesh), extra if is_first_rank(state) else {})[0]
+    modules = {clean_fqn(f"{fqn}."): module for fqn, module in state.module.named_modules()}
+    for name, value in extra.items():
+        owner = name.removesuffix(_EXTRA_STATE) or "."
+        if owner in modules:
+            modules[owner].set_extra_state(value)

@@ -137,7 +137,9 @@ def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
         skeleton = {**state_dict, "state": {}}
         for place, entries in state_dict["state"].items():
             skeleton["state"][place] = {
-                name: _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch.")) if isinstance(value, torch.Tensor) else value
+                name: _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+                if isinstance(value, torch.Tensor)
+                else value
                 for name, value in entries.items()
             }
     skeleton = gather_objects(scope_of(state.mesh), skeleton)[0]
@@ -203,7 +205,10 @@ def _load_fsdp1(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[s
     }
     is_full = not any(isinstance(v, DTensor) for entries in values.values() for v in entries.values())
     set_optimizer_state_dict(
-        state.module, optimizer, {"state": values, "param_groups": groups}, options=StateDictOptions(full_state_dict=is_full)
+        state.module,
+        optimizer,
+        {"state": values, "param_groups": groups},
+        options=StateDictOptions(full_state_dict=is_full),
     )
 
 

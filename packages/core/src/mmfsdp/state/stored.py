@@ -58,10 +58,14 @@ class StoredTensor:
             with open(run.file, "rb", buffering=0) as file:
                 done = 0
                 while done < run.length:
-                    count = os.preadv(file.fileno(), [target[run.target + done : run.target + run.length]], run.source + done)
+                    count = os.preadv(
+                        file.fileno(), [target[run.target + done : run.target + run.length]], run.source + done
+                    )
                     if count == 0:
                         raise CorruptCheckpointError(
-                            f"The file ends inside tensor {self._entry.name!r}.", file=str(run.file), offset=run.source + done
+                            f"The file ends inside tensor {self._entry.name!r}.",
+                            file=str(run.file),
+                            offset=run.source + done,
                         )
                     done += count
         return result

@@ -1,0 +1,99 @@
+"""What a state dict and a model do not have in common, found alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmfsdp.collective import Scope, on_all_ranks
+from mmfsdp.errors import StateDictError
+
+__all__ = ["LoadReport", "agree", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a state dict and a model did not have in common; the same on every rank."""
+
+    missing: tuple[str, ...] = ()
+    """FQNs that the model has and the state dict has not."""
+    unexpected: tuple[str, ...] = ()
+    """Keys that the state dict has and the model has not."""
+    mismatched: tuple[str, ...] = ()
+    """FQNs whose shapes differ, with both shapes."""
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """`missing`, under the name that torch's ``load_state_dict`` gives it."""
+        return list(self.missing)
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        """`unexpected`, under the name that torch's ``load_state_dict`` gives it."""
+        return list(self.unexpected)
+
+    @property
+    def clean(self) -> bool:
+        """Whether everything matched."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{len(names)} {word}: {', '.join(names[:5])}" + (" ..." if len(names) > 5 else "")
+            for word, names in (
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+                ("of another shape", self.mismatched),
+            )
+            if names
+        ]
+        return "; ".join(parts) or "all keys match"
+
+
+def compare(wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> LoadReport:
+    """Return how two sets of shapes by name differ. Not collective.
+
+    Args:
+        wanted: Shapes that the model has; None for what is no tensor.
+        offered: Shapes that the state dict has.
+    """
+    return LoadReport(
+        missing=tuple(name for name in wanted if name not in offered),
+        unexpected=tuple(name for name in offered if name not in wanted),
+        mismatched=tuple(
+            f"{name}: {offered[name]} in the state dict, {shape} in the model"
+            for name, shape in wanted.items()
+            if name in offered and offered[name] != shape
+        ),
+    )
+
+
+def agree(mine: LoadReport, what: str, scope: Scope, *, strict: bool) -> LoadReport:
+    """Return what did not match on any rank. Collective: every rank of the scope.
+
+    Args:
+        mine: What this rank found.
+        what: What the state dict was for, for the message.
+        scope: Who takes part.
+        strict: Raise if anything did not match.
+
+    Raises:
+        StateDictError: With ``strict``, something did not match on some rank; raised on all.
+    """
+
+    def check() -> LoadReport:
+        if strict and not mine.clean:
+            raise StateDictError(f"The state dict does not fit {what}: {mine}.")
+        return mine
+
+    reports = on_all_ranks(check, scope)
+    return LoadReport(
+        missing=_union(report.missing for report in reports),
+        unexpected=_union(report.unexpected for report in reports),
+        mismatched=_union(report.mismatched for report in reports),
+    )
+
+
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in parts for name in part))
