@@ -1,0 +1,196 @@
+"""Uses that torch accepts and that train nothing, or the wrong thing: each is mended or refused.
+
+Every test here fails without its guard: the controls show what torch does alone, and each guard was switched off once
+by hand to see its test fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.models import BLOCKS, adamw, batches, build, difference, train
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import mmfsdp
+from mmfsdp.errors import ConfigError, MeshError, ShardStateError
+from mmfsdp.testing import run_ranks
+
+X = torch.arange(8)
+
+
+class BoomError(Exception):
+    pass
+
+
+def disturb(model: nn.Module, how: str) -> None:
+    """What happens before the optimizer is built."""
+    if how == "no_grad":
+        with torch.no_grad():
+            model(X)
+    elif how == "grad":
+        model(X)
+    else:
+
+        def fail(*_: Any) -> None:
+            raise BoomError
+
+        handle = model.get_submodule(how).register_forward_pre_hook(fail)
+        with pytest.raises(BoomError):
+            model(X)
+        handle.remove()
+
+
+def after_disturbance(rank: int, how: str, config: dict[str, Any]) -> tuple[list[Any], bool]:
+    model = mmfsdp.shard(build("Attention"), {"wrap": BLOCKS, **config})
+    disturb(model, how)
+    optimizer = adamw(model)
+    sharded = all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+    return train(model, optimizer, steps=4), sharded
+
+
+@pytest.mark.parametrize("how", ["no_grad", "grad", "block", "head", "attention"])
+@pytest.mark.parametrize("config", [{}, {"sharding": "SHARD_GRAD_OP"}, {"sharding": "NO_SHARD"}], ids=str)
+def test_forward_or_failure_before_the_optimizer_is_built(how: str, config: dict[str, Any]) -> None:
+    """Fails if `named_parameters` of the root does not reshard."""
+    single = build("Attention")
+    reference = train(single, adamw(single), steps=4, sharded=False)
+    for curve, sharded in run_ranks(after_disturbance, 2, how, config):
+        assert sharded
+        assert difference(curve, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("how", ["no_grad", "grad", "head"])
+def test_control_torch_alone_leaves_the_root_untrained(how: str) -> None:
+    assert run_ranks(control_root_moves, 2, "") == [True, True]
+    assert run_ranks(control_root_moves, 2, how) == [False, False]
+
+
+def control_root_moves(rank: int, how: str) -> bool:
+    model: Any = fully_shard(build("Attention"))
+    before = model.head.weight.full_tensor().clone()
+    if how:
+        disturb(model, how)
+    optimizer = adamw(model)
+    for _ in range(2):
+        nn.functional.cross_entropy(model(X), X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.reshard()
+    return not torch.equal(before, model.head.weight.full_tensor())
+
+
+def optimizer_of_a_submodule(rank: int, strategy: str) -> str:
+    model: Any = mmfsdp.shard(build(), {"sharding": strategy, "wrap": BLOCKS})
+    loss = model(X).sum()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    loss.backward()
+    with pytest.raises(ShardStateError) as caught:
+        optimizer.step()
+    return caught.value.message
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_optimizer_from_a_submodule_between_forward_and_backward(strategy: str) -> None:
+    """Fails if guards._check_first_step does not ask for stale parameters: the step passes and trains nothing."""
+    message = (
+        "SGD holds gathered copies of sharded parameters: it was built from a submodule between a forward and its "
+        "backward, and would train nothing. Build it from the sharded model's parameters(), best before the first "
+        "forward."
+    )
+    assert run_ranks(optimizer_of_a_submodule, 2, strategy) == [message] * 2
+
+
+def unreduced(rank: int, engine: str) -> list[str]:
+    model = mmfsdp.shard(build(), {"engine": engine, "wrap": BLOCKS})
+    optimizer = adamw(model)
+    with mmfsdp.no_sync(model):
+        loss = model(X).sum()
+    loss.backward()
+    messages = []
+    clips = [lambda: mmfsdp.clip_grad_norm_(model, 1.0), lambda: mmfsdp.clip_grad_norm_(model.parameters(), 1.0)]
+    for use in (*clips, optimizer.step):
+        with pytest.raises(ShardStateError) as caught:
+            use()
+        messages.append(caught.value.message.partition(",")[0])
+    # The last micro-batch, outside, makes all of it right again.
+    model(X).sum().backward()
+    assert float(mmfsdp.clip_grad_norm_(model, 1.0)) > 0
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_clipping_or_stepping_unreduced_gradients(engine: str) -> None:
+    """Fails if check_reduced does nothing: torch clips to a norm of 0 or of this rank's own, and steps."""
+    for messages in run_ranks(unreduced, 2, engine):
+        assert messages == ["Gradients are about to be clipped"] * 2 + ["AdamW is about to step"]
+
+
+def control_unreduced(rank: int) -> float:
+    model: Any = fully_shard(build("Attention"))
+    model.set_requires_gradient_sync(False)
+    nn.functional.cross_entropy(model(X), X).backward()
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_control_torch_alone_clips_nothing() -> None:
+    assert run_ranks(control_unreduced, 2) == [0.0, 0.0]
+
+
+def flat_clip_of_parameters(rank: int) -> str:
+    model = mmfsdp.shard(build(), {"engine": "fsdp1"})
+    model(X).sum().backward()
+    with pytest.raises(ShardStateError) as caught:
+        mmfsdp.clip_grad_norm_(model.parameters(), 1.0)
+    return caught.value.message
+
+
+def test_flat_parameters_alone_have_no_norm() -> None:
+    """Fails if clip_grad_norm_ does not ask for the engine: each rank would clip by its own shard's norm."""
+    message = (
+        "With engine 'fsdp1' a rank's parameters are pieces of flat ones, so their own norm is not the model's. Pass "
+        "the model itself to clip_grad_norm_()."
+    )
+    assert run_ranks(flat_clip_of_parameters, 2) == [message] * 2
+
+
+def hybrid_of_one(rank: int, engine: str) -> None:
+    with pytest.raises(ConfigError, match=r"sharding\.shard_size=1 shards nothing"):
+        mmfsdp.shard(build(), {"engine": engine, "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 1}})
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(MeshError, match="a shard group of one rank shards nothing"):
+        mmfsdp.shard(build(), {"engine": engine, "sharding": "HYBRID_SHARD"}, mesh)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_hybrid_shard_group_of_one_is_refused(engine: str) -> None:
+    """Fails if mesh_spec lets it pass: FSDP1 then trains without averaging gradients."""
+    run_ranks(hybrid_of_one, 2, engine)
+
+
+def grads_everywhere(rank: int) -> float:
+    """Inside the loop of a sharded model an unsharded one trains as ever."""
+    mmfsdp.shard(build(), {"precision": "fp16"})
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.ones(1, 2)).sum().backward()
+    before = plain.weight.detach().clone()
+    optimizer.step()
+    return float((plain.weight - before).abs().sum())
+
+
+def test_optimizers_of_other_models_are_left_alone() -> None:
+    assert all(moved > 0 for moved in run_ranks(grads_everywhere, 2))
+
+
+def test_micro_batches_cover_the_global_batch() -> None:
+    """The harness itself: all ranks' batches together are the single process's."""
+    whole = [x for x, _ in batches(3, 0, 1, 2)]
+    for place, batch in enumerate(whole):
+        shards = [list(batches(3, rank, 4, 2))[place][0] for rank in range(4)]
+        assert torch.equal(torch.cat(shards), batch)

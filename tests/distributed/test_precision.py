@@ -1,0 +1,184 @@
+"""Mixed precision: bf16 as torch's own sharding computes it, fp16 with loss scaling that all ranks agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.models import BLOCKS, Attention, Tied, adamw, batches, build, train
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import mmfsdp
+from mmfsdp.errors import GradScalerError
+from mmfsdp.runtime import sharded_model
+from mmfsdp.testing import run_ranks
+
+
+def bf16_losses(rank: int, raw: bool, reduce_dtype: str) -> list[float]:
+    """Twenty steps of a model without anything that torch's own sharding refuses."""
+    model: Any = build("Attention")
+    if raw:
+        policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce_dtype))
+        fully_shard(model.block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    else:
+        precision = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}
+        mmfsdp.shard(model, {"wrap": BLOCKS, "precision": precision})
+    optimizer = adamw(model)
+    losses = []
+    for step in range(20):
+        [(inputs, targets)] = batches(step, rank, dist.get_world_size(), 1)
+        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_bf16_is_torchs_own_to_the_bit(reduce_dtype: str) -> None:
+    assert run_ranks(bf16_losses, 2, False, reduce_dtype) == run_ranks(bf16_losses, 2, True, reduce_dtype)
+
+
+def dtypes_inside(rank: int, engine: str) -> dict[str, Any]:
+    model: Any = build("Conv").train()
+    sharded = mmfsdp.shard(model, {"engine": engine, "precision": "bf16"})
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.Linear)):
+            key = name.partition(".")[0]
+            module.register_forward_hook(lambda m, i, o, key=key: seen.update({key: (i[0].dtype, m.weight.dtype)}))
+    optimizer = adamw(sharded)
+    sharded(torch.arange(4)).float().sum().backward()
+    optimizer.step()
+    return seen | {"state": optimizer.state[next(p for p in sharded.parameters() if p.numel())]["exp_avg"].dtype}
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_batch_norm_and_optimizer_stay_in_float32(engine: str) -> None:
+    for seen in run_ranks(dtypes_inside, 2, engine):
+        assert seen["stem"] == seen["head"] == (torch.bfloat16, torch.bfloat16)
+        assert seen["norm"] == (torch.float32, torch.float32)
+        assert seen["state"] == torch.float32
+
+
+SCALERS = {"torch": torch.amp.GradScaler, "sharded": ShardedGradScaler, "ours": mmfsdp.GradScaler}
+
+
+def fp16_curve(rank: int, engine: str, scaler: str, name: str) -> tuple[list[float], list[float], list[float]]:
+    """Scales after each of three steps, the second of which is infinite on one rank alone; loss curves after that."""
+    model = mmfsdp.shard(build(name), {"engine": engine, "precision": "fp16", "wrap": BLOCKS})
+    optimizer = adamw(model)
+    scale = SCALERS[scaler]("cpu", init_scale=64.0, growth_interval=100)
+    scales = []
+    for step in range(3):
+        loss = model(torch.arange(4) + step).float().square().mean()
+        if step == 1 and rank == 1:
+            loss = loss * float("inf")
+        scale.scale(loss).backward()
+        scale.step(optimizer)
+        scale.update()
+        optimizer.zero_grad()
+        scales.append(scale.get_scale())
+    curve = train(model, optimizer, steps=5, scaler=scale)
+    steps = [float(entry["step"]) for entry in optimizer.state.values()]
+    return scales, [loss for loss, _ in curve], steps
+
+
+@pytest.mark.parametrize(
+    ("engine", "scaler", "name"),
+    [
+        ("fsdp2", "torch", "Attention"),
+        ("replicate", "torch", "Attention"),
+        ("fsdp1", "sharded", "Attention"),
+        *((engine, "ours", name) for engine in ("fsdp2", "fsdp1", "replicate") for name in ("Attention", "Tied")),
+    ],
+)
+def test_an_infinite_gradient_on_one_rank_is_skipped_by_all(engine: str, scaler: str, name: str) -> None:
+    """Tied has a scalar, which is held whole, and sharded parameters: torch's own scaler cannot unscale both."""
+    for scales, losses, steps in run_ranks(fp16_curve, 2, engine, scaler, name):
+        assert scales == [64.0, 32.0, 32.0]
+        assert set(steps) == {7.0}
+        assert all(loss == loss for loss in losses)
+    assert len({tuple(losses) for _, losses, _ in run_ranks(fp16_curve, 2, engine, scaler, name)}) == 1
+
+
+def first_fp16_step(rank: int, engine: str, scaler: str | None) -> str:
+    model = mmfsdp.shard(Attention(), {"engine": engine, "precision": "fp16"})
+    optimizer = adamw(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    loss = model(torch.arange(4)).float().mean()
+    try:
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scale = SCALERS[scaler]("cpu")
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+    except GradScalerError as error:
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_fp16_needs_a_scaler(engine: str) -> None:
+    """Without the guard the step goes through; checked by hand."""
+    message = (
+        "The plan computes in float16, but AdamW steps without a gradient scaler: small gradients become zero. Scale "
+        "the loss and step with mmfsdp.GradScaler or torch.amp.GradScaler (AmpOptimWrapper in MMEngine), or use "
+        "precision 'bf16'."
+    )
+    assert run_ranks(first_fp16_step, 2, engine, None) == [message] * 2
+
+
+def test_flat_shards_need_a_scaler_that_agrees() -> None:
+    """Without the guard only the rank whose shard holds the infinite gradient skips its step; see the control."""
+    message = (
+        "With engine 'fsdp1' an infinite gradient is in one rank's shard only: with GradScaler that rank alone would "
+        "skip its step, and ranks would drift apart. Use mmfsdp.GradScaler."
+    )
+    assert run_ranks(first_fp16_step, 2, "fsdp1", "torch") == [message] * 2
+    assert run_ranks(first_fp16_step, 2, "fsdp1", "ours") == [""] * 2
+    assert run_ranks(first_fp16_step, 2, "fsdp2", "torch") == [""] * 2
+
+
+def drifting(rank: int) -> float:
+    """Control: torch's FSDP1 and torch's scaler; only one element of one rank's shard is infinite."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = torch.amp.GradScaler("cpu", init_scale=64.0)
+    loss = model(torch.ones(2, 4))[:, 0].sum() * float("inf")
+    scale.scale(loss).backward()
+    scale.step(optimizer)
+    scale.update()
+    return scale.get_scale()
+
+
+def test_control_torchs_scaler_drifts_with_flat_shards() -> None:
+    assert len(set(run_ranks(drifting, 2))) == 2
+
+
+def reduce_dtypes(rank: int) -> list[tuple[Any, Any]]:
+    model = mmfsdp.shard(Tied(), {"precision": {"param_dtype": "bfloat16"}, "wrap": BLOCKS})
+    return [(unit.precision.param_dtype, unit.precision.reduce_dtype) for unit in sharded_model(model).plan.units] + [
+        (str(state._mp_policy.param_dtype), str(state._mp_policy.reduce_dtype))
+        for module in model.modules()
+        if (state := getattr(module, "_get_fsdp_state", lambda: None)()) is not None
+    ]
+
+
+def test_reduce_dtype_is_always_said() -> None:
+    """What torch makes of None differs between its versions 2.13 and 2.15."""
+    for found in run_ranks(reduce_dtypes, 2):
+        assert found[:3] == [("bfloat16", "bfloat16")] * 3
+        assert found[3:] == [("torch.bfloat16", "torch.bfloat16")] * 3
