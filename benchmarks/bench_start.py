@@ -20,7 +20,12 @@ def main() -> dict[str, Any]:
     importing = [sys.executable, "-c", "import mmfsdp"]
     settings = [sys.executable, "-c", "from mmfsdp import ShardConfig"]
     command = [str(Path(sys.executable).with_name("mmfsdp-cli")), "--help"]
-    times: dict[str, list[float]] = {"python": [], "import mmfsdp": [], "from mmfsdp import ShardConfig": [], "--help": []}
+    times: dict[str, list[float]] = {
+        "python": [],
+        "import mmfsdp": [],
+        "from mmfsdp import ShardConfig": [],
+        "--help": [],
+    }
     for run in range(RUNS + 1):
         for name, words in zip(times, (bare, importing, settings, command), strict=True):
             seconds = timed(lambda words=words: subprocess.run(words, check=True, stdout=subprocess.DEVNULL))  # type: ignore[misc]

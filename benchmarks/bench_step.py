@@ -25,7 +25,10 @@ WRAP = {"kind": "module_class", "classes": "Block"}
 def main() -> dict[str, Any]:
     """Measure on 2 ranks and return the ratios."""
     results = {}
-    for name, function in (("shard() over fully_shard", through_shard), ("train_step over fully_shard", through_train_step)):
+    for name, function in (
+        ("shard() over fully_shard", through_shard),
+        ("train_step over fully_shard", through_train_step),
+    ):
         ratio = run_ranks(function, 2, timeout=300)[0]
         results[name] = ratio.to_dict()
         print(f"{name:30} ratio {ratio.ratio}; ours {ratio.ours} s, torch {ratio.theirs} s", flush=True)
