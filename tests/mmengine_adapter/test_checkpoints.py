@@ -10,30 +10,15 @@ import pytest
 import torch
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODELS
+from tests.mmengine_adapter.toy import POLICY, UNSHARDED, config, run, strategy, train
 
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError, ShardStateError, StateDictError
 from mmfsdp.testing import RankError, run_ranks
 from mmfsdp_mmengine import FSDPStrategy
 from mmfsdp_mmengine.checkpoint import safe_globals
-from tests.mmengine_adapter.toy import config, run
 
-POLICY = {"type": "ModuleWrapPolicy", "module_classes": ["Block"]}
 SAFE = safe_globals()
-
-
-def strategy(kind: Any, **wrapper: Any) -> dict[str, Any]:
-    return {
-        "type": "FSDPStrategy",
-        "model_wrapper": {"auto_wrap_policy": POLICY, **wrapper},
-        "state_dict_cfg": kind,
-    }
-
-
-def train(rank: int, work_dir: Path, world_size: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
-    with torch.serialization.safe_globals(SAFE):  # for the stock strategy
-        history = run(config(work_dir, world_size, **changes))
-    return history.losses, history.norms
 
 
 def three_epochs(strategy: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -60,9 +45,11 @@ class TestResume:
         [resumed, other] = run_ranks(
             train, 2, tmp_path / "again", 2, {**settings, "load_from": str(saved), "resume": True}
         )
-        assert resumed == (whole[0][-8:], whole[1][-8:])
+        assert resumed["losses"] == whole["losses"][4:]
+        assert resumed["norms"] == whole["norms"][-8:]
+        assert resumed["metrics"] == whole["metrics"][1:]
         assert resumed == other
-        assert len(resumed[0]) == 8
+        assert len(resumed["losses"]) == 8
 
     def test_on_other_world_sizes_and_other_kind(self, tmp_path: Path) -> None:
         settings = three_epochs(strategy("local"))
@@ -72,7 +59,7 @@ class TestResume:
         for world_size in (1, 4):
             changes = three_epochs(strategy("full"), load_from=str(saved), resume=True)
             resumed = run_ranks(train, world_size, tmp_path / str(world_size), world_size, changes)[0]
-            assert resumed[0] == pytest.approx(whole[0][4:], rel=1e-5)
+            assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
 
     def test_finds_the_last_checkpoint(self, tmp_path: Path) -> None:
         settings = three_epochs(strategy("local"), default_hooks={"checkpoint": {"interval": 1, "max_keep_ckpts": 2}})
@@ -82,10 +69,10 @@ class TestResume:
         shutil.rmtree(tmp_path / "epoch_3.pth")
         (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_2.pth"))
         [resumed, _] = run_ranks(train, 2, tmp_path, 2, {**settings, "resume": True})
-        assert resumed[0] == whole[0][8:]
+        assert resumed["losses"] == whole["losses"][8:]
 
     def test_between_unsharded_and_sharded(self, tmp_path: Path) -> None:
-        stock = three_epochs({"type": "SingleDeviceStrategy"})
+        stock = three_epochs(UNSHARDED)
         ours = three_epochs(strategy("full"))
         [plain] = run_ranks(train, 1, tmp_path / "plain", 1, stock)
         [sharded, _] = run_ranks(train, 2, tmp_path / "sharded", 2, ours)
@@ -93,8 +80,8 @@ class TestResume:
         back = {"load_from": str(tmp_path / "sharded" / "epoch_1.pth"), "resume": True}
         [from_plain, _] = run_ranks(train, 2, tmp_path / "there", 2, {**ours, **there})
         [from_sharded] = run_ranks(train, 1, tmp_path / "back", 1, {**stock, **back})
-        assert from_plain[0] == pytest.approx(plain[0][4:], rel=1e-5)
-        assert from_sharded[0] == pytest.approx(sharded[0][4:], rel=1e-5)
+        assert from_plain["losses"] == pytest.approx(plain["losses"][4:], rel=1e-5)
+        assert from_sharded["losses"] == pytest.approx(sharded["losses"][4:], rel=1e-5)
 
 
 def prepared(work_dir: Path, kind: str = "full", optim: Any = None, **changes: Any) -> FSDPStrategy:

@@ -18,10 +18,27 @@ from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from mmengine.runner import FlexibleRunner
 from torch.utils.data import Dataset
 
-import mmfsdp_mmengine  # noqa: F401 - registers
+from mmfsdp_mmengine.checkpoint import safe_globals
 
-__all__ = ["Accuracy", "Block", "History", "Scale", "ToyData", "ToyModel", "config", "run"]
+__all__ = [
+    "POLICY",
+    "UNSHARDED",
+    "Accuracy",
+    "Block",
+    "History",
+    "Scale",
+    "ToyData",
+    "ToyModel",
+    "config",
+    "loader",
+    "run",
+    "runner_of",
+    "strategy",
+    "train",
+]
 
+POLICY = {"type": "ModuleWrapPolicy", "module_classes": ["Block"]}
+UNSHARDED = {"type": "SingleDeviceStrategy"}
 _runs = itertools.count()
 
 
@@ -176,15 +193,9 @@ def config(work_dir: str | Path, world_size: int, **changes: Any) -> dict[str, A
         "env_cfg": {"dist_cfg": {"backend": "nccl"}},
         "randomness": {"seed": 5},
         "log_level": "WARNING",
-        "strategy": {
-            "type": "FSDPStrategy",
-            "model_wrapper": {"auto_wrap_policy": {"type": "ModuleWrapPolicy", "module_classes": ["Block"]}},
-            "state_dict_cfg": "full",
-        },
+        "strategy": strategy(),
     }
-    for name, value in changes.items():
-        settings[name] = value
-    return copy.deepcopy(settings) if not any(isinstance(value, nn.Module) for value in changes.values()) else settings
+    return copy.deepcopy({**settings, **changes})
 
 
 def runner_of(settings: dict[str, Any]) -> FlexibleRunner:
@@ -197,3 +208,19 @@ def run(settings: dict[str, Any]) -> History:
     runner = runner_of(settings)
     runner.train()
     return next(hook for hook in runner.hooks if isinstance(hook, History))
+
+
+def train(rank: int, work_dir: Path, world_size: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Train on a rank, and return what was logged."""
+    with torch.serialization.safe_globals(safe_globals()):  # for the stock strategy
+        history = run(config(work_dir, world_size, **changes))
+    return {"losses": history.losses, "norms": history.norms, "metrics": history.metrics}
+
+
+def strategy(kind: Any = "full", **wrapper: Any) -> dict[str, Any]:
+    """Config of a strategy with units of blocks."""
+    return {
+        "type": "FSDPStrategy",
+        "model_wrapper": {"auto_wrap_policy": POLICY, **wrapper},
+        "state_dict_cfg": kind,
+    }

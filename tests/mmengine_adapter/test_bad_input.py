@@ -1,0 +1,231 @@
+"""What users get wrong stops all ranks before the first step, with an error that says what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn as nn
+from mmengine.registry import FUNCTIONS
+from tests.mmengine_adapter.toy import ToyModel
+
+from mmfsdp.errors import (
+    ConfigError,
+    FrozenParametersError,
+    GradScalerError,
+    MeshError,
+    PolicyError,
+    PolicyNotFoundError,
+    RankMismatchError,
+)
+from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine import FSDPStrategy
+from mmfsdp_mmengine.config import state_dict_settings
+
+SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
+
+
+@FUNCTIONS.register_module(force=True)
+def counting_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> Any:
+    return nonwrapped_numel
+
+
+class Frozen(ToyModel):
+    """Half of its first block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].fc1.requires_grad_(False)
+
+
+def prepare(rank: int, folder: Path, case: str) -> tuple[type, str]:
+    wrapper, changes = CASES[case][:2]
+    model: Any = {"type": "ToyModel"}
+    if case == "frozen":
+        model = Frozen()
+    if case == "ranks differ":
+        model = ToyModel(width=16 + 4 * rank)
+    try:
+        strategy = FSDPStrategy(work_dir=str(folder), model_wrapper=wrapper, **changes.get("strategy", {}))
+        strategy.prepare(model, optim_wrapper=changes.get("optim", SGD))
+    except Exception as error:
+        return type(error), str(error)
+    raise AssertionError("nothing was wrong")
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str]]] = {
+    "unknown policy": (
+        {"auto_wrap_policy": "counting_polcy"},
+        {},
+        PolicyNotFoundError,
+        [
+            "auto_wrap_policy 'counting_polcy' is not known.",
+            "Looked in mmfsdp_mmengine::fsdp wrap policy, mmengine::function",
+            "Did you mean 'counting_policy'",
+            "Register it with @FUNCTIONS.register_module()",
+        ],
+    ),
+    "unknown reference": (
+        {"auto_wrap_policy": {"type": "torch.distributed.fsdp.wrap.size_auto_wrap_policy"}},
+        {},
+        PolicyNotFoundError,
+        ["has no attribute 'size_auto_wrap_policy'", "Did you mean 'size_based_auto_wrap_policy'"],
+    ),
+    "unknown init function": (
+        {"param_init_fn": {"type": "init_wieghts"}},
+        {},
+        PolicyNotFoundError,
+        ["param_init_fn 'init_wieghts' is not known."],
+    ),
+    "unknown check_fn": (
+        {},
+        {"strategy": {"activation_checkpointing": {"check_fn": "is_blok"}}},
+        PolicyNotFoundError,
+        ["activation_checkpointing.check_fn 'is_blok' is not known."],
+    ),
+    "unknown class": (
+        {"auto_wrap_policy": {"type": "ModuleWrapPolicy", "module_classes": ["Blokc"]}},
+        {},
+        PolicyError,
+        ["No module of the model is a 'Blokc'.", "Did you mean 'Block'?"],
+    ),
+    "policy without type": (
+        {"auto_wrap_policy": {"min_num_params": 5}},
+        {},
+        ConfigError,
+        ["auto_wrap_policy as a dict needs a 'type'", "It has 'min_num_params'."],
+    ),
+    "policy argument": (
+        {"auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_params": 5}},
+        {},
+        ConfigError,
+        ["size_based_auto_wrap_policy(", "unexpected keyword argument 'min_params'"],
+    ),
+    "policy returns a number": (
+        {"auto_wrap_policy": "counting_policy"},
+        {},
+        PolicyError,
+        ["Policy 'counting_policy' must return True or False", "(type int)"],
+    ),
+    "misspelt strategy": (
+        {"sharding_strategy": "FULL_SHRAD"},
+        {},
+        ConfigError,
+        ["'FULL_SHRAD' is not accepted.", "Did you mean 'FULL_SHARD'"],
+    ),
+    "dtype that does not exist": (
+        {"mixed_precision": {"param_dtype": "float17"}},
+        {},
+        ConfigError,
+        ["precision.param_dtype", "float17"],
+    ),
+    "misspelt argument": (
+        {"sharding_stratgy": "FULL_SHARD"},
+        {},
+        ConfigError,
+        ["MMFullyShardedDataParallel has no argument 'sharding_stratgy'.", "Did you mean 'sharding_strategy'"],
+    ),
+    "frozen": (
+        {"use_orig_params": False, "auto_wrap_policy": {"type": "ModuleWrapPolicy", "module_classes": "Block"}},
+        {},
+        FrozenParametersError,
+        ["unit 'blocks.0' has frozen parameters", "blocks.0.fc1.weight", "Set use_orig_params=True"],
+    ),
+    "flat parameter in two groups": (
+        {"use_orig_params": False},
+        {"optim": {**SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}},
+        ConfigError,
+        ["use_orig_params=False makes one flat parameter of shard unit ''", "Set use_orig_params=True."],
+    ),
+    "float16 without a scaler": (
+        {"mixed_precision": {"param_dtype": "float16"}},
+        {},
+        GradScalerError,
+        ["mixed_precision computes in float16, but the OptimWrapper has no gradient scaler", "AmpOptimWrapper"],
+    ),
+    "mesh of another size": (
+        {
+            "device_mesh": {"mesh_shape": (1, 2)},
+            "sharding_strategy": "HYBRID_SHARD",
+            "config": {"sharding": {"shard_size": 4}},
+        },
+        {},
+        MeshError,
+        ["4"],
+    ),
+    "ranks differ": ({}, {}, RankMismatchError, ["Ranks 0 and 1 were given different models", "patch.weight"]),
+    "other wrapper": (
+        {"type": "MMDistributedDataParallel"},
+        {},
+        ConfigError,
+        ["FSDPStrategy needs a model_wrapper that is or derives from MMFullyShardedDataParallel"],
+    ),
+    "checkpointing set twice": (
+        {"activation_checkpointing": "full"},
+        {"strategy": {"activation_checkpointing": "full"}},
+        ConfigError,
+        ["activation_checkpointing is set both in strategy and in strategy.model_wrapper. Set it once."],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stops_every_rank_with_its_own_error(tmp_path: Path, case: str) -> None:
+    *_, error, parts = CASES[case]
+    for kind, message in run_ranks(prepare, 2, tmp_path, case):
+        assert kind is error, message
+        for part in parts:
+            assert part in message
+
+
+class TestStateDictConfig:
+    @pytest.mark.parametrize(
+        ("given", "kind"),
+        [
+            ("full", "full"),
+            ("local", "local"),
+            ({}, "local"),
+            ({"state_dict_type": "FULL_STATE_DICT"}, "full"),
+            ({"state_dict_type": "SHARDED_STATE_DICT"}, "local"),
+            ({"state_dict_config": {"type": "FullStateDictConfig", "offload_to_cpu": True}}, "full"),
+            (
+                {
+                    "state_dict_type": "FULL_STATE_DICT",
+                    "state_dict_config": {"type": "FullStateDictConfig", "offload_to_cpu": True},
+                    "optim_state_dict_config": {"type": "FullOptimStateDictConfig", "offload_to_cpu": True},
+                },
+                "full",
+            ),
+        ],
+    )
+    def test_forms(self, given: Any, kind: str) -> None:
+        assert state_dict_settings(given).kind == kind
+
+    def test_torch_s_own_objects(self) -> None:
+        from torch.distributed.fsdp import FullOptimStateDictConfig, LocalStateDictConfig, StateDictType
+
+        given = {
+            "state_dict_type": StateDictType.FULL_STATE_DICT,
+            "optim_state_dict_config": FullOptimStateDictConfig(),
+        }
+        assert state_dict_settings(given).state_dict_type is StateDictType.FULL_STATE_DICT
+        assert state_dict_settings({"state_dict_config": LocalStateDictConfig}).kind == "local"
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("ful", r"'full', 'local' or a dict, got 'ful'\. Did you mean 'full'\?"),
+            (3, r"got 3 \(type int\)"),
+            ({"state_dict_typ": "FULL"}, r"has no setting 'state_dict_typ'\. Did you mean 'state_dict_type'"),
+            ({"state_dict_type": "FULL"}, r"state_dict_cfg.state_dict_type 'FULL' is not known"),
+            ({"state_dict_config": {"type": "FullConfig"}}, r"state_dict_config 'FullConfig' is not known"),
+            (
+                {"state_dict_type": "LOCAL_STATE_DICT", "state_dict_config": {"type": "FullStateDictConfig"}},
+                "contradicts itself: state_dict_type is LOCAL, state_dict_config is FULL",
+            ),
+        ],
+    )
+    def test_what_is_not_accepted(self, given: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            state_dict_settings(given)
