@@ -10,7 +10,7 @@ import pytest
 import torch
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODELS
-from tests.mmengine_adapter.toy import POLICY, UNSHARDED, config, run, strategy, train
+from tests.mmengine_adapter.toy import POLICY, UNSHARDED, config, run, runner_of, strategy, train
 
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError, ShardStateError, StateDictError
@@ -27,29 +27,42 @@ def three_epochs(strategy: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 class TestResume:
     @pytest.mark.parametrize(
-        ("kind", "wrapper"),
+        ("kind", "world_size", "wrapper"),
         [
-            ("full", {}),
-            ("local", {}),
-            ("full", {"engine": "fsdp1"}),
-            ("local", {"use_orig_params": False}),
-            ("local", {"sharding_strategy": "NO_SHARD"}),
+            ("full", 2, {}),
+            ("local", 2, {"ignored_parameters": ["head.bias"], "ignored_modules": ["patch"]}),
+            ("full", 2, {"engine": "fsdp1"}),
+            ("local", 2, {"use_orig_params": False}),
+            ("local", 2, {"sharding_strategy": "NO_SHARD"}),
+            ("local", 2, {"cpu_offload": True}),
+            ("local", 4, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": {"mesh_shape": [2, 2]}}),
+            ("local", 4, {"engine": "fsdp1"}),
         ],
-        ids=["full", "local", "full-fsdp1", "local-flat", "local-replicate"],
+        ids=[
+            "full",
+            "local",
+            "full-fsdp1",
+            "local-flat",
+            "local-replicate",
+            "local-offload",
+            "local-hybrid",
+            "fsdp1-4",
+        ],
     )
-    def test_equals_not_having_stopped(self, tmp_path: Path, kind: str, wrapper: dict[str, Any]) -> None:
-        settings = three_epochs(strategy(kind, **wrapper))
-        [whole, _] = run_ranks(train, 2, tmp_path / "whole", 2, settings)
+    def test_equals_not_having_stopped(
+        self, tmp_path: Path, kind: str, world_size: int, wrapper: dict[str, Any]
+    ) -> None:
+        settings = three_epochs(strategy(kind, **wrapper), model={"type": "ToyModel", "scale": True})
+        whole = run_ranks(train, world_size, tmp_path / "whole", world_size, settings)[0]
         saved = tmp_path / "whole" / "epoch_1.pth"
         assert saved.is_file() if kind == "full" else saved.is_dir()
-        [resumed, other] = run_ranks(
-            train, 2, tmp_path / "again", 2, {**settings, "load_from": str(saved), "resume": True}
-        )
-        assert resumed["losses"] == whole["losses"][4:]
-        assert resumed["norms"] == whole["norms"][-8:]
-        assert resumed["metrics"] == whole["metrics"][1:]
-        assert resumed == other
-        assert len(resumed["losses"]) == 8
+        changes = {**settings, "load_from": str(saved), "resume": True}
+        resumed = run_ranks(train, world_size, tmp_path / "again", world_size, changes)
+        assert all(result == resumed[0] for result in resumed)
+        assert resumed[0]["losses"] == whole["losses"][4:]
+        assert resumed[0]["norms"] == whole["norms"][-8:]
+        assert resumed[0]["metrics"] == whole["metrics"][1:]
+        assert len(resumed[0]["losses"]) == 8
 
     def test_on_other_world_sizes_and_other_kind(self, tmp_path: Path) -> None:
         settings = three_epochs(strategy("local"))
@@ -279,9 +292,10 @@ class TestLoading:
             assert "holds no 'optimizer'. To start from its weights use load_from without resume." in message
 
 
-def skip_init(rank: int, folder: Path) -> dict[str, Any]:
-    settings = config(folder, 2, strategy={**strategy("local"), "skip_init_weights": True})
-    return run({**settings, "load_from": str(folder / "epoch_2.pth")}).metrics[-1]
+def skip_init(rank: int, folder: Path, engine: str) -> dict[str, Any]:
+    changes = {"strategy": {**strategy("full", engine=engine), "skip_init_weights": True}}
+    runner = runner_of(config(folder, 2, **changes, load_from=str(folder / "epoch_2.pth")))
+    return runner.val()
 
 
 def skip_init_without_weights(rank: int, folder: Path) -> None:
@@ -302,10 +316,10 @@ def skip_init_is_on_meta(rank: int, folder: Path) -> tuple[bool, bool, float]:
 
 class TestSkipInitWeights:
     def test_weights_come_from_the_checkpoint(self, tmp_path: Path) -> None:
-        run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("local")})
-        metrics = run_ranks(skip_init, 2, tmp_path)
-        assert metrics[0] == metrics[1]
-        assert metrics[0]["accuracy"] > 0.5
+        trained = run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("local")})
+        for engine in ("fsdp2", "fsdp1"):
+            metrics = run_ranks(skip_init, 2, tmp_path, engine)
+            assert metrics == [trained[0]["metrics"][-1]] * 2
 
     def test_only_parameters_are_on_meta(self, tmp_path: Path) -> None:
         assert run_ranks(skip_init_is_on_meta, 2, tmp_path) == [(True, False, 2.0)] * 2

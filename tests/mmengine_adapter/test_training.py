@@ -47,6 +47,10 @@ class TestParity:
         assert all(result == results[0] for result in results)
         check_equal(results[0], references())
 
+    def test_replicated_by_ddp(self, tmp_path: Path, references: Any) -> None:
+        results = run_ranks(train, 2, tmp_path, 2, {"strategy": {"type": "DDPStrategy"}})
+        check_equal(results[0], references())
+
     def test_activation_checkpointing_changes_nothing(self, tmp_path: Path, references: Any) -> None:
         for checkpointing in ({"check_fn": "tests.mmengine_adapter.test_wrapper.is_block"}, {"mode": "ops"}):
             changes = {"strategy": {**strategy(), "activation_checkpointing": checkpointing}}

@@ -14,7 +14,7 @@ import torch.nn as nn
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapper
-from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, MODELS
+from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, STRATEGIES
 from tests.mmengine_adapter.toy import Block, ToyModel
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -27,7 +27,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine import FSDP_WRAP_POLICIES, MMDistributedDataParallel, MMFullyShardedDataParallel
+from mmfsdp_mmengine import (
+    FSDP_WRAP_POLICIES,
+    AmpOptimWrapper,
+    FSDPStrategy,
+    MMDistributedDataParallel,
+    MMFullyShardedDataParallel,
+)
 
 BLOCKS = ["blocks.0", "blocks.1"]
 
@@ -188,6 +194,15 @@ class TestArguments:
 
     def test_param_init_fn(self) -> None:
         assert run_ranks(init_functions, 2) == [[0.25] * 3] * 2
+
+
+class TestRegistered:
+    @pytest.mark.parametrize("scope", ["", "mmengine.", "mmfsdp_mmengine."])
+    def test_in_place_of_the_stock_classes(self, scope: str) -> None:
+        assert STRATEGIES.get(f"{scope}FSDPStrategy") is FSDPStrategy
+        assert MODEL_WRAPPERS.get(f"{scope}MMFullyShardedDataParallel") is MMFullyShardedDataParallel
+        assert MODEL_WRAPPERS.get(f"{scope}MMDistributedDataParallel") is MMDistributedDataParallel
+        assert OPTIM_WRAPPERS.get(f"{scope}AmpOptimWrapper") is AmpOptimWrapper
 
 
 def identities(rank: int, engine: str) -> dict[str, Any]:
