@@ -66,7 +66,11 @@ def built(rank: int, folder: Path, engine: str, form: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model = MODELS.build({"type": "ToyModel"})
         model.init_weights()
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)  # has state from the start
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.1)
+        optimizer.step()  # so that it has a state to keep
+        optimizer.zero_grad()
         wrapper = OptimWrapper(optimizer, clip_grad={"max_norm": 0.3})
         scheduler = LinearLR(wrapper if form == "wrapper" else optimizer, start_factor=0.1, end=4)
         given = {"wrapper": wrapper, "optimizer": optimizer, "dict": {"optimizer": optimizer}}[form]

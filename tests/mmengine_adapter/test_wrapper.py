@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
+from mmfsdp.runtime import sharded_model
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import (
     FSDP_WRAP_POLICIES,
@@ -249,6 +250,19 @@ class OwnSteps(ToyModel):
         return ["test", *super().test_step(data)]
 
 
+def gradients_are_reduced(model: nn.Module) -> bool:
+    """Whether the last backward communicated gradients."""
+    if not isinstance(model, MMDistributedDataParallel):
+        return not sharded_model(model).unreduced
+    grad = model.module.head.weight.grad
+    if grad is None:  # stepped
+        return True
+    largest, least = grad.clone(), grad.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return torch.equal(largest, least)
+
+
 def own_steps(rank: int, wrapper: str, cls: str, engine: str | None) -> dict[str, Any]:
     """Train two accumulating rounds and compare with the model alone on the whole batch."""
     generator = torch.Generator().manual_seed(1)
@@ -262,10 +276,11 @@ def own_steps(rank: int, wrapper: str, cls: str, engine: str | None) -> dict[str
         return OptimWrapper(torch.optim.SGD(module.parameters(), lr=0.1), accumulative_counts=2)
 
     mine, reference = optim_of(model), optim_of(alone)
-    logged, expected = [], []
+    logged, expected, reduced = [], [], []
     for inputs in batches:
         part = slice(2 * rank, 2 * rank + 2)
         logs = model.train_step({"inputs": inputs[part], "labels": labels[part]}, mine)
+        reduced.append(gradients_are_reduced(model))
         loss = logs["loss"].detach().clone()
         dist.all_reduce(loss)
         logged.append(loss.item() / 2)
@@ -275,6 +290,7 @@ def own_steps(rank: int, wrapper: str, cls: str, engine: str | None) -> dict[str
         "close": logged == pytest.approx(expected, rel=1e-5),
         "changed": expected[0] != expected[-1],
         "own": "own" in logs,
+        "reduced": reduced,
         "val": model.val_step(batch)[:1] == ["own"],
         "test": model.test_step(batch)[:1] == ["test"],
         "left": sorted({"forward", "no_sync"} & set(vars(model.module))),
@@ -294,7 +310,15 @@ class TestSteps:
     def test_equal_the_unsharded_model_s(self, wrapper: str, engine: str | None, cls: str) -> None:
         own = cls == "OwnSteps"
         for found in run_ranks(own_steps, 2, wrapper, cls, engine):
-            assert found == {"close": True, "changed": True, "own": own, "val": own, "test": own, "left": []}
+            assert found == {
+                "close": True,
+                "changed": True,
+                "own": own,
+                "reduced": [False, True, False, True],  # every second step ends an accumulation
+                "val": own,
+                "test": own,
+                "left": [],
+            }
 
     @pytest.mark.parametrize("as_type", ["dict", "list", "tuple"])
     def test_batches_of_every_type(self, as_type: str) -> None:
