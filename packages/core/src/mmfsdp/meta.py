@@ -32,7 +32,8 @@ def parameters_on_meta() -> Iterator[None]:
             known[id(param)] = weakref.ref(param), replacement
         return replacement
 
-    handle = register_module_parameter_registration_hook(on_meta)
+    # What the hook returns replaces the parameter; torch annotates it as returning nothing.
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
