@@ -218,8 +218,7 @@ def test_pickles_that_tamper_with_what_they_are_given(tmp_path: Path) -> None:
 def test_directories_of_stock_mmengine(tmp_path: Path) -> None:
     (tmp_path / "epoch_1").mkdir()
     torch.save({"state_dict": {"w": torch.ones(1)}, "meta": _Malicious()}, tmp_path / "epoch_1" / "rank0.pth")
-    message = r"looks like a 'local' checkpoint of stock MMEngine \(FSDP's LOCAL_STATE_DICT\), which cannot be read yet"
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=r"rank0\.pth does not say which part of the checkpoint it holds"):
         open_layout(tmp_path / "epoch_1")
 
 
@@ -230,9 +229,6 @@ def test_one_rank_file_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_files_of_other_formats(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    with pytest.raises(FormatError, match=r"old\.pth is in the format of torch before version 1\.6"):
-        open_layout(tmp_path / "old.pth")
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(FormatError, match=r"plain\.pkl is not a checkpoint of a known format: it begins with b'\\x80"):
         open_layout(tmp_path / "plain.pkl")
@@ -256,15 +252,11 @@ def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=message):
         open_layout(tmp_path / "epoch12")
     with pytest.raises(
-        CheckpointNotFoundError, match=r"has no rank\{i\}\.pth\. It holds 'epoch_12', 'notes\.txt'\."
+        CheckpointNotFoundError, match=r"has no rank\{i\}\.pth, .*\. It holds 'epoch_12', 'notes\.txt'\."
     ):
         open_layout(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r"Its directory '.*nowhere' does not exist either\."):
         open_layout(tmp_path / "nowhere" / "x.pth")
-    (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").touch()
-    with pytest.raises(FormatError, match=r"dcp is a distributed checkpoint of torch \(DCP\), which cannot be read"):
-        open_layout(tmp_path / "dcp")
 
 
 def test_arguments_of_convert(tmp_path: Path) -> None:

@@ -5,27 +5,40 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
 from mmfsdp.checkpoint.formats.rank_local import is_rank_local, read_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_safetensors
+from mmfsdp.checkpoint.formats.safetensors_index import read_safetensors_directory, read_safetensors_index
+from mmfsdp.checkpoint.formats.shard_index import read_index
+from mmfsdp.checkpoint.formats.torch_index import read_torch_index
+from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read_torch_legacy
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, closest
 
 __all__ = ["open_layout"]
 
-# The magic number that torch.save wrote before version 1.6, pickled (torch/serialization.py, MAGIC_NUMBER).
-_LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_INDEX_SUFFIX = ".index.json"
 
 
-def open_layout(path: str | os.PathLike[str], *, trust: bool = False) -> Layout:
+def open_layout(
+    path: str | os.PathLike[str],
+    *,
+    trust: bool = False,
+    reference: str | os.PathLike[str] | Layout | None = None,
+) -> Layout:
     """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
 
     Only metadata is read; torch is not imported, and nothing that a pickle names is imported or run.
 
     Args:
-        path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, or a directory of ``rank{i}.pth`` files.
+        path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
+            directory: of ``rank{i}.pth`` files (mmfsdp's own or MMEngine's), of torch's distributed checkpoint (DCP),
+            or of safetensors or ``torch.save`` files with their index.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of refusing
             the file. They are not imported even then.
+        reference: A whole checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not say
+            the shapes of all parameters: those saved without an optimizer, of plain SGD or with frozen parameters.
 
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``, or a directory without a checkpoint.
@@ -36,7 +49,7 @@ def open_layout(path: str | os.PathLike[str], *, trust: bool = False) -> Layout:
     """
     path = Path(path)
     if path.is_dir():
-        return _open_directory(path, trust)
+        return _open_directory(path, trust, reference)
     if not path.exists():
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{_nearest(path)}", file=str(path))
     with path.open("rb") as file:
@@ -47,39 +60,55 @@ def open_layout(path: str | os.PathLike[str], *, trust: bool = False) -> Layout:
         return read_torch_zip(path, trust=trust)
     if looks_like_safetensors(head):
         return read_safetensors(path)
-    if head.startswith(_LEGACY_TORCH):
-        raise FormatError(
-            f"{path.name} is in the format of torch before version 1.6, which is not supported. Load it with "
-            "torch.load and save it again with torch.save.",
-            file=str(path),
-        )
+    if looks_like_torch_legacy(head):
+        return read_torch_legacy(path, trust=trust)
+    if head.lstrip().startswith(b"{"):
+        return _open_index(path, path, trust)
     raise FormatError(
-        f"{path.name} is not a checkpoint of a known format: it begins with {head[:8]!r}. Known are the zip files of "
-        "torch.save (.pth, .pt), safetensors files and directories of rank{i}.pth files.",
+        f"{path.name} is not a checkpoint of a known format: it begins with {head[:8]!r}. Known are the files of "
+        "torch.save (.pth, .pt, .bin), safetensors files, their indexes, and directories of rank{i}.pth files or of "
+        "torch's distributed checkpoint.",
         file=str(path),
     )
 
 
-def _open_directory(path: Path, trust: bool) -> Layout:
+def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
     if is_rank_local(path):
         return read_rank_local(path, trust=trust)
+    if is_dcp(path):
+        return read_dcp(path, trust=trust)
     names = sorted(entry.name for entry in path.iterdir())
-    if ".metadata" in names:
-        raise FormatError(
-            f"{path.name} is a distributed checkpoint of torch (DCP), which cannot be read yet.", file=str(path)
-        )
-    if any(name.endswith(".safetensors.index.json") for name in names):
-        raise FormatError(
-            f"{path.name} holds safetensors in several files with an index, which cannot be read yet; its single files "
-            "can.",
-            file=str(path),
-        )
+    indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    if indexes:
+        # Hugging Face's directories often hold the same weights twice.
+        preferred = [name for name in indexes if name.endswith(f".safetensors{_INDEX_SUFFIX}")] or indexes
+        if len(preferred) > 1:
+            raise FormatError(
+                f"{path.name} holds several checkpoints: {', '.join(preferred[:8])}. Open one of them.", file=str(path)
+            )
+        return _open_index(path / preferred[0], path, trust)
+    if any(name.endswith(".safetensors") for name in names):
+        return read_safetensors_directory(path)
     shown = ", ".join(repr(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    reason = "it has no rank{i}.pth, no .metadata of torch's DCP, no index and no safetensors file"
+    if any(name.endswith(".distcp") for name in names):
+        reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
     raise CheckpointNotFoundError(
-        f"The directory {str(path)!r} is not a checkpoint: it has no rank{{i}}.pth. It holds "
-        f"{shown or 'nothing'}.",
+        f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds {shown or 'nothing'}.",
         file=str(path),
     )
+
+
+def _open_index(index: Path, path: Path, trust: bool) -> Layout:
+    files = read_index(index)
+    first = next(iter(files.values()), None)
+    head = b""
+    if first is not None:
+        with first.open("rb") as file:
+            head = file.read(16)
+    if looks_like_safetensors(head):
+        return read_safetensors_index(index, path)
+    return read_torch_index(index, path, trust=trust)
 
 
 def _nearest(path: Path) -> str:

@@ -12,12 +12,12 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
-from mmfsdp.dtypes import DTYPES
+from mmfsdp.checkpoint.safe_names import is_safe_attribute, is_safe_name
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
-__all__ = ["PickledObject", "StandIn", "read_pickle"]
+__all__ = ["PickledObject", "StandIn", "fields", "integers", "read_pickle"]
 
 
 class PickledObject:
@@ -94,7 +94,7 @@ class StandIn:
 
 
 def read_pickle(
-    data: bytes,
+    data: bytes | BinaryIO,
     *,
     file: Path,
     trust: bool = False,
@@ -104,7 +104,7 @@ def read_pickle(
     """Return the content of a pickle.
 
     Args:
-        data: The pickle.
+        data: The pickle, or a file that is read from where it stands to the end of one pickle.
         file: Where it comes from, for messages.
         trust: Keep what is not on the list of safe names as an opaque ``PickledObject`` instead of refusing it. Even
             then nothing is imported or called.
@@ -128,16 +128,35 @@ def read_pickle(
         ) from error
 
 
+def integers(values: Any) -> tuple[int, ...]:
+    """Return a ``torch.Size``, list or tuple of a pickle as a tuple; anything but sizes is a ``ValueError``."""
+    if isinstance(values, PickledObject) and values.qualname == "Size":
+        values = values.args[0]
+    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} is not a tuple of sizes")
+    return tuple(values)
+
+
+def fields(value: Any) -> Any:
+    """Return the attributes of an object that a pickle describes: a dict, or a tuple if it is restored from one."""
+    state = value.state if isinstance(value, PickledObject) else None
+    if isinstance(state, tuple) and len(state) == 2 and state[0] is None:
+        state = state[1]  # of a class with __slots__
+    if state is None:
+        raise ValueError(f"{value!r} has no attributes")
+    return state
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
-        data: bytes,
+        data: bytes | BinaryIO,
         file: Path,
         trust: bool,
         functions: Mapping[str, StandIn],
         persistent: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(io.BytesIO(data))
+        super().__init__(io.BytesIO(data) if isinstance(data, bytes) else data)
         self._file = file
         self._trust = trust
         self._functions = functions
@@ -150,23 +169,25 @@ class _Unpickler(pickle.Unpickler):
             return self._functions[full_name]
         if full_name in _REAL:
             return _REAL[full_name]
-        if not self._trust and full_name != "builtins.getattr" and not _is_safe(full_name):
+        if not self._trust and full_name != "builtins.getattr" and not is_safe_name(full_name):
             raise _unsafe(self._file, full_name)
         key = (module_name, global_name)
         if key not in self._classes:
             # Made per read: a pickle that sets attributes on a class can only reach its own.
             body: dict[str, Any] = {"module": module_name, "qualname": global_name}
-            if full_name == "builtins.getattr" and not self._trust:
-                body["__new__"] = self._guarded_getattr
+            if full_name == "builtins.getattr":
+                body["__new__"] = self._getattr
             self._classes[key] = type(global_name, (PickledObject,), body)
         return self._classes[key]
 
-    def _guarded_getattr(self, cls: type[PickledObject], *args: Any) -> PickledObject:
-        # Protocol 2 spells a method as getattr(class, name), and every message hub of MMEngine holds the methods of
-        # HistoryBuffer; getattr of anything else is how a pickle gets at what it may not name.
+    def _getattr(self, cls: type[PickledObject], *args: Any) -> Any:
+        # getattr of anything that is not listed is how a pickle gets at what it may not name.
         owner, name = args if len(args) == 2 else (None, None)
-        named = isinstance(owner, type) and issubclass(owner, PickledObject) and (owner.module, owner.qualname)
-        if named != _HISTORY_BUFFER or name not in _STATISTICS:
+        owner = owner if isinstance(owner, type) and issubclass(owner, PickledObject) else PickledObject
+        safe = is_safe_attribute(owner.module, owner.qualname, name)
+        if safe and owner.module.startswith("torch."):  # a class within a class: it will be instantiated
+            return self.find_class(owner.module, f"{owner.qualname}.{name}")
+        if not safe and not self._trust:
             raise _unsafe(self._file, "builtins.getattr")
         return PickledObject.__new__(cls, *args)
 
@@ -203,41 +224,3 @@ _REAL: dict[str, Any] = {
     "builtins.complex": complex,
     "_codecs.encode": StandIn(_encode),
 }
-
-_HISTORY_BUFFER = ("mmengine.logging.history_buffer", "HistoryBuffer")
-_STATISTICS = ("min", "max", "current", "mean")
-
-_SAFE: dict[str, frozenset[str]] = {
-    "builtins": frozenset(
-        {"bool", "bytearray", "dict", "float", "int", "list", "object", "range", "slice", "str", "tuple"}
-    ),
-    "collections": frozenset({"defaultdict", "Counter", "deque"}),
-    "copyreg": frozenset({"_reconstructor", "__newobj_ex__"}),
-    "datetime": frozenset({"date", "datetime", "time", "timedelta", "timezone"}),
-    "decimal": frozenset({"Decimal"}),
-    "fractions": frozenset({"Fraction"}),
-    "uuid": frozenset({"UUID", "SafeUUID"}),
-    "argparse": frozenset({"Namespace"}),
-    "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
-    "torch": frozenset({"Size", "device", "Tensor", *DTYPES}),
-    "torch.nn.parameter": frozenset({"Parameter", "Buffer"}),
-    "numpy": frozenset({"dtype", "ndarray", "bool", "bool_", "str_", "bytes_", "void", *DTYPES} - {"bfloat16"}),
-    "numpy.core.multiarray": frozenset({"_reconstruct", "scalar"}),
-    "numpy._core.multiarray": frozenset({"_reconstruct", "scalar"}),
-    "numpy.core.numeric": frozenset({"_frombuffer"}),
-    "numpy._core.numeric": frozenset({"_frombuffer"}),
-    "addict.addict": frozenset({"Dict"}),
-    "mmengine.config.config": frozenset({"Config", "ConfigDict"}),
-    "mmengine.config.lazy": frozenset({"LazyAttr", "LazyObject"}),
-    "mmengine.logging.history_buffer": frozenset({"HistoryBuffer", *(f"HistoryBuffer.{name}" for name in _STATISTICS)}),
-}
-
-
-def _is_safe(full_name: str) -> bool:
-    if full_name.startswith("numpy.dtypes.") and full_name.endswith("DType"):
-        return full_name.count(".") == 2
-    return any(
-        full_name.startswith(f"{module}.") and full_name.removeprefix(f"{module}.") in names
-        for module, names in _SAFE.items()
-    )

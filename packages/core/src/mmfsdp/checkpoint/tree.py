@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles import PickledObject
 
-__all__ = ["map_leaves", "select_tensors", "tensor_free_paths"]
+__all__ = ["map_leaves", "select_tensors", "tensor_free_paths", "unique_name"]
 
 
 def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -42,6 +42,15 @@ def tensor_free_paths(tree: Any, prefix: str = "") -> list[str]:
     if not select_tensors(tree):
         return [prefix or "(everything)"]
     return [path for key, child in _children(tree) for path in tensor_free_paths(child, _join(prefix, key))]
+
+
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Return the name, or ``'name~2'`` and so on if it is taken: the keys 0 and '0' of one dict have the same path."""
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}~{count}"
+    return unique
 
 
 def _join(prefix: str, key: object) -> str:

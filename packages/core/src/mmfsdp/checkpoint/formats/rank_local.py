@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.torch_zip import StoredTensor, read_tree
+from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
-from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["is_rank_local", "read_rank_local"]
@@ -98,9 +99,8 @@ def _header(path: Path, tree: Any) -> dict[str, Any]:
     header = tree.get("mmfsdp") if isinstance(tree, dict) else None
     if header is None:
         raise FormatError(
-            f"{path.name} does not say which part of the checkpoint it holds. It looks like a 'local' checkpoint of "
-            "stock MMEngine (FSDP's LOCAL_STATE_DICT), which cannot be read yet: load it with the world size that "
-            "saved it and save it again with state_dict_cfg='full' or with mmfsdp.",
+            f"{path.name} does not say which part of the checkpoint it holds, though others of its directory do: it is "
+            "of another save, such as one by stock MMEngine.",
             file=str(path),
         )
     valid = (
@@ -167,10 +167,7 @@ def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
         if any(name in rank.boxes for rank in ranks):
             tensors[name] = _sharded(name, ranks)
             return TensorRef(name, leaf.parameter)
-        unique, count = name, 1
-        while unique in tensors:
-            count += 1
-            unique = f"{name}~{count}"
+        unique = unique_name(name, tensors)
         tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
         return TensorRef(unique, leaf.parameter)
 

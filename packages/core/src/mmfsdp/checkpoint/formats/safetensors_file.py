@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
-__all__ = ["looks_like_safetensors", "read_safetensors", "write_safetensors"]
+__all__ = ["looks_like_safetensors", "read_entries", "read_safetensors", "write_safetensors"]
 
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 
@@ -36,32 +36,62 @@ def read_safetensors(path: Path) -> Layout:
         FormatError: A dtype is unknown here.
         CorruptCheckpointError: The header is damaged, or the file shorter than it says.
     """
-    size = path.stat().st_size
+    tensors = read_entries(path)[0]
+    return Layout(path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
+
+
+def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and what its ``__metadata__`` says.
+
+    Args:
+        path: The file.
+        begin: Where the format begins, in bytes, if it is only part of the file.
+        end: Where it ends.
+
+    Raises:
+        FormatError: A dtype is unknown here.
+        CorruptCheckpointError: The header is damaged, tensors overlap, or the file is shorter than it says.
+    """
+    size = path.stat().st_size if end is None else end
     with path.open("rb") as file:
+        file.seek(begin)
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+        if not 2 <= length <= min(_HEADER_LIMIT, size - begin - 8):
             raise CorruptCheckpointError(
-                f"The header of {path.name} is truncated or damaged.", file=str(path), offset=0
+                f"The header of {path.name} is truncated or damaged.", file=str(path), offset=begin
             )
         raw = file.read(length)
+    data = begin + 8 + length
     try:
         header = json.loads(raw)
         if not isinstance(header, dict):
             raise ValueError("not an object")
-        header.pop("__metadata__", None)
-        tensors = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ does not map strings to strings")
+        tensors = {name: _entry(path, name, value, data) for name, value in header.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"The header of {path.name} is damaged: {type(error).__name__}: {error}.", file=str(path), offset=8
+            f"The header of {path.name} is damaged: {type(error).__name__}: {error}.", file=str(path), offset=begin + 8
         ) from error
-    end = max((entry.chunks[0].offset + entry.nbytes for entry in tensors.values()), default=8 + length)
-    if end != size:
+    position = data
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].chunks[0].offset, item[1].nbytes)):
+        if entry.chunks[0].offset != position:  # the format has neither holes nor overlaps
+            raise CorruptCheckpointError(
+                f"Tensor {name!r} of {path.name} begins at byte {entry.chunks[0].offset} (expected {position}, where "
+                "the one before it ends).",
+                file=str(path),
+                offset=entry.chunks[0].offset,
+            )
+        position += entry.nbytes
+    if position != size:
         raise CorruptCheckpointError(
-            f"{path.name} has {size} bytes (expected {end}): it is {'truncated' if size < end else 'too long'}.",
+            f"{path.name} has {size} bytes (expected {position}): it is "
+            f"{'truncated' if size < position else 'too long'}.",
             file=str(path),
         )
-    return Layout(path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
+    return tensors, metadata
 
 
 def write_safetensors(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmfsdp.checkpoint.copying import Copier, Progress
-from mmfsdp.checkpoint.formats.torch_zip import STORAGE_CLASSES
+from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickling import PickleWriter

@@ -6,12 +6,14 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
@@ -63,21 +65,26 @@ class Placement:
         return self.offset + self.nbytes
 
 
-def read_records(path: Path) -> dict[str, ZipRecord]:
+def read_records(path: Path, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
     """Return the entries of an archive by name, reading only its directory and local headers.
+
+    Args:
+        path: The file.
+        begin: Where the archive begins, in bytes, if it is only part of the file.
+        end: Where it ends; at the end of the file by default.
 
     Raises:
         CorruptCheckpointError: The archive is truncated or its directory is damaged.
         FormatError: An entry is compressed, or encrypted.
     """
+    size = path.stat().st_size if end is None else end
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as whole, zipfile.ZipFile(_Window(whole, begin, size)) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, struct.error, ValueError, UnicodeDecodeError, NotImplementedError) as error:
         raise CorruptCheckpointError(
             f"{path.name} is truncated or damaged: its zip directory cannot be read ({error}).", file=str(path)
         ) from error
-    size = path.stat().st_size
     records = {}
     with path.open("rb", buffering=0) as file:
         for info in infos:
@@ -88,16 +95,16 @@ def read_records(path: Path) -> dict[str, ZipRecord]:
                     file=str(path),
                 )
             # A damaged directory can point before the beginning or past the end.
-            inside = 0 <= info.header_offset < size
-            header = os.pread(file.fileno(), _LOCAL.size, info.header_offset) if inside else b""
+            at = begin + info.header_offset
+            header = os.pread(file.fileno(), _LOCAL.size, at) if begin <= at < size else b""
             if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04"):
                 raise CorruptCheckpointError(
                     f"The local header of entry {info.filename!r} of {path.name} is damaged.",
                     file=str(path),
-                    offset=info.header_offset,
+                    offset=at,
                 )
             name_length, extra_length = _LOCAL.unpack(header)[-2:]
-            offset = info.header_offset + _LOCAL.size + name_length + extra_length
+            offset = at + _LOCAL.size + name_length + extra_length
             if offset + info.file_size > size:
                 raise CorruptCheckpointError(
                     f"Entry {info.filename!r} of {path.name} reaches past the end of the file.",
@@ -108,6 +115,36 @@ def read_records(path: Path) -> dict[str, ZipRecord]:
             crc = info.CRC if info.CRC or info.file_size == 0 else None
             records[info.filename] = ZipRecord(info.filename, offset, info.file_size, crc)
     return records
+
+
+class _Window(io.RawIOBase):
+    """Part of a file, seen as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, end: int) -> None:
+        self._file, self._begin, self._end = file, begin, end
+        self._position = begin
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._position, os.SEEK_END: self._end}[whence]
+        if origin + offset < self._begin:
+            raise ValueError("negative seek position")
+        self._position = origin + offset
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._position - self._begin
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._end - self._position, 0)
+        data = os.pread(self._file.fileno(), left if size < 0 else min(size, left), self._position)
+        self._position += len(data)
+        return data
 
 
 def place(name: str, header: int, nbytes: int) -> Placement:

@@ -1,0 +1,167 @@
+"""Reads the ``.metadata`` pickle of a torch DCP directory into plain values, every one of them checked.
+
+The classes are those of torch/distributed/checkpoint/metadata.py and filesystem.py; none is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.pickles import PickledObject, fields, integers, read_pickle
+from mmfsdp.dtypes import DTYPES
+from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
+
+__all__ = ["Box", "DcpMetadata", "Location", "TensorInfo", "read_dcp_metadata"]
+
+_ELEMENTS = 1 << 62  # more is damage, or malice
+_DEPTH = 100  # of nested keys
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the metadata says about a tensor."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    boxes: tuple[Box, ...]
+    """The chunks that it was saved in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one stored item lies."""
+
+    file: str
+    """Path relative to the directory, as written."""
+    offset: int
+    """First byte in the file."""
+    length: int
+    """Number of bytes."""
+
+
+@dataclass(frozen=True)
+class DcpMetadata:
+    """The content of a ``.metadata`` file."""
+
+    tensors: Mapping[str, TensorInfo]
+    """Flat name to tensor."""
+    objects: tuple[str, ...]
+    """Flat names of what is not a tensor."""
+    names: tuple[str, ...]
+    """All flat names, in order."""
+    locations: Mapping[tuple[str, tuple[int, ...] | None], Location]
+    """Flat name and offsets of the chunk (``None`` for an object) to where it is stored."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Flat name to the nested keys that it was made of."""
+
+
+def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
+    """Read a ``.metadata`` file.
+
+    Args:
+        path: The file.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+
+    Raises:
+        FormatError: It describes something that cannot be read here.
+        UnsafePickleError: It names something that is not on the list of safe names.
+        CorruptCheckpointError: It is damaged, or its values make no sense.
+    """
+    content = read_pickle(path.read_bytes(), file=path, trust=trust)
+    try:
+        if not isinstance(content, PickledObject) or content.qualname != "Metadata":
+            raise FormatError(f"{path.name} is not the metadata of a torch DCP checkpoint.", file=str(path))
+        return _parsed(path, fields(content))
+    except MmfsdpError:
+        raise
+    except Exception as error:  # crafted content can be of any shape
+        raise CorruptCheckpointError(
+            f"{path.name} is damaged: {type(error).__name__}: {error}.", file=str(path)
+        ) from error
+
+
+def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
+    tensors: dict[str, TensorInfo] = {}
+    objects: list[str] = []
+    described = content["state_dict_metadata"]
+    for name, value in described.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not a name")
+        if value.qualname == "BytesStorageMetadata":
+            objects.append(name)
+        elif value.qualname == "TensorStorageMetadata":
+            tensors[name] = _tensor(path, name, fields(value))
+        else:
+            raise ValueError(f"{name!r} is a {value.qualname}")
+    locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+    for index, value in (content.get("storage_data") or {}).items():
+        key = _index(fields(index))
+        if key in locations:
+            raise ValueError(f"{key[0]!r} at {key[1]} is stored twice")
+        locations[key] = _location(path, key[0], fields(value))
+    paths = {name: _path(name, (content.get("planner_data") or {}).get(name)) for name in described}
+    return DcpMetadata(tensors, tuple(objects), tuple(described), locations, paths)
+
+
+def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
+    properties = content["properties"]
+    state = fields(properties)
+    dtype = state["dtype"] if isinstance(state, dict) else state[0]
+    if not (isinstance(dtype, type) and issubclass(dtype, PickledObject)) or dtype.qualname not in DTYPES:
+        raise FormatError(f"Tensor {name!r} of {path.name} has a dtype that is unknown here.", file=str(path))
+    shape = integers(content["size"])
+    boxes = []
+    for chunk in content["chunks"]:
+        held = fields(chunk)
+        offsets, sizes = integers(held["offsets"]), integers(held["sizes"])
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
+        boxes.append((offsets, sizes))
+    for numbers in (shape, *(sizes for _, sizes in boxes)):
+        numel = 1
+        for number in numbers:
+            numel *= max(number, 1)
+        if numel > _ELEMENTS:
+            raise ValueError(f"tensor {name!r} has the size {list(numbers)}")
+    return TensorInfo(dtype.qualname, shape, tuple(boxes))
+
+
+def _index(content: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
+    name, offset = content["fqn"], content.get("offset")
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is not a name")
+    return name, None if offset is None else integers(offset)
+
+
+def _location(path: Path, name: str, content: Mapping[str, Any]) -> Location:
+    file, offset, length = content["relative_path"], content["offset"], content["length"]
+    if not isinstance(file, str):
+        raise ValueError(f"the file of {name!r} is {file!r}")
+    if any(type(number) is not int or not 0 <= number < _ELEMENTS for number in (offset, length)):
+        raise ValueError(f"{name!r} lies at byte {offset!r} with length {length!r} in {file}")
+    if content.get("transform_descriptors"):
+        through = ", ".join(map(str, content["transform_descriptors"]))
+        raise FormatError(
+            f"{name!r} of {path.name} is stored through {through} (compressed or encrypted), "
+            "which cannot be read here. Load it with torch and save it plainly.",
+            file=str(path),
+        )
+    return Location(file, offset, length)
+
+
+def _path(name: str, value: Any) -> tuple[str | int, ...]:
+    if value is None:
+        return (name,)  # saved without a planner's mapping: names as they are
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= _DEPTH or not isinstance(value[0], str):
+        raise ValueError(f"the keys of {name!r} are {value!r}")
+    if any(not isinstance(key, str) and (type(key) is not int or key < 0) for key in value):
+        raise ValueError(f"the keys of {name!r} are {value!r}")
+    return tuple(value)

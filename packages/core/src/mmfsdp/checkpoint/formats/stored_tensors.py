@@ -1,0 +1,176 @@
+"""Tensors as one archive of ``torch.save`` holds them: stand-ins for what its pickle calls to rebuild them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
+from mmfsdp.checkpoint.pickles import PickledObject, StandIn, integers
+from mmfsdp.dtypes import DTYPES, itemsize
+from mmfsdp.errors import CorruptCheckpointError, FormatError
+
+__all__ = [
+    "STORAGE_CLASSES",
+    "Storage",
+    "StorageClass",
+    "StoredTensor",
+    "TensorBuilder",
+]
+
+STORAGE_CLASSES = {
+    "bool": "BoolStorage",
+    "uint8": "ByteStorage",
+    "int8": "CharStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""dtype name to the typed storage class of that name; newer dtypes have none and use ``UntypedStorage``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as one archive holds it: a view of a storage record."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Size in elements, one per dimension."""
+    offset: int
+    """Offset of the first element in the file, in bytes."""
+    strides: tuple[int, ...] | None
+    """Steps in elements; ``None`` if packed in row-major order."""
+    record: Record
+    """The storage it views."""
+    parameter: bool | None = None
+    """``requires_grad`` if it is an ``nn.Parameter``."""
+
+    def chunk(self, box_offsets: tuple[int, ...]) -> Chunk:
+        """Return it as the chunk of a tensor whose box begins at ``box_offsets``."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        nbytes = numel * itemsize(self.dtype)
+        return Chunk(self.record.file, self.offset, nbytes, box_offsets, self.shape, self.strides, self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a persistent id of a pickle stands for."""
+
+    dtype: str | None
+    """Canonical dtype name; ``None`` if it is counted in bytes."""
+    record: Record
+    """Where its data lies."""
+
+
+class StorageClass(StandIn):
+    """Stands for a storage class in a persistent id."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+
+class TensorBuilder:
+    """The stand-ins for torch's functions that rebuild tensors (torch/_utils.py).
+
+    Args:
+        path: The file that is read, for messages.
+        shards: Makes something of the state of a pickled ``ShardedTensor``.
+    """
+
+    def __init__(self, path: Path, shards: Callable[[Any], Any]) -> None:
+        self._path = path
+        self._shards = shards
+
+    def functions(self) -> dict[str, StandIn]:
+        names: dict[str, StandIn] = {
+            "torch._utils._rebuild_tensor": StandIn(self._tensor_v1),
+            "torch._utils._rebuild_tensor_v2": StandIn(self._tensor_v2),
+            "torch._utils._rebuild_tensor_v3": StandIn(self._tensor_v3),
+            "torch._utils._rebuild_parameter": StandIn(self._parameter),
+            "torch._utils._rebuild_parameter_with_state": StandIn(self._parameter),
+            "torch._tensor._rebuild_from_type_v2": StandIn(self._from_type),
+            "torch._utils._rebuild_wrapper_subclass": StandIn(_nothing),
+            "torch.storage.UntypedStorage": StorageClass(None),
+            "torch.UntypedStorage": StorageClass(None),
+        }
+        for dtype, name in STORAGE_CLASSES.items():
+            names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = StorageClass(dtype)
+        return names
+
+    def _tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+        return self._view(storage, storage.dtype, offset, size, stride)
+
+    def _tensor_v2(
+        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
+    ) -> StoredTensor:
+        return self._view(storage, storage.dtype, offset, size, stride, metadata)
+
+    def _tensor_v3(
+        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, meta: Any = None
+    ) -> StoredTensor:
+        named = isinstance(dtype, type) and issubclass(dtype, PickledObject) and dtype.module == "torch"
+        return self._view(storage, dtype.qualname if named else None, offset, size, stride, meta)
+
+    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
+        return StoredTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))
+
+    def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, PickledObject) and kind.qualname == "ShardedTensor":
+            return self._shards(state)
+        # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
+        tensor = function(*args) if isinstance(function, StandIn) else None
+        if not isinstance(tensor, StoredTensor):
+            raise FormatError(f"{self._path.name} holds a tensor of an unknown kind.", file=str(self._path))
+        return tensor
+
+    def _view(
+        self, storage: Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any = None
+    ) -> StoredTensor:
+        if dtype not in DTYPES:
+            raise FormatError(f"{self._path.name} holds a tensor of unknown dtype {dtype!r}.", file=str(self._path))
+        if metadata and any(dict(metadata).values()):
+            raise FormatError(
+                f"{self._path.name} holds a tensor that is conjugated or negated lazily; save its resolve_conj() and "
+                "resolve_neg() instead.",
+                file=str(self._path),
+            )
+        item = itemsize(dtype)
+        shape, strides = integers(size), integers(stride)
+        first = storage.record.offset + integers((offset,))[0] * item
+        stored = StoredTensor(dtype, shape, first, _simplified(shape, strides), storage.record)
+        chunk = stored.chunk((0,) * len(shape))
+        if chunk.numel and chunk.offset + chunk.span > storage.record.offset + storage.record.nbytes:
+            raise CorruptCheckpointError(
+                f"{self._path.name} holds a tensor of shape {list(shape)} that reaches past its storage of "
+                f"{storage.record.nbytes} bytes.",
+                file=str(self._path),
+                offset=storage.record.offset,
+            )
+        return stored
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for an empty tensor of a subclass, which its state fills."""
+
+
+def _simplified(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    # The step along a dimension of one element means nothing; torch leaves any number there.
+    if 0 in shape:
+        return None
+    packed = row_major_strides(shape)
+    matters = zip(shape, strides, packed, strict=True)
+    return None if all(size == 1 or step == right for size, step, right in matters) else strides

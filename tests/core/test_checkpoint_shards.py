@@ -1,0 +1,234 @@
+"""Checkpoints in several files with an index, and per-rank safetensors files: read whole, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+SAFETENSORS, TORCH = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a.weight": torch.randn(5, 3),
+        "a.bias": torch.randn(5).to(torch.bfloat16),
+        "b.weight": torch.randn(2, 5),
+        "b.count": torch.tensor(3),
+    }
+
+
+def write_shards(directory: Path, kind: str) -> dict[str, torch.Tensor]:
+    directory.mkdir()
+    tensors = weights()
+    names = list(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:2], names[2:]), start=1):
+        held = {name: tensors[name] for name in part}
+        stem = f"{number:05d}-of-00002"
+        if kind == "safetensors":
+            file = f"model-{stem}.safetensors"
+            save_file(held, directory / file)
+        else:
+            file = f"pytorch_model-{stem}.bin"
+            torch.save(held, directory / file, _use_new_zipfile_serialization=kind == "zip")
+        weight_map.update(dict.fromkeys(part, file))
+    index = SAFETENSORS if kind == "safetensors" else TORCH
+    (directory / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return tensors
+
+
+def change_index(directory: Path, index: str, **weight_map: Any) -> None:
+    content = json.loads((directory / index).read_text())
+    content["weight_map"].update({name.replace("__", "."): file for name, file in weight_map.items()})
+    (directory / index).write_text(json.dumps(content))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {*found} == {*expected}
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+def test_shards_with_an_index(tmp_path: Path, kind: str) -> None:
+    tensors = write_shards(tmp_path / "in", kind)
+    index = SAFETENSORS if kind == "safetensors" else TORCH
+    for source in (tmp_path / "in", tmp_path / "in" / index):
+        layout = open_layout(source)
+        assert layout.format == ("safetensors_index" if kind == "safetensors" else "torch_index")
+        assert list(layout.tensors) == list(tensors)
+        convert(source, tmp_path / "out.safetensors", overwrite=True)
+        assert_equal(load_file(tmp_path / "out.safetensors"), tensors)
+        convert(source, tmp_path / "out.pth", overwrite=True)
+        assert_equal(torch.load(tmp_path / "out.pth")["state_dict"], tensors)
+
+
+def test_safetensors_are_preferred_where_both_are(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", "safetensors")
+    write_shards(tmp_path / "other", "zip")
+    for file in (tmp_path / "other").iterdir():
+        file.rename(tmp_path / "in" / file.name)
+    assert open_layout(tmp_path / "in").format == "safetensors_index"
+    (tmp_path / "in" / "ema.safetensors.index.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"in holds several checkpoints: ema\.safetensors\.index\.json, model"):
+        open_layout(tmp_path / "in")
+
+
+def test_a_single_file_in_a_directory(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert (open_layout(tmp_path).format, len(open_layout(tmp_path).tensors)) == ("safetensors", 4)
+    save_file(weights(), tmp_path / "more.safetensors")
+    with pytest.raises(FormatError, match=r"one of several safetensors files without an index"):
+        open_layout(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip"])
+def test_missing_and_misplaced_shards(tmp_path: Path, kind: str) -> None:
+    directory = tmp_path / "in"
+    write_shards(directory, kind)
+    index = SAFETENSORS if kind == "safetensors" else TORCH
+    one, two = sorted(file for file in directory.iterdir() if file.name != index)
+    change_index(directory, index, c=two.name)
+    with pytest.raises(IncompleteCheckpointError, match=f"{re.escape(two.name)} lacks tensor 'c'"):
+        open_layout(directory)
+    change_index(directory, index, c="gone.bin")
+    with pytest.raises(IncompleteCheckpointError, match=r"gone\.bin, which holds tensor 'c' by .*, is missing"):
+        open_layout(directory)
+    content = json.loads((directory / index).read_text())
+    del content["weight_map"]["c"], content["weight_map"]["b.count"]
+    (directory / index).write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpointError, match=f"{re.escape(two.name)} holds tensor 'b.count', which the index"):
+        open_layout(directory)
+    two.write_bytes(one.read_bytes())  # a shard of another save, or twice the same
+    with pytest.raises(
+        CorruptCheckpointError, match=r"holds tensor 'a\.weight', which the index does not expect there"
+    ):
+        open_layout(directory)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/../../b", "a\0b"])
+def test_names_that_lead_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    write_shards(tmp_path / "in", "safetensors")
+    save_file(weights(), tmp_path / "secret.safetensors")
+    change_index(tmp_path / "in", SAFETENSORS, a__weight=name)
+    with pytest.raises(FormatError, match=r"which is not in its directory"):
+        open_layout(tmp_path / "in")
+
+
+def test_links_out_of_the_directory(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", "safetensors")
+    shard = tmp_path / "in" / "model-00001-of-00002.safetensors"
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(FormatError, match=r"'model-00001-of-00002\.safetensors', which is a link out of its directory"):
+        open_layout(tmp_path / "in")
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    with pytest.raises((FormatError, IncompleteCheckpointError), match=r"model-00001-of-00002\.safetensors"):
+        open_layout(tmp_path / "in")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "{", '{"weight_map": {"a": 1}}', '{"weight_map": []}', "{" * 100_000])
+def test_what_is_not_an_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / SAFETENSORS).write_text(text)
+    for path in (tmp_path, tmp_path / SAFETENSORS):
+        with pytest.raises((FormatError, CorruptCheckpointError), match=r"model\.safetensors\.index\.json"):
+            open_layout(path)
+
+
+def write_ranks(directory: Path, world_size: int = 3) -> dict[str, torch.Tensor]:
+    """Write what HuggingFaceStorageWriter(save_distributed=True) writes."""
+    directory.mkdir()
+    tensors = {"w": torch.arange(14.0).reshape(7, 2), "v": torch.arange(12.0).reshape(2, 6), "s": torch.tensor(3)}
+    for rank in range(world_size):
+        rows, columns = tensors["w"][rank * 3 : rank * 3 + 3], tensors["v"][:, rank * 2 : rank * 2 + 2]
+        held = {"w": rows.contiguous(), "v": columns.contiguous()}
+        offsets = {"w": [min(rank * 3, 7), 0], "v": [0, rank * 2]}
+        if rank == 0:
+            held["s"], offsets["s"] = tensors["s"], []
+        info = json.dumps({name: {"saved_offsets": value} for name, value in offsets.items()})
+        file = directory / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(held, file, metadata={"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"})
+    return tensors
+
+
+def test_files_of_ranks(tmp_path: Path) -> None:
+    tensors = write_ranks(tmp_path / "in")
+    layout = open_layout(tmp_path / "in")
+    assert (layout.format, layout.world_size) == ("safetensors_ranks", 3)
+    convert(tmp_path / "in", tmp_path / "out.safetensors")
+    assert_equal(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def test_missing_files_of_ranks(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "in")
+    (tmp_path / "in" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"but no file of shard 00002"):
+        open_layout(tmp_path / "in")
+    (tmp_path / "in" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"but no file of shard 00001"):
+        open_layout(tmp_path / "in")
+    save_file(weights(), tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(IncompleteCheckpointError, match=r"one of 2 files, but 1 of them is there, and no index"):
+        open_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ("{", "is damaged: JSONDecodeError"),
+        ('{"w": {"saved_offsets": [-1, 0]}}', "offsets are not numbers"),
+        ('{"w": {"saved_offsets": ["0", 0]}}', "offsets are not numbers"),
+        ('{"w": {"saved_offsets": [0]}}', "does not say where in tensor 'w' its box begins"),
+        ('{"v": {"saved_offsets": [0, 0]}}', "does not say where in tensor 'w' its box begins"),
+        ("[]", "is damaged"),
+    ],
+)
+def test_damaged_offsets(tmp_path: Path, info: str, message: str) -> None:
+    write_ranks(tmp_path / "in")
+    file = tmp_path / "in" / "shard-00002-model-00001-of-00001.safetensors"
+    save_file({"w": torch.ones(3, 2)}, file, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(CorruptCheckpointError, match=message):
+        open_layout(tmp_path / "in")
+
+
+def test_boxes_of_another_save(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "in")
+    file = tmp_path / "in" / "shard-00003-model-00001-of-00001.safetensors"
+    info = json.dumps({"w": {"saved_offsets": [5, 0]}})
+    save_file({"w": torch.ones(2, 2)}, file, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(CorruptCheckpointError, match=r"'w': the boxes in .* overlap"):
+        convert(tmp_path / "in", tmp_path / "out.safetensors")
+    save_file({"w": torch.ones(2, 2).half()}, file, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(CorruptCheckpointError, match=r"Tensor 'w' is float32 of 2 dimensions in .* but float16"):
+        open_layout(tmp_path / "in")
+    info = json.dumps({"w": {"saved_offsets": [1 << 40, 0]}})
+    save_file({"w": torch.ones(2, 2)}, file, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(IncompleteCheckpointError, match=r"Tensor 'w' of shape \[1099511627778, 2\] is incomplete"):
+        convert(tmp_path / "in", tmp_path / "out.safetensors")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_safetensors_that_overlap_or_leave_holes(tmp_path: Path) -> None:
+    for begin in (0, 4, 12):
+        header = {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [begin, begin + 8]},
+        }
+        text = json.dumps(header).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(begin + 8))
+        with pytest.raises(CorruptCheckpointError, match=r"Tensor 'b' of x\.safetensors begins at byte"):
+            open_layout(tmp_path / "x.safetensors")
