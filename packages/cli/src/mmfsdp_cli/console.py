@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["copy_progress", "human_bytes", "reporting_errors"]
+__all__ = ["byte_progress", "human_bytes", "reporting_errors"]
 
 _FAILED = 1
 _USAGE = 2
@@ -48,7 +48,7 @@ def human_bytes(count: int) -> str:
 
 
 @contextmanager
-def copy_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def byte_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """Give a progress callback: a bar with rate and time left on a terminal, a line every few seconds otherwise.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mmfsdp_cli.console import copy_progress, human_bytes, reporting_errors
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
 
 __all__ = ["convert_command"]
 
@@ -38,7 +38,7 @@ def convert_command(
     with reporting_errors():
         from mmfsdp.checkpoint import convert
 
-        with copy_progress(quiet=as_json) as progress:
+        with byte_progress(quiet=as_json) as progress:
             report = convert(
                 source,
                 target,

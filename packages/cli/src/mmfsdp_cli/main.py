@@ -9,6 +9,7 @@ import typer
 from mmfsdp_cli import __version__
 from mmfsdp_cli.converting import convert_command
 from mmfsdp_cli.inspecting import inspect_command
+from mmfsdp_cli.verifying import verify_command
 
 __all__ = ["app", "main"]
 
@@ -19,11 +20,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Inspect and convert checkpoints, without torch.",
-    epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe; 2 a path or argument is wrong.",
+    help="Inspect, convert, verify and compare checkpoints, without torch.",
+    epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
+    "or argument is wrong.",
 )
 app.command("inspect")(inspect_command)
 app.command("convert")(convert_command)
+app.command("verify")(verify_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,17 +10,32 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.converting import ConversionReport, convert
     from mmfsdp.checkpoint.detect import open_layout
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
+    from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
-__all__ = ["Chunk", "ConversionReport", "Layout", "TargetExistsError", "TensorEntry", "convert", "open_layout"]
+__all__ = [
+    "Chunk",
+    "ConversionReport",
+    "Layout",
+    "Problem",
+    "TargetExistsError",
+    "TensorEntry",
+    "VerifyReport",
+    "convert",
+    "open_layout",
+    "verify",
+]
 
 _MODULES = {
     "Chunk": "layout",
     "ConversionReport": "converting",
     "Layout": "layout",
+    "Problem": "verifying",
     "TargetExistsError": "atomic",
     "TensorEntry": "layout",
+    "VerifyReport": "verifying",
     "convert": "converting",
     "open_layout": "detect",
+    "verify": "verifying",
 }
 
 

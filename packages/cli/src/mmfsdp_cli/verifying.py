@@ -1,0 +1,47 @@
+"""``mmfsdp-cli verify``: whether a checkpoint is whole and undamaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+
+__all__ = ["verify_command"]
+
+
+def verify_command(
+    path: Annotated[Path, typer.Argument(help="A checkpoint: a file, an index or a directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Files, or parts of one, to read at the same time.")] = 1,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
+    ] = False,
+) -> None:
+    """Check structure, coverage of every tensor, file sizes, checksums and manifest.
+
+    Exit codes: 0 nothing is wrong as far as it could be checked; 1 damaged, incomplete or unsafe; 2 no checkpoint.
+    """
+    with reporting_errors():
+        from mmfsdp.checkpoint import verify
+
+        with byte_progress(quiet=as_json) as progress:
+            report = verify(path, trust=trust, jobs=jobs, progress=progress)
+        if as_json:
+            typer.echo(json.dumps(report.describe(), indent=1))
+        else:
+            for problem in report.problems:
+                typer.secho(f"error: {problem.message}", fg="red", err=True)
+            for what in report.unchecked:
+                typer.echo(f"Not checked: {what}.")
+            verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
+            typer.echo(
+                f"{path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
+                f"{human_bytes(report.bytes)} compared with checksums"
+                f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s."
+            )
+        if not report.ok:
+            raise typer.Exit(1)

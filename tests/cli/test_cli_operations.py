@@ -1,0 +1,64 @@
+"""``mmfsdp-cli verify`` and ``diff``, ``formats`` and the larger conversions, as users run them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmfsdp_cli.main import app
+
+runner = CliRunner()
+
+
+def run(*args: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, which fails if torch has been imported."""
+    code = (
+        "import atexit, os, sys\n"
+        "atexit.register(lambda: 'torch' in sys.modules and os._exit(99))\n"
+        "from mmfsdp_cli.main import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tree = {
+        "state_dict": {"backbone.conv": torch.arange(6.0).view(2, 3), "head": torch.zeros(4, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1}]},
+        "meta": {"epoch": 3},
+    }
+    torch.save(tree, tmp_path / "epoch_3.pth")
+    return tmp_path / "epoch_3.pth"
+
+
+def damaged(path: Path) -> Path:
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(struct.pack("<6f", *range(6))) + 3] ^= 1
+    path.with_name("damaged.pth").write_bytes(raw)
+    return path.with_name("damaged.pth")
+
+
+def test_verify(checkpoint: Path) -> None:
+    done = run("verify", checkpoint, "--jobs", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{checkpoint}: ok (torch_zip, 3 tensors, ")
+    done = run("verify", damaged(checkpoint))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The data of tensor 'state_dict/backbone.conv' in damaged.pth is damaged: ")
+    assert "damaged.pth: 1 problem (torch_zip" in done.stdout
+    assert run("verify", checkpoint.with_name("epoch_4.pth")).returncode == 2
+
+
+def test_verify_json(checkpoint: Path) -> None:
+    result = runner.invoke(app, ["verify", str(damaged(checkpoint)), "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert (report["ok"], report["format"], len(report["problems"])) == (False, "torch_zip", 1)
+    assert report["problems"][0]["file"].endswith("damaged.pth")
