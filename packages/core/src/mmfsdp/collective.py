@@ -83,7 +83,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope, *, share: bool = True) -> 
         failure = MmfsdpError(f"{type(error).__name__}: {error}")
         gather_objects(scope, (failure, None))
         raise
-    outcomes = gather_objects(scope, (failure, result if share else None))
+    outcomes: list[tuple[MmfsdpError | None, Any]] = gather_objects(scope, (failure, result if share else None))
     if failure is not None:
         raise failure
     for rank, (other, _) in enumerate(outcomes):

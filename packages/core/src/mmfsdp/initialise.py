@@ -93,8 +93,8 @@ class UnitPreparer:
             if param._version != version:
                 raise PlanError(
                     f"Initialising {type(module).__name__} changed {name!r}, which is sharded already: its values "
-                    "would depend on the number of ranks. Initialise it in its own module's reset_parameters(), or wrap it "
-                    "in the same unit.",
+                    "would depend on the number of ranks. Initialise it in the module that owns it, or "
+                    "wrap both in one unit.",
                     fqn=fqn,
                 )
         for name, _ in fresh:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from mmfsdp.errors import MmfsdpError
 
 __all__ = ["RankError", "close_ranks", "run_ranks", "single_rank"]
 
+_Answer = tuple[BaseException | None, Any, str]
+_GRACE = 5.0  # seconds that other ranks have to end once one has failed
 _pools: dict[int, _Pool] = {}
 
 
@@ -91,18 +94,34 @@ class _Pool:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[_Answer]:
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                raise RankError(f"{function.__name__} did not end on rank {rank} within {timeout:.0f} s.", rank=rank)
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                raise RankError(f"{function.__name__}: rank {rank} died.", rank=rank) from None
-        return answers
+        answers: dict[Connection, _Answer] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._pipes):
+            waiting = [pipe for pipe in self._pipes if pipe not in answers]
+            ready = wait(waiting, max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for pipe in self._pipes:
+                if pipe in ready:
+                    answers[pipe] = self._receive(pipe, function)
+            if any(error for error, _, _ in answers.values()):
+                # The others may wait in a collective for the one that gave up.
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        if len(answers) < len(self._pipes) and not any(error for error, _, _ in answers.values()):
+            rank = next(rank for rank, pipe in enumerate(self._pipes) if pipe not in answers)
+            raise RankError(f"{function.__name__} did not end on rank {rank} within {timeout:.0f} s.", rank=rank)
+        return [answers.get(pipe, (None, None, "")) for pipe in self._pipes]
+
+    def _receive(self, pipe: Connection, function: Callable[..., Any]) -> _Answer:
+        try:
+            answer: _Answer = pipe.recv()
+        except EOFError:
+            rank = self._pipes.index(pipe)
+            raise RankError(f"{function.__name__}: rank {rank} died.", rank=rank) from None
+        return answer
 
     def close(self) -> None:
         for process in self._processes:
@@ -132,13 +151,13 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
-            answer = (None, function(rank, *args), "")
-        except Exception as error:
+            answer: _Answer = (None, function(rank, *args), "")
+        except BaseException as error:  # also what test tools raise, which are no Exceptions
             answer = (_portable(error), None, traceback.format_exc())
         pipe.send(answer)
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(error: BaseException) -> BaseException:
     """The error if it can be sent to the parent, else one like it."""
     import pickle
 

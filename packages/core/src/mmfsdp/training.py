@@ -104,7 +104,7 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         return
     state.reshard()
     whole: dict[int, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    places: list[tuple[nn.Module, str, DTensor]] = []
     for module in state.module.modules():
         for name, param in module._parameters.items():
             if isinstance(param, DTensor):
@@ -112,16 +112,16 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
                 if id(param) not in whole:
                     whole[id(param)] = nn.Parameter(whole_tensor(param, cpu_offload=False), param.requires_grad)
     try:
-        for module, name, param in places:
-            setattr(module, name, whole[id(param)])
+        for module, name, shard in places:
+            setattr(module, name, whole[id(shard)])
         yield
     finally:
-        for module, name, param in places:
-            setattr(module, name, param)
+        for module, name, shard in places:
+            setattr(module, name, shard)
         if writeback:
             with torch.no_grad():
-                for param in {id(param): param for _, _, param in places}.values():
-                    param.to_local().copy_(local_part(whole[id(param)].detach(), param))
+                for shard in {id(shard): shard for _, _, shard in places}.values():
+                    shard.to_local().copy_(local_part(whole[id(shard)].detach(), shard))
 
 
 def _check_finite(total: torch.Tensor, norm_type: float, wanted: bool) -> None:
@@ -144,5 +144,8 @@ def _global_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Sharded tensors, and whole ones: torch computes with either, not with both in one call."""
-    kinds = ([t for t in tensors if isinstance(t, DTensor)], [t for t in tensors if not isinstance(t, DTensor)])
+    kinds: list[list[torch.Tensor]] = [
+        [t for t in tensors if isinstance(t, DTensor)],
+        [t for t in tensors if not isinstance(t, DTensor)],
+    ]
     return [kind for kind in kinds if kind]

@@ -47,7 +47,7 @@ class FullyShardedDataParallel(nn.Module):
         def become_torch_fsdp(root: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
             # The root wrapper is this very object, so that isinstance() holds for what the user has in hand.
             self.__class__ = _with_torch_fsdp(type(self))
-            torch_fsdp.FullyShardedDataParallel.__init__(self, root, **arguments)
+            torch_fsdp.FullyShardedDataParallel.__init__(self, root, **arguments)  # type: ignore[arg-type]
             roots.append(self)
             return self
 
@@ -111,7 +111,7 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield (clean_fqn(name) if recurse else name), buffer
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state dict under its own keys. Collective with engine ``fsdp1``: every rank.
 
         Values are DTensors, or with ``fsdp1`` what its state dict type says, whole tensors by default. See
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """Items are the module's, for modules that are containers."""
-        return self.module[key]
+        return self.module[key]  # type: ignore[index]
 
     @property
     def _is_torch_fsdp(self) -> bool:

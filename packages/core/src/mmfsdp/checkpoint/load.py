@@ -95,8 +95,8 @@ def read_checkpoint(path: str | Path, *, safe_globals: Iterable[Any] = ()) -> di
     if layout.format == "rank_local":
         content = _with_shared(content, layout)
     if "state_dict" not in content and layout.is_flat:
-        content = {"state_dict": content}
-    return content
+        return {"state_dict": content}
+    return dict(content)
 
 
 def _load(file: Path, safe_globals: Iterable[Any]) -> Any:

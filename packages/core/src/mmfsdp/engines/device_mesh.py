@@ -103,9 +103,9 @@ def _as_planned(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
     planned = (spec.shard,) if spec.replicate == 1 else (spec.replicate, spec.shard)
     if shape == planned and mesh.mesh_dim_names == ("replicate", "shard")[-len(planned) :]:
         return mesh
-    if mesh.mesh.numel() != spec.world_size:
-        raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.")
-    if len(shape) == 2 and len(planned) == 2 and shape != planned and spec.shard != 1:
+    # One dimension can be divided; of two, what they mean is kept, unless nothing is sharded.
+    divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
+    if mesh.mesh.numel() != spec.world_size or not (shape == planned or divisible):
         raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.")
     names = ("shard",) if len(planned) == 1 else ("replicate", "shard")
     if shape == planned:  # the same groups under our names

@@ -80,20 +80,22 @@ def load_model_state_dict(
     shapes = {name: _shape(into) for name, into in target.items()}
     found = compare(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
-    _load_extra_states(state, state_dict, from_rank0)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
     if state.is_fsdp1:
         source = {
             name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names
         }
+        if not state.plan.use_orig_params:  # a flat parameter is loaded as a whole
+            source = {name: source[name] if name in source else whole(into) for name, into in target.items()}
         _load_fsdp1(state, source)
-        return report
-    with torch.no_grad():
-        for name in names:
-            value = fetch(name, state_dict, offered, target[name], state, from_rank0)
-            into = target[name]
-            local = into.to_local() if isinstance(into, DTensor) else into
-            local.copy_(local_value(value, into))
+    else:
+        with torch.no_grad():
+            for name in names:
+                value = fetch(name, state_dict, offered, target[name], state, from_rank0)
+                into = target[name]
+                local = into.to_local() if isinstance(into, DTensor) else into
+                local.copy_(local_value(value, into))
+    _load_extra_states(state, state_dict, from_rank0)
     return report
 
 
@@ -151,7 +153,8 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
 def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
     full = {name: value for name, value in source.items() if not isinstance(value, DTensor)}
     sharded = {name: value for name, value in source.items() if isinstance(value, DTensor)}
-    for values, is_full in ((full, True), (sharded, False)):
+    parts: list[tuple[dict[str, Any], bool]] = [(full, True), (sharded, False)]
+    for values, is_full in parts:
         if values:
             set_model_state_dict(state.module, values, options=StateDictOptions(full_state_dict=is_full, strict=False))
 
@@ -177,8 +180,9 @@ def _load_extra_states(state: ShardedModel, state_dict: Mapping[str, Any], from_
     extra = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE}
     if from_rank0:
         extra = gather_objects(scope_of(state.mesh), extra if is_first_rank(state) else {})[0]
-    modules = {clean_fqn(f"{fqn}."): module for fqn, module in state.module.named_modules()}
+    # Of a module and FSDP1's wrapper around it, which have one name, the module comes last.
+    modules = {clean_fqn(f"{fqn}.").lstrip("."): module for fqn, module in state.module.named_modules()}
     for name, value in extra.items():
-        owner = name.removesuffix(_EXTRA_STATE) or "."
+        owner = name.removesuffix(_EXTRA_STATE)
         if owner in modules:
             modules[owner].set_extra_state(value)

@@ -12,21 +12,19 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective import gather_objects, scope_of
+from mmfsdp.collective import gather_objects, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
+from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_place
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
 from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
 __all__ = ["load_optim_state_dict", "optim_state_dict"]
+
+_REBUILD = "Build the optimizer as it was built when the state was saved."
 
 
 def optim_state_dict(
@@ -53,7 +51,7 @@ def optim_state_dict(
         raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
     state = sharded_model(model)
     keep = not rank0_only or is_first_rank(state)
-    sharded = _by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
+    sharded = state_by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
     if kind == "sharded":
         return sharded
     values = {
@@ -80,52 +78,66 @@ def load_optim_state_dict(
     state = sharded_model(model)
     if from_rank0:
         state_dict = _send(state_dict, state)
-    if state.is_fsdp1:
-        _load_fsdp1(state, optimizer, state_dict)
-        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    _check(optimizer, params, state_dict, state)
+    # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
+    on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh), share=False)
+    groups = groups_by_name(state, optimizer) if state.is_fsdp1 else _names_in_groups(state, optimizer)
+    shapes = {param.fqn: param.shape for param in state.plan.all_params()}
+    on_all_ranks(lambda: _check(state_dict, groups, shapes), scope_of(state.mesh), share=False)
+    if state.is_fsdp1:
+        load_flat_state(state, optimizer, state_dict)
+        return
+    at = dict(zip((place for group in state_dict["param_groups"] for place in group["params"]), params, strict=True))
     placed = {
-        place: {name: _placed(value, params[place]) for name, value in entries.items()}
+        place: {name: _placed(value, at[place]) for name, value in entries.items()}
         for place, entries in state_dict["state"].items()
     }
     optimizer.load_state_dict({**state_dict, "state": placed})
 
 
+def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
+    names = {id(param): fqn for fqn, param in state.module.named_parameters()}
+    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
+
+
 def _placed(value: Any, param: torch.Tensor) -> Any:
     """A whole tensor of the parameter's shape becomes a DTensor of its placement; all else stays."""
-    if isinstance(value, DTensor) or not isinstance(value, (torch.Tensor, StoredTensor)):
+    if not isinstance(value, (torch.Tensor, StoredTensor)):
         return value
-    if not isinstance(param, DTensor) or value.shape != param.shape:
-        return whole_value(value)
+    if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.shape != param.shape:
+        # Steps change state in place: never what the caller holds.
+        return value.clone() if isinstance(value, torch.Tensor) else whole_value(value)
     local = local_value(value, param).to(param.to_local().device, copy=True).contiguous()
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
 
-def _check(
-    optimizer: Optimizer, params: list[torch.Tensor], state_dict: Mapping[str, Any], state: ShardedModel
-) -> None:
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {missing[0]!r} is missing.")
-    mine = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    mine, theirs = [len(group) for group in groups], [len(group["params"]) for group in state_dict["param_groups"]]
     if mine != theirs:
-        raise StateDictError(
-            f"The optimizer has param groups of {mine} parameters, the state has {theirs}. "
-            "Build the optimizer as it was built when the state was saved."
-        )
-    names = {id(param): fqn for fqn, param in state.module.named_parameters()}
+        raise StateDictError(f"The optimizer has param groups of {mine} parameters, the state has {theirs}. {_REBUILD}")
+    names = [name for group in groups for name in group]
+    order = [place for group in state_dict["param_groups"] for place in group["params"]]
+    places = dict(zip(order, names, strict=True))
     for place, entries in state_dict["state"].items():
+        if place not in places:
+            raise StateDictError(
+                f"The state is of a parameter {place!r}, but the optimizer has {len(names)}. {_REBUILD}"
+            )
+        shape = shapes[places[place]]
         for name, value in entries.items():
-            if not isinstance(value, (torch.Tensor, StoredTensor)) or value.shape == params[place].shape:
+            if not isinstance(value, (torch.Tensor, StoredTensor)) or tuple(value.shape) == shape:
                 continue
-            if value.numel() != 1 and value.dim() == params[place].dim():
+            if value.numel() != 1 and value.dim() == len(shape):
                 raise StateDictError(
-                    f"State {name!r} has shape {tuple(value.shape)}, its parameter {tuple(params[place].shape)}.",
-                    fqn=names.get(id(params[place])),
+                    f"State {name!r} has shape {tuple(value.shape)}, its parameter {shape}.", fqn=places[place]
                 )
 
 
@@ -166,52 +178,3 @@ class _Sent:
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
-
-
-# -- fsdp1: torch names parameters by FQN; the plain format numbers them ------------------------------------
-
-
-def _by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    named = get_optimizer_state_dict(state.module, optimizer)
-    places: dict[str, int] = {}
-    groups = []
-    for group in named["param_groups"]:
-        fqns = _sorted_like_model(state, group["params"])
-        for fqn in fqns:
-            places[fqn] = len(places)
-        groups.append({**group, "params": [places[fqn] for fqn in fqns]})
-    values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
-    return {"state": dict(sorted(values.items())), "param_groups": groups}
-
-
-def _load_fsdp1(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    named = get_optimizer_state_dict(state.module, optimizer)
-    mine = [len(group["params"]) for group in named["param_groups"]]
-    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    if mine != theirs:
-        raise StateDictError(
-            f"The optimizer has param groups of {mine} parameters, the state has {theirs}. "
-            "Build the optimizer as it was built when the state was saved."
-        )
-    fqn_at: dict[int, str] = {}
-    groups = []
-    for own, group in zip(named["param_groups"], state_dict["param_groups"], strict=True):
-        fqns = _sorted_like_model(state, own["params"])
-        fqn_at |= dict(zip(group["params"], fqns, strict=True))
-        groups.append({**group, "params": fqns})
-    values = {
-        fqn_at[place]: {name: whole_value(value) for name, value in entries.items()}
-        for place, entries in state_dict["state"].items()
-    }
-    is_full = not any(isinstance(v, DTensor) for entries in values.values() for v in entries.values())
-    set_optimizer_state_dict(
-        state.module,
-        optimizer,
-        {"state": values, "param_groups": groups},
-        options=StateDictOptions(full_state_dict=is_full),
-    )
-
-
-def _sorted_like_model(state: ShardedModel, fqns: list[str]) -> list[str]:
-    place = {param.fqn: param.place for param in state.plan.all_params()}
-    return sorted(fqns, key=lambda fqn: place[fqn])

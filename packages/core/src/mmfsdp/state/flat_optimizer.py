@@ -1,0 +1,110 @@
+"""Optimizer state of engine ``fsdp1``: torch names flat parameters' pieces by FQN, the plain format numbers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmfsdp.collective import gather_objects, scope_of
+from mmfsdp.guards import unwatched
+from mmfsdp.runtime import ShardedModel, clean_fqn
+from mmfsdp.state.stored import whole_value
+
+__all__ = ["groups_by_name", "load_flat_state", "state_by_place"]
+
+
+def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
+    """Return the FQNs of each param group, in the plain optimizer's order. Collective: every rank."""
+    return [group["params"] for group in _named(state, optimizer)["param_groups"]]
+
+
+def state_by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state, sharded, in the plain optimizer's format. Collective: every rank."""
+    named = _named(state, optimizer)
+    places: dict[str, int] = {}
+    groups = []
+    for group in named["param_groups"]:
+        places |= {fqn: place for place, fqn in enumerate(group["params"], len(places))}
+        groups.append({**group, "params": [places[fqn] for fqn in group["params"]]})
+    values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
+    return {"state": dict(sorted(values.items())), "param_groups": groups}
+
+
+def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a state that was checked to fit. Collective: every rank.
+
+    Args:
+        state: The runtime of the model.
+        optimizer: Built from its parameters.
+        state_dict: The plain optimizer's format, whole or sharded.
+    """
+    fqn_at: dict[int, str] = {}
+    groups = []
+    for fqns, group in zip(groups_by_name(state, optimizer), state_dict["param_groups"], strict=True):
+        fqn_at |= dict(zip(group["params"], fqns, strict=True))
+        groups.append({**group, "params": fqns})
+    values = {
+        fqn_at[place]: {name: _own(value) for name, value in entries.items()}
+        for place, entries in state_dict["state"].items()
+    }
+    if not values:
+        optimizer.state.clear()
+        for own, group in zip(optimizer.param_groups, groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        return
+    is_full = not any(isinstance(value, DTensor) for entries in values.values() for value in entries.values())
+    options = StateDictOptions(full_state_dict=is_full)
+    with unwatched(), _initialised(optimizer):
+        # torch wants an entry of every parameter; one that never got a gradient has its initial zeros.
+        named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
+        filled: dict[str, Any] = {"state": {**named["state"], **values}, "param_groups": groups}
+        set_optimizer_state_dict(state.module, optimizer, filled, options=options)
+
+
+def _own(value: Any) -> Any:
+    value = whole_value(value)
+    return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
+
+
+def _named(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
+    """Torch's state by FQN, each group in the order of the plain optimizer."""
+    fresh = not any(gather_objects(scope_of(state.mesh), bool(optimizer.state)))
+    with unwatched(), _initialised(optimizer):
+        named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
+        if fresh:
+            # torch has stepped it with zero gradients, which advances the step count.
+            optimizer.state.clear()
+            named["state"] = {}
+    place = {param.fqn: param.place for param in state.plan.all_params()}
+    own = {id(param): clean_fqn(fqn) for fqn, param in state.module.named_parameters()}
+    groups = []
+    for group, mine in zip(named["param_groups"], optimizer.param_groups, strict=True):
+        fqns = [own.get(id(param), "") for param in mine["params"]]
+        if set(fqns) != set(group["params"]):  # flat parameters: many names each
+            fqns = sorted(group["params"], key=lambda fqn: place[fqn])
+        groups.append({**group, "params": fqns})
+    return {**named, "param_groups": groups}
+
+
+@contextmanager
+def _initialised(optimizer: Optimizer) -> Iterator[None]:
+    """Put gradients aside: torch initialises an optimizer's state only where there are none."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
