@@ -433,7 +433,7 @@ class TestRefusals:
         with pytest.raises(PlanError) as caught:
             plan(model, MLPS, 2)
         assert str(caught.value) == (
-            "Shard unit '' mixes parameters of several dtypes (bfloat16: 'head.weight', 'head.bias'; float32: "
+            "Shard unit '(root)' mixes parameters of several dtypes (bfloat16: 'head.weight', 'head.bias'; float32: "
             "'embed.weight', 'embed.bias', 'norm.weight' and 1 more), which cannot be gathered together. Wrap the "
             "modules of one dtype as units of their own, ignore those parameters, or set precision.storage_dtype. "
             "[fqn='']"

@@ -136,7 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"use_orig_params": False},
         {"optim": {**SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}},
         ConfigError,
-        ["use_orig_params=False makes one flat parameter of shard unit ''", "Set use_orig_params=True."],
+        ["use_orig_params=False makes one flat parameter of shard unit '(root)'", "Set use_orig_params=True."],
     ),
     "float16 without a scaler": (
         {"mixed_precision": {"param_dtype": "float16"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.initialise import InitFn
 from mmfsdp.planning.policies import Policy
 
-__all__ = ["Translated", "translate_arguments"]
+__all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
 
 _UNSET: Any = object()
 
@@ -25,6 +26,7 @@ _MIXED_PRECISION = (
     "output_dtype",
     "keep_low_precision_grads",
     "cast_forward_inputs",
+    "cast_root_forward_inputs",
 )
 
 
@@ -63,6 +65,7 @@ def translate_arguments(
     engine: str | None = None,
     activation_checkpointing: Any = None,
     fsdp_auto_wrap_policy: Any = None,
+    **unknown: Any,
 ) -> Translated:
     """Return what the arguments mean. Pure but for ``device_id``, which selects the CUDA device as torch's does.
 
@@ -87,10 +90,16 @@ def translate_arguments(
         engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
         activation_checkpointing: A mode, or a dict of its settings, whose ``check_fn`` may be a function.
         fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
+        **unknown: Refused, with the nearest argument.
 
     Raises:
         ConfigError: An argument has a value that is not accepted, or two contradict each other.
     """
+    for name in unknown:
+        accepted = ", ".join(ARGUMENTS)
+        raise ConfigError(
+            f"FullyShardedDataParallel has no argument {name!r}.{closest(name, ARGUMENTS)} Accepted: {accepted}."
+        )
     if fsdp_auto_wrap_policy is not None:
         if auto_wrap_policy is not None:
             raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give one of them.")
@@ -133,6 +142,10 @@ def translate_arguments(
     _set(base, "activation_checkpointing", activation_checkpointing)
     mesh = process_group if process_group is not None else device_mesh
     return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
+
+
+ARGUMENTS = tuple(name for name in inspect.signature(translate_arguments).parameters if name != "unknown")
+"""The names that `translate_arguments` knows."""
 
 
 def _as_dict(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -191,8 +204,10 @@ def _precision(value: Any) -> Any:
                 f"mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
                 f"(type {type(value).__name__})."
             )
-    if fields.pop("cast_root_forward_inputs", True) is False:
-        fields["cast_forward_inputs"] = False
+    if isinstance(value, Mapping):
+        # Of torch's two settings one says how the model's inputs begin; off alone, it leaves nothing to cast inside.
+        root = fields.setdefault("cast_root_forward_inputs", True)
+        fields.setdefault("cast_forward_inputs", root)
     if ignored is not None:
         fields["ignore_classes"] = [f"{cls.__module__}.{cls.__qualname__}" for cls in ignored]
     return fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,13 +13,12 @@ from mmengine.device import get_device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
 
-from mmfsdp.compat import translate_arguments
+from mmfsdp.compat import ARGUMENTS
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp_mmengine.functions import build_check_fn, build_function, build_policy
 
 __all__ = ["StateDictSettings", "activation_arguments", "plain", "state_dict_settings", "wrapper_arguments"]
 
-_ACCEPTED = [*inspect.signature(translate_arguments).parameters]
 _KINDS: dict[str, Literal["full", "local"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "local"}
 
 
@@ -47,10 +45,10 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         ConfigError: An argument is unknown or has a value that is not accepted.
     """
     for name in given:
-        if name not in _ACCEPTED:
+        if name not in ARGUMENTS:
             raise ConfigError(
-                f"MMFullyShardedDataParallel has no argument {name!r}.{closest(name, _ACCEPTED)} Accepted: "
-                f"{', '.join(_ACCEPTED)}.",
+                f"MMFullyShardedDataParallel has no argument {name!r}.{closest(name, ARGUMENTS)} Accepted: "
+                f"{', '.join(ARGUMENTS)}.",
                 config=f"model_wrapper.{name}",
             )
     arguments: dict[str, Any] = plain(given)

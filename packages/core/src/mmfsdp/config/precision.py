@@ -51,6 +51,8 @@ class PrecisionConfig(ConfigModel):
     """Dtype of the shards themselves, so of optimizer states. Default: as the model is."""
     cast_forward_inputs: bool = True
     """Cast floating point inputs of each unit to its ``param_dtype``."""
+    cast_root_forward_inputs: bool | None = None
+    """The same for the whole model's inputs alone. Default: as ``cast_forward_inputs``."""
     keep_low_precision_grads: bool = False
     """Keep gradients in ``reduce_dtype`` after backward. Only the ``fsdp1`` engine can."""
     ignore_classes: Names = ("torch.nn.modules.batchnorm._BatchNorm",)

@@ -88,6 +88,7 @@ def unit_arguments(model: nn.Module, plan: ShardPlan, unit: ShardUnit, mesh: Dev
             reduce_dtype=_torch_dtype(unit.precision.reduce_dtype or unit.precision.param_dtype),
             keep_low_precision_grads=plan.keep_low_precision_grads,
             cast_forward_inputs=unit.precision.cast_forward_inputs,
+            cast_root_forward_inputs=unit.precision.cast_forward_inputs,
             _module_classes_to_ignore=(),  # the plan made them units of their own
         )
     prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}

@@ -85,7 +85,7 @@ def unit_precision(
             param_dtype=config.param_dtype,
             reduce_dtype=config.reduce_dtype,
             output_dtype=config.output_dtype,
-            cast_forward_inputs=config.cast_forward_inputs,
+            cast_forward_inputs=config.cast_forward_inputs or bool(config.cast_root_forward_inputs),
         )
     if "mixed_precision" in match.settings:
         return _from_torch(match.settings["mixed_precision"], match.fqn)

@@ -10,12 +10,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
-from mmfsdp.errors import ConfigError, FrozenParametersError, PlanError
+from mmfsdp.errors import ConfigError, PlanError
 from mmfsdp.planning.activation import activation_plan
+from mmfsdp.planning.checks import check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
-from mmfsdp.planning.patterns import listing
 from mmfsdp.planning.policies import Match, Policy, resolve_policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
 from mmfsdp.planning.schema import BufferEntry, Note, ParamEntry, ShardPlan, ShardUnit
@@ -60,6 +60,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"plan() shards an nn.Module, got {model!r} (type {type(model).__name__}).")
+    check_unsharded(model)
     config = _as_config(config)
     engine, reason = _choose_engine(config)
     spec = mesh_spec(
@@ -98,8 +99,9 @@ def plan(
         )
         for draft in drafts
     )
-    _check_units(units, engine, config)
-    _check_forward_methods(config, units)
+    check_units(units, engine, config)
+    check_reshard(units, spec)
+    check_forward_methods(config, units)
     return ShardPlan(
         engine=engine,
         engine_reason=reason,
@@ -226,36 +228,3 @@ def _buffer_entries(model: nn.Module) -> tuple[BufferEntry, ...]:
                     persistent=name not in module._non_persistent_buffers_set,  # torch has no public way to ask
                 )
     return tuple(found.values())
-
-
-def _check_units(units: tuple[ShardUnit, ...], engine: Engine, config: ShardConfig) -> None:
-    for unit in units:
-        frozen = [param.fqn for param in unit.params if not param.requires_grad]
-        trained = [param.fqn for param in unit.params if param.requires_grad]
-        if frozen and trained and not config.sharding.use_orig_params:
-            raise FrozenParametersError(
-                f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
-                f"{unit.fqn!r} has frozen parameters ({listing(frozen, 3)}) beside trained ones "
-                f"({listing(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of their own.",
-                fqn=unit.fqn,
-            )
-        dtypes = {param.dtype for param in unit.params if param.requires_grad or engine == "fsdp1"}
-        if len(dtypes) > 1:
-            odd = {dtype: [param.fqn for param in unit.params if param.dtype == dtype] for dtype in sorted(dtypes)}
-            found = "; ".join(f"{dtype}: {listing(fqns, 3)}" for dtype, fqns in odd.items())
-            raise PlanError(
-                f"Shard unit {unit.fqn!r} mixes parameters of several dtypes ({found}), which cannot be gathered "
-                "together. Wrap the modules of one dtype as units of their own, ignore those parameters, or set "
-                "precision.storage_dtype.",
-                fqn=unit.fqn,
-            )
-
-
-def _check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> None:
-    present = {name for unit in units for name in unit.forward_methods}
-    for name in config.sharding.forward_methods:
-        if name not in present:
-            raise ConfigError(
-                f"No shard unit has a method {name!r}. Drop it, or wrap the module that has it.",
-                config="sharding.forward_methods",
-            )

@@ -1,0 +1,90 @@
+"""What a plan must not be: each check refuses, with the way out, what no engine could carry out."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
+from mmfsdp.planning.patterns import listing
+from mmfsdp.planning.schema import MeshSpec, ShardUnit
+
+__all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Refuse a model that is sharded or wrapped already.
+
+    Raises:
+        PlanError: It is.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+            raise PlanError(
+                f"{fqn or '(root)'} is sharded or wrapped already ({type(module).__name__}). Plan the model as it was "
+                "before; a model is sharded once, with all its units.",
+                fqn=fqn,
+            )
+
+
+def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) -> None:
+    """Refuse units whose parameters cannot be held together.
+
+    Raises:
+        FrozenParametersError: Frozen and trained ones in one flat parameter.
+        PlanError: Several dtypes in one unit.
+    """
+    for unit in units:
+        frozen = [param.fqn for param in unit.params if not param.requires_grad]
+        trained = [param.fqn for param in unit.params if param.requires_grad]
+        if frozen and trained and not config.sharding.use_orig_params:
+            raise FrozenParametersError(
+                f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
+                f"{unit.fqn or '(root)'!r} has frozen parameters ({listing(frozen, 3)}) beside trained ones "
+                f"({listing(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of their own.",
+                fqn=unit.fqn,
+            )
+        dtypes = {param.dtype for param in unit.params if param.requires_grad or engine == "fsdp1"}
+        if len(dtypes) > 1:
+            odd = {dtype: [param.fqn for param in unit.params if param.dtype == dtype] for dtype in sorted(dtypes)}
+            found = "; ".join(f"{dtype}: {listing(fqns, 3)}" for dtype, fqns in odd.items())
+            raise PlanError(
+                f"Shard unit {unit.fqn or '(root)'!r} mixes parameters of several dtypes ({found}), which cannot be "
+                "gathered together. Wrap the modules of one dtype as units of their own, ignore those parameters, or set "
+                "precision.storage_dtype.",
+                fqn=unit.fqn,
+            )
+
+
+def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
+    """Refuse to reshard to groups that do not divide the shard groups.
+
+    Raises:
+        MeshError: They do not.
+    """
+    for unit in units:
+        size = unit.reshard_after_forward
+        if not isinstance(size, bool) and mesh.shard % size:
+            divisors = [n for n in range(2, mesh.shard) if mesh.shard % n == 0]
+            raise MeshError(
+                f"reshard_after_forward={size} needs shard groups that divide into groups of {size} ranks, but they "
+                f"have {mesh.shard}. Use true, false" + (f" or one of {divisors}." if divisors else "."),
+                config="sharding.reshard_after_forward",
+            )
+
+
+def check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> None:
+    """Refuse forward methods that no unit has.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    present = {name for unit in units for name in unit.forward_methods}
+    for name in config.sharding.forward_methods:
+        if name not in present:
+            raise ConfigError(
+                f"No shard unit has a method {name!r}. Drop it, or wrap the module that has it.",
+                config="sharding.forward_methods",
+            )
