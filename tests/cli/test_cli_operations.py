@@ -62,3 +62,21 @@ def test_verify_json(checkpoint: Path) -> None:
     report = json.loads(result.stdout)
     assert (report["ok"], report["format"], len(report["problems"])) == (False, "torch_zip", 1)
     assert report["problems"][0]["file"].endswith("damaged.pth")
+
+
+def test_diff(checkpoint: Path) -> None:
+    assert run("convert", checkpoint, checkpoint.with_name("out.safetensors")).returncode == 0
+    done = run("diff", checkpoint, checkpoint.with_name("out.safetensors"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Not compared: a: optimizer, a: meta." in done.stdout
+    assert "the same: 2 tensors compared (model) in " in done.stdout
+
+    done = run("diff", checkpoint, damaged(checkpoint))
+    assert done.returncode == 1
+    assert "state_dict/backbone.conv: 1 of 6 elements differ, by up to " in done.stdout
+    assert "different: 3 tensors compared (all) in " in done.stdout
+    assert run("diff", checkpoint, damaged(checkpoint), "--atol", "10").returncode == 0
+    report = json.loads(run("diff", checkpoint, damaged(checkpoint), "--json").stdout)
+    assert report["values"][0]["differing"] == 1
+    assert run("diff", checkpoint, "nowhere.pth").returncode == 2
+    assert run("diff", checkpoint, checkpoint, "--keep", "optimiser").returncode == 2

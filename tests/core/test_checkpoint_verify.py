@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -99,10 +100,8 @@ def test_every_byte_of_a_directory_with_a_manifest(tmp_path: Path) -> None:
     good = (source / "rank0.pth").read_bytes()
     for offset in range(0, size, 37):
         flip(source / "rank0.pth", offset)
-        try:
+        with contextlib.suppress(UnsafePickleError):  # a name in the pickle has changed
             assert not verify(source).ok, offset
-        except UnsafePickleError:
-            pass  # a name in the pickle has changed
         (source / "rank0.pth").write_bytes(good)
     assert verify(source).ok
 

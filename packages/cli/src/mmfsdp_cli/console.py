@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["byte_progress", "human_bytes", "reporting_errors"]
+__all__ = ["byte_progress", "count_progress", "human_bytes", "reporting_errors"]
 
 _FAILED = 1
 _USAGE = 2
@@ -54,27 +54,48 @@ def byte_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     Args:
         quiet: Show nothing.
     """
-    if quiet:
-        yield None
-    elif sys.stderr.isatty():
-        with _bar() as advance:
-            yield advance
-    else:
-        yield _line_printer()
+    with _progress(quiet, human_bytes) as progress:
+        yield progress
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def count_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a progress callback for things that are counted one by one; see ``byte_progress``."""
+    with _progress(quiet, None) as progress:
+        yield progress
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("copy", total=None)
+
+@contextmanager
+def _progress(quiet: bool, text: Callable[[int], str] | None) -> Iterator[Callable[[int, int], None] | None]:
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        with _bar(in_bytes=text is not None) as advance:
+            yield advance
+    else:
+        yield _line_printer(text or str)
+
+
+@contextmanager
+def _bar(in_bytes: bool) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    shown = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    console = Console(stderr=True)
+    with Progress(BarColumn(), *shown, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _line_printer() -> Callable[[int, int], None]:
+def _line_printer(text: Callable[[int], str]) -> Callable[[int, int], None]:
     printed = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -82,7 +103,7 @@ def _line_printer() -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - printed >= _SECONDS_PER_LINE:
             printed = now
-            typer.echo(f"{100 * done // total} %  {human_bytes(done)} of {human_bytes(total)}", err=True)
+            typer.echo(f"{100 * done // total} %  {text(done)} of {text(total)}", err=True)
 
     return show
 

@@ -16,7 +16,8 @@ __all__ = ["convert_command"]
 
 def convert_command(
     source: Annotated[
-        Path, typer.Argument(help="A .pth/.pt or .safetensors file, or a directory of rank{i}.pth files.")
+        Path,
+        typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."),
     ],
     target: Annotated[Path, typer.Argument(help="The file to write: .safetensors, .pth or .pt.")],
     keep: Annotated[
@@ -31,6 +32,10 @@ def convert_command(
     ] = False,
     to: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="safetensors or pth, where the suffix does not say.")
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
 ) -> None:
@@ -48,6 +53,7 @@ def convert_command(
                 verify=not no_verify,
                 progress=progress,
                 to=to,
+                reference=reference,
             )
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(report), indent=1))

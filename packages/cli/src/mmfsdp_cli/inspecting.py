@@ -18,18 +18,25 @@ __all__ = ["inspect_command"]
 
 
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A .pth/.pt or .safetensors file, or a directory of rank{i}.pth files.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 shows all.")] = 40,
     trust: Annotated[
         bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
     ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
+    ] = None,
 ) -> None:
     """Show the tensors of a checkpoint and what else it holds. No tensor data is read."""
     with reporting_errors():
         from mmfsdp.checkpoint import open_layout
 
-        layout = open_layout(path, trust=trust)
+        layout = open_layout(path, trust=trust, reference=reference)
         if as_json:
             typer.echo(json.dumps(layout.describe(), indent=1))
         else:

@@ -7,20 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.atomic import TargetExistsError
+    from mmfsdp.checkpoint.comparing import ValueDifference
     from mmfsdp.checkpoint.converting import ConversionReport, convert
     from mmfsdp.checkpoint.detect import open_layout
+    from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
     from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
 __all__ = [
     "Chunk",
     "ConversionReport",
+    "DiffReport",
+    "Difference",
     "Layout",
     "Problem",
     "TargetExistsError",
     "TensorEntry",
+    "ValueDifference",
     "VerifyReport",
     "convert",
+    "diff",
     "open_layout",
     "verify",
 ]
@@ -28,12 +34,16 @@ __all__ = [
 _MODULES = {
     "Chunk": "layout",
     "ConversionReport": "converting",
+    "DiffReport": "differing",
+    "Difference": "differing",
     "Layout": "layout",
     "Problem": "verifying",
     "TargetExistsError": "atomic",
     "TensorEntry": "layout",
+    "ValueDifference": "comparing",
     "VerifyReport": "verifying",
     "convert": "converting",
+    "diff": "differing",
     "open_layout": "detect",
     "verify": "verifying",
 }

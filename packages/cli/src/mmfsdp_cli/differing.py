@@ -1,0 +1,80 @@
+"""``mmfsdp-cli diff``: how two checkpoints differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmfsdp_cli.console import count_progress, reporting_errors
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint import DiffReport
+
+__all__ = ["diff_command"]
+
+
+def diff_command(
+    a: Annotated[Path, typer.Argument(help="A checkpoint: a file, an index or a directory.")],
+    b: Annotated[Path, typer.Argument(help="Another, of any format.")],
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance. Needs numpy.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance. Needs numpy.")] = 0.0,
+    keep: Annotated[
+        str | None, typer.Option(metavar="model|all|KEY", help="What to compare; as much as both have, by default.")
+    ] = None,
+    ignore_dtypes: Annotated[
+        bool, typer.Option("--ignore-dtypes", help="Compare values of different dtypes as numbers. Needs numpy.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Lines per kind of difference; 0 shows all.")] = 20,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+) -> None:
+    """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
+
+    Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
+    """
+    with reporting_errors():
+        from mmfsdp.checkpoint import diff
+
+        with count_progress(quiet=as_json) as progress:
+            report = diff(
+                a, b, rtol=rtol, atol=atol, keep=keep, ignore_dtypes=ignore_dtypes, trust=trust, progress=progress
+            )
+        if as_json:
+            typer.echo(json.dumps(report.describe(), indent=1))
+        else:
+            _print(report, limit)
+        if not report.same:
+            raise typer.Exit(1)
+
+
+def _print(report: DiffReport, limit: int) -> None:
+    kinds = {
+        f"Only in {report.a}": [*report.only_in_a],
+        f"Only in {report.b}": [*report.only_in_b],
+        "Shapes": [f"{item.name}: {item.a} and {item.b}" for item in report.shapes],
+        "Dtypes": [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes],
+        "Values": [
+            f"{item.name}: "
+            + ("differs" if item.differing is None else f"{item.differing} of {item.elements} elements differ")
+            + ("" if item.max_abs is None else f", by up to {item.max_abs:.3g}")
+            + ("" if item.max_rel is None else f" ({item.max_rel:.3g} of the value)")
+            for item in report.values
+        ],
+        "Not tensors": [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other],
+    }
+    for title, lines in kinds.items():
+        if lines:
+            typer.echo(f"{title} ({len(lines)}):")
+            for line in lines[: limit or None]:
+                typer.echo(f"  {line}")
+            if limit and len(lines) > limit:
+                typer.echo(f"  ... and {len(lines) - limit} more (--limit 0 shows all)")
+    if report.left_out:
+        typer.echo(f"Not compared: {', '.join(report.left_out)}.")
+    verdict = "the same" if report.same else "different"
+    typer.echo(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.")

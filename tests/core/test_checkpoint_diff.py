@@ -1,0 +1,174 @@
+"""``diff`` sees through formats and shardings, and tells exactly what differs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from mmfsdp.checkpoint import Layout, comparing, convert, diff, open_layout
+from mmfsdp.checkpoint.numeric import values
+from mmfsdp.checkpoint.streaming import OpenFiles, tensor_blocks
+from mmfsdp.dtypes import DTYPES, to_torch
+from mmfsdp.errors import ConfigError, IncompleteCheckpointError
+
+
+def save_rows(directory: Path, tensor: torch.Tensor, cuts: list[int]) -> Path:
+    """Write a ``local`` checkpoint of one tensor ``state_dict/w``, cut along its first dimension."""
+    directory.mkdir()
+    bounds = [0, *cuts, len(tensor)]
+    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        offsets = [start] + [0] * (tensor.ndim - 1)
+        header = {"format": "rank_local", "version": 1, "world_size": len(bounds) - 1, "rank": rank, "save_id": "a"}
+        boxes = {"state_dict/w": {"shape": list(tensor.shape), "offsets": offsets}}
+        piece = tensor[start:stop].clone(memory_format=torch.preserve_format)
+        torch.save({"state_dict": {"w": piece}, "mmfsdp": {**header, "tensors": boxes}}, directory / f"rank{rank}.pth")
+    return directory
+
+
+def save(path: Path, **state: Any) -> Path:
+    torch.save({"state_dict": state}, path)
+    return path
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_same_weights_in_other_formats_and_shardings(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int64", "bool", "float8_e5m2"]))
+    weight = torch.arange(rows * columns).reshape(rows, columns).to(to_torch(dtype))
+    cuts = sorted(data.draw(st.sets(st.integers(0, rows), max_size=3)))
+    with tempfile.TemporaryDirectory() as folder:
+        full = save(Path(folder, "full.pth"), w=weight)
+        local = save_rows(Path(folder, "local"), weight, cuts)
+        strided = save(Path(folder, "strided.pth"), w=weight.t().contiguous().t())
+        convert(local, Path(folder, "out.safetensors"))
+        for other in (local, strided, Path(folder, "out.safetensors")):
+            report = diff(full, other)
+            assert report.same, report
+            assert report.compared == 1
+        changed = weight.clone()
+        changed.view(torch.uint8).view(-1)[-1] ^= 1
+        report = diff(local, save(Path(folder, "changed.pth"), w=changed))
+        [found] = report.values
+        assert (found.name, found.elements, found.differing) == ("state_dict/w", rows * columns, 1)
+
+
+def test_names_shapes_dtypes_and_values(tmp_path: Path) -> None:
+    one = save(tmp_path / "a.pth", a=torch.ones(2), s=torch.ones(2, 3), t=torch.ones(4), v=torch.arange(4.0))
+    two = save(tmp_path / "b.pth", b=torch.ones(2), s=torch.ones(3, 2), t=torch.ones(4).half(), v=torch.ones(4))
+    report = diff(one, two)
+    assert not report.same
+    assert (report.scope, report.compared) == ("all", 1)
+    assert (report.only_in_a, report.only_in_b) == (("state_dict/a",), ("state_dict/b",))
+    assert [(item.name, item.a, item.b) for item in report.shapes] == [("state_dict/s", [2, 3], [3, 2])]
+    assert [(item.name, item.a, item.b) for item in report.dtypes] == [("state_dict/t", "float32", "float16")]
+    [found] = report.values
+    assert (found.differing, found.max_abs, found.max_rel) == (3, 2.0, 2.0)
+    assert json.loads(json.dumps(report.describe(), allow_nan=False))["same"] is False
+
+
+def test_scopes(tmp_path: Path) -> None:
+    tree = {"state_dict": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"m": torch.ones(2)}}}, "meta": {"epoch": 1}}
+    torch.save(tree, tmp_path / "a.pth")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    report = diff(tmp_path / "a.pth", tmp_path / "b.safetensors")
+    assert (report.same, report.scope, report.left_out) == (True, "model", ("a: optimizer", "a: meta"))
+    torch.save({"model": tree["state_dict"]}, tmp_path / "c.pth")
+    assert diff(tmp_path / "a.pth", tmp_path / "c.pth").scope == "model"
+
+    torch.save({**tree, "meta": {"epoch": 2, "more": None}}, tmp_path / "d.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "d.pth")
+    assert next((item.name, item.a) for item in report.other) == ("meta/epoch", 1)
+    assert repr(report.other[1].a) == "(nothing)"
+    assert diff(tmp_path / "a.pth", tmp_path / "d.pth", keep="optimizer").same
+    with pytest.raises(ConfigError, match=r"nor a top-level key of a\.pth\. Did you mean 'optimizer'"):
+        diff(tmp_path / "a.pth", tmp_path / "d.pth", keep="optimiser")
+
+
+def test_tolerances(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    nan, inf = math.nan, math.inf
+    one = save(tmp_path / "a.pth", w=torch.tensor([1.0, 100.0, nan, inf, 0.0]), i=torch.tensor([2**60, 5]))
+    two = save(tmp_path / "b.pth", w=torch.tensor([1.001, 100.1, -nan, inf, -0.0]), i=torch.tensor([2**60 + 3, 5]))
+    by_name = {item.name: item for item in diff(one, two).values}
+    assert by_name["state_dict/w"].differing == 4  # bit by bit: the sign of a NaN, and of zero
+    assert (by_name["state_dict/i"].differing, by_name["state_dict/i"].max_abs) == (1, 3.0)
+    assert diff(one, two, atol=3).same
+    assert {item.name for item in diff(one, two, atol=2).values} == {"state_dict/i"}
+    assert diff(one, two, rtol=2e-3).same
+    third = save(tmp_path / "c.pth", w=torch.tensor([1.0, 100.0, 0.0, -inf, 0.0]), i=torch.tensor([2**60, 5]))
+    [found] = diff(one, third, rtol=1, atol=1000).values
+    assert (found.differing, found.max_abs) == (2, inf)
+    assert "inf" in json.dumps(diff(one, third).describe(), allow_nan=False)
+    with pytest.raises(ConfigError, match="cannot be negative"):
+        diff(one, two, rtol=-1)
+
+
+def test_dtypes_as_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    weight = torch.linspace(-3, 3, 50)
+    one, two = save(tmp_path / "a.pth", w=weight), save(tmp_path / "b.pth", w=weight.bfloat16())
+    assert diff(one, two).dtypes
+    assert diff(one, two, ignore_dtypes=True, rtol=2**-8).same
+    [found] = diff(one, two, ignore_dtypes=True).values
+    assert found.max_abs == (weight - weight.bfloat16().float()).abs().max().item()
+
+
+def test_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = save(tmp_path / "a.pth", w=torch.ones(9), same=torch.ones(3))
+    two = save(tmp_path / "b.pth", w=torch.zeros(9), same=torch.ones(3))
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    [found] = diff(one, two).values
+    assert (found.name, found.differing, found.max_abs) == ("state_dict/w", None, None)
+    assert diff(one, one).same
+    with pytest.raises(ConfigError, match=r"needs numpy\. Install it with: pip install 'mmfsdp\[numpy\]'"):
+        diff(one, two, atol=1)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name.startswith(("float", "bfloat"))])
+def test_every_code_of_every_small_float_is_read_as_torch_reads_it(dtype: str) -> None:
+    pytest.importorskip("numpy")
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8)
+    expected = codes.view(to_torch(dtype)).double()
+    found = torch.from_numpy(values(memoryview(codes.numpy().tobytes()), dtype).astype("float64"))
+    assert torch.equal(found.nan_to_num(7.25), expected.nan_to_num(7.25))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_blocks_are_full_but_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.arange(7 * 11).view(7, 11)
+    source = save_rows(tmp_path / "local", weight, [1, 4])
+    entry = open_layout(source).tensors["state_dict/w"]
+    for item in (entry, open_layout(save(tmp_path / "t.pth", w=weight.t())).tensors["state_dict/w"]):
+        with OpenFiles() as files:
+            blocks = [bytes(block) for block in tensor_blocks(files, item, 64)]
+        assert {len(block) for block in blocks[:-1]} == {64}
+        expected = weight if item is entry else weight.t().contiguous()
+        assert b"".join(blocks) == expected.numpy().tobytes()
+    monkeypatch.setattr(comparing, "_ELEMENTS", 5)
+    seen: list[tuple[int, int]] = []
+    other = save(tmp_path / "other.pth", w=weight + 1)
+    [found] = diff(source, other, progress=lambda *numbers: seen.append(numbers)).values
+    assert (found.differing, found.max_abs, found.max_rel) == (77, 1.0, 1.0)
+    assert seen[-1] == (77, 77)
+
+
+def test_incomplete_tensors_are_an_error_and_not_a_difference(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pth", w=torch.ones(4))
+    layout = open_layout(source)
+    entry = layout.tensors["state_dict/w"]
+    half = type(entry)(entry.name, entry.dtype, (8,), entry.chunks)
+    broken = Layout(source, "torch_zip", 1, {entry.name: half}, layout.tree)
+    with pytest.raises(IncompleteCheckpointError):
+        diff(broken, broken)
