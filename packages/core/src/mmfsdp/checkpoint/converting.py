@@ -51,6 +51,7 @@ def convert(
     verify: bool = True,
     progress: Progress | None = None,
     to: str | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
 ) -> ConversionReport:
     """Write a checkpoint as one safetensors or ``.pth`` file, in constant memory and without torch.
 
@@ -58,7 +59,7 @@ def convert(
     stored.
 
     Args:
-        source: A ``.pth``/``.pt`` file, a safetensors file, or a directory of ``rank{i}.pth`` files.
+        source: A checkpoint of any kind that ``open_layout`` reads.
         target: The file to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` says the format.
         keep: ``'model'``: the weights (in a ``.pth`` file as ``{'state_dict': ..., 'meta': ...}``, the shape that
             OpenMMLab publishes). ``'all'``: everything; in a ``.pth`` file what a ``full`` checkpoint holds, in a
@@ -70,6 +71,7 @@ def convert(
         verify: Compare stored CRC-32 checksums with the data; costs one more pass over the source.
         progress: Called with the bytes copied so far and the bytes to copy. What it raises cancels the conversion.
         to: ``'safetensors'`` or ``'pth'``, where the suffix does not say.
+        reference: A whole checkpoint of the same model, where ``source`` does not say all shapes; see ``open_layout``.
 
     Raises:
         ConfigError: ``keep``, ``to`` or the suffix of ``target`` is not known, or the format cannot hold a dtype.
@@ -81,7 +83,7 @@ def convert(
     began = time.perf_counter()
     target = Path(target)
     written_format = _target_format(target, to)
-    layout = open_layout(source, trust=trust)
+    layout = open_layout(source, trust=trust, reference=reference)
     if target.exists() and any(os.path.samefile(target, file) for file in layout.files()):
         raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
 
