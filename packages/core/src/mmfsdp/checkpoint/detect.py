@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
+from mmfsdp.checkpoint.formats.mmengine_local import is_mmengine_local, read_mmengine_local
 from mmfsdp.checkpoint.formats.rank_local import is_rank_local, read_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from mmfsdp.checkpoint.formats.safetensors_index import read_safetensors_directory, read_safetensors_index
@@ -74,7 +75,10 @@ def open_layout(
 
 def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
     if is_rank_local(path):
-        return read_rank_local(path, trust=trust)
+        if not is_mmengine_local(path):
+            return read_rank_local(path, trust=trust)
+        whole = reference if reference is None or isinstance(reference, Layout) else open_layout(reference, trust=trust)
+        return read_mmengine_local(path, trust=trust, reference=whole)
     if is_dcp(path):
         return read_dcp(path, trust=trust)
     names = sorted(entry.name for entry in path.iterdir())

@@ -1,0 +1,159 @@
+"""Takes FSDP1's flat parameters apart: which elements of them are which parameter.
+
+The rule is FlatParamHandle's (torch/distributed/fsdp/_flat_param.py). With ``use_orig_params=True`` every parameter is
+padded to 16 bytes; the pieces of it in a rank's file are views of that rank's part of the flat parameter, which says
+where they belong. With ``False`` parameters follow each other without padding, and only the flat parameter is in the
+file: their names and order are those of the optimizer's groups, or of a reference. Each rank has ``ceil(n / ranks)``
+elements, later ones fewer or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmfsdp.checkpoint.formats.flat_ranges import FlatRange
+from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
+from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.dtypes import itemsize
+from mmfsdp.errors import CorruptCheckpointError
+
+__all__ = ["FLAT", "FlatUnit", "Span", "cut", "flat_unit", "spans_of_views"]
+
+FLAT = "_flat_param"
+"""What the key of a flat parameter ends with; the prefix of its unit stands before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of a flat parameter that are one parameter."""
+
+    dtype: str
+    """Its dtype."""
+    numel: int
+    """Number of its elements."""
+    ranges: tuple[FlatRange, ...]
+    """Where they are; ``start`` and ``stop`` count from the first element of the parameter."""
+    place: tuple[str, int]
+    """Prefix of its unit, and where it begins in the flat parameter: the same for tied names."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """The flat parameter of one unit, put together from all ranks."""
+
+    prefix: str
+    """What the names of its parameters begin with."""
+    dtype: str
+    """dtype of all its parameters."""
+    ranges: tuple[FlatRange, ...]
+    """Each rank's part; empty ones left out."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included."""
+        return self.ranges[-1].stop if self.ranges else 0
+
+
+def flat_unit(key: str, shards: Sequence[StoredShards], files: Sequence[Path]) -> FlatUnit:
+    """Put a flat parameter together.
+
+    Args:
+        key: Its key in the state dict.
+        shards: What each rank holds.
+        files: The file of each rank.
+
+    Raises:
+        CorruptCheckpointError: The parts do not follow each other.
+    """
+    ranges: list[FlatRange] = []
+    for held, file in zip(shards, files, strict=True):
+        if held.dtype != shards[0].dtype or held.shape != shards[0].shape or len(held.shape) != 1:
+            raise CorruptCheckpointError(
+                f"{key!r} is {held.dtype} of shape {list(held.shape)} in {file.name} but {shards[0].dtype} of shape "
+                f"{list(shards[0].shape)} in {files[0].name}.",
+                file=str(file),
+            )
+        for stored, (start,) in held.parts:
+            if not stored.shape[0]:
+                continue
+            expected = ranges[-1].stop if ranges else 0
+            if start != expected or stored.strides is not None or stored.dtype != held.dtype:
+                raise CorruptCheckpointError(
+                    f"The part of {key!r} in {file.name} begins at element {start} (expected {expected}).",
+                    file=str(file),
+                )
+            ranges.append(FlatRange(start, start + stored.shape[0], stored.offset, stored.record))
+    return FlatUnit(key.removesuffix(FLAT), shards[0].dtype, tuple(ranges))
+
+
+def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[StoredTensor | None]]) -> dict[str, Span]:
+    """Find the parameters whose pieces are views of a flat parameter (``use_orig_params=True``).
+
+    Args:
+        units: The flat parameters.
+        pieces: Name to what each rank holds under it, if it is a tensor.
+
+    Returns:
+        Name to parameter. Names that are not views, such as buffers, are left out.
+
+    Raises:
+        CorruptCheckpointError: The pieces of a parameter do not follow each other.
+    """
+    homes = {held.record: (unit, held) for unit in units for held in unit.ranges}
+    spans = {}
+    for name, parts in pieces.items():
+        found: list[FlatRange] = []
+        unit: FlatUnit | None = None
+        for part in parts:
+            if part is None or len(part.shape) != 1 or not part.shape[0] or part.record not in homes:
+                continue
+            home, held = homes[part.record]
+            start = held.start + (part.offset - held.offset) // itemsize(part.dtype)
+            follows = unit is home and found[-1].stop == start if found else True
+            if not follows or part.strides is not None or part.dtype != home.dtype:
+                raise CorruptCheckpointError(
+                    f"The pieces of parameter {name!r} do not follow each other; that in {part.record.file.name} "
+                    f"begins at element {start} of '{home.prefix}{FLAT}'.",
+                    file=str(part.record.file),
+                )
+            unit = home
+            found.append(FlatRange(start, start + part.shape[0], part.offset, part.record))
+        if unit is not None:
+            begin = found[0].start
+            ranges = tuple(FlatRange(r.start - begin, r.stop - begin, r.offset, r.record) for r in found)
+            spans[name] = Span(unit.dtype, ranges[-1].stop, ranges, (unit.prefix, begin))
+    return spans
+
+
+def cut(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
+    """Cut a flat parameter into parameters that follow each other (``use_orig_params=False``).
+
+    Args:
+        unit: The flat parameter.
+        shapes: Its parameters in order.
+
+    Returns:
+        Name to parameter; ``None`` if their sizes do not add up to that of the flat parameter.
+    """
+    if sum(map(math.prod, shapes.values())) != unit.numel:
+        return None
+    spans = {}
+    begin, item = 0, itemsize(unit.dtype)
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape)
+        ranges = tuple(
+            FlatRange(
+                max(held.start, begin) - begin,
+                min(held.stop, end) - begin,
+                held.offset + (max(held.start, begin) - held.start) * item,
+                held.record,
+            )
+            for held in unit.ranges
+            if max(held.start, begin) < min(held.stop, end)
+        )
+        spans[name] = Span(unit.dtype, end - begin, ranges, (unit.prefix, begin))
+        begin = end
+    return spans

@@ -1,0 +1,230 @@
+"""Turns the parts of a model's state dict that FSDP1's ranks hold into whole tensors with their shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.formats.flat_parameters import FLAT, FlatUnit, Span, cut, flat_unit, spans_of_views
+from mmfsdp.checkpoint.formats.flat_ranges import FlatRange, entry_of_ranges
+from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
+from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+
+__all__ = ["Known", "Section", "known_shapes", "resolve_section"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about parameters from elsewhere than the state dict."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name to shape, from the optimizer's state."""
+    groups: tuple[str, ...]
+    """Names in the order of the optimizer's groups."""
+    reference: Mapping[str, TensorEntry]
+    """Name to tensor of a whole checkpoint of the same model."""
+    ordered: bool
+    """Whether the reference has its names in the order of the model."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One state dict in the parts of all ranks."""
+
+    name: str
+    """Its key in the checkpoint."""
+    parts: list[dict[Any, Any]]
+    """Each rank's, with the same keys."""
+    files: list[Path]
+    """Each rank's file."""
+
+
+def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
+    """Collect what an optimizer's state and a reference say about parameters.
+
+    Args:
+        optimizer: Rank 0's optimizer state, or several by name.
+        reference: A whole checkpoint of the same model.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, None] = {}
+    for state in _optimizers(optimizer):
+        for group in state["param_groups"]:
+            names = group.get("params", ()) if isinstance(group, dict) else ()
+            groups.update(dict.fromkeys(name for name in names if isinstance(name, str)))
+        for name, values in state["state"].items():
+            held = values.values() if isinstance(values, dict) else ()
+            candidates = {value.shape for value in held if isinstance(value, StoredShards)}
+            if len(candidates) == 1:  # factored state has other shapes than its parameter
+                shapes[name] = candidates.pop()
+    found: dict[str, TensorEntry] = {}
+    if reference is not None:
+        key = next((key for key in ("state_dict", "model") if reference.tensors_below(key)), None)
+        found = dict(reference.tensors) if reference.is_flat or key is None else reference.tensors_below(key)
+    return Known(shapes, tuple(groups), found, reference is not None and not reference.format.startswith("safetensors"))
+
+
+def resolve_section(section: Section, known: Known) -> dict[str, Any]:
+    """Return the state dict with whole tensors: a ``TensorEntry`` for each parameter that was in parts.
+
+    Raises:
+        IncompleteCheckpointError: The shapes of parameters are not known.
+        CorruptCheckpointError: Parts do not fit together, or not with what is known.
+    """
+    units = {}
+    for key, value in section.parts[0].items():
+        if isinstance(value, StoredShards) and key.endswith(FLAT):
+            held = [part[key] for part in section.parts]
+            if any(not isinstance(shards, StoredShards) for shards in held):
+                raise CorruptCheckpointError(f"{key!r} is not sharded on every rank.", file=str(section.files[0]))
+            units[key] = flat_unit(key, held, section.files)
+    plain = [key for key in section.parts[0] if key not in units]
+    pieces = {
+        key: [part[key] if isinstance(part[key], StoredTensor) else None for part in section.parts] for key in plain
+    }
+    spans = spans_of_views(list(units.values()), pieces)
+    shapes = _shapes_of_places(spans, known)
+    spans.update(_spans_of_copies(pieces, spans, known, [unit.prefix for unit in units.values()]))
+    result: dict[str, Any] = {}
+    unknown: list[str] = []
+    for key in section.parts[0]:
+        if key in units:
+            if any(span.place[0] == units[key].prefix for span in spans.values()):
+                continue  # its parameters have keys of their own
+            found = _cut(units[key], list(units.values()), plain, known)
+            if found is None:
+                unknown.append(key)
+                continue
+            shapes.update({name: shape for name, shape in ((n, _shape(n, known)) for n in found) if shape is not None})
+            spans.update(found)
+            result.update(_entries(found, shapes, known, section, unknown))
+        elif key in spans:
+            result.update(_entries({key: spans[key]}, shapes, known, section, unknown))
+        else:
+            result[key] = section.parts[0][key]  # the same on all ranks
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        raise IncompleteCheckpointError(
+            f"{section.files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
+            "there is no optimizer state of them. Give a whole checkpoint of the same model as reference= "
+            "(--reference), such as the weights that training started from"
+            + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order."),
+            file=str(section.files[0]),
+        )
+    result.update(_aliases(result, known))
+    return result
+
+
+def _optimizers(value: Any) -> Iterator[dict[str, Any]]:
+    for state in [value, *value.values()] if isinstance(value, dict) else []:
+        if (
+            isinstance(state, dict)
+            and isinstance(state.get("state"), dict)
+            and isinstance(state.get("param_groups"), list)
+        ):
+            yield state
+
+
+def _shape(name: str, known: Known) -> tuple[int, ...] | None:
+    """Return the shape of a parameter; weights averaged by MMEngine have ``module.`` before their names."""
+    for spelling in (name, name.removeprefix("module.")):
+        if spelling in known.reference:
+            return known.reference[spelling].shape
+        if spelling in known.shapes:
+            return known.shapes[spelling]
+    return None
+
+
+def _shapes_of_places(spans: Mapping[str, Span], known: Known) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters, those of tied names included."""
+    places = {span.place: shape for name, span in spans.items() if (shape := _shape(name, known)) is not None}
+    return {name: places[span.place] for name, span in spans.items() if span.place in places}
+
+
+def _spans_of_copies(
+    pieces: Mapping[str, list[StoredTensor | None]], spans: Mapping[str, Span], known: Known, prefixes: list[str]
+) -> dict[str, Span]:
+    """Find parameters whose pieces were copied before they were saved, and so are no views any more."""
+    found: dict[str, Span] = {}
+    for name, parts in pieces.items():
+        shape = _shape(name, known)
+        held = [part for part in parts if part is not None and len(part.shape) == 1]
+        if name in spans or shape is None or len(held) != len(parts) or all(part.shape == shape for part in held):
+            continue
+        owners = [prefix for prefix in prefixes if name.startswith(prefix)]
+        if not owners or sum(part.shape[0] for part in held) != math.prod(shape):
+            continue
+        ranges, begin = [], 0
+        for part in held:
+            ranges.append(FlatRange(begin, begin + part.shape[0], part.offset, part.record))
+            begin = ranges[-1].stop
+        found[name] = Span(held[0].dtype, begin, tuple(ranges), (max(owners, key=len), -1 - len(found)))
+    return found
+
+
+def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) -> dict[str, Span] | None:
+    prefixes = [other.prefix for other in units if len(other.prefix) > len(unit.prefix)]
+    orders = [known.groups]
+    if known.ordered:
+        first_names = {entry.chunks: name for name, entry in reversed(list(known.reference.items())) if entry.chunks}
+        orders.append(tuple(name for name, entry in known.reference.items() if first_names.get(entry.chunks) == name))
+    for order in orders:
+        names = [name for name in order if name.startswith(unit.prefix) and name not in plain]
+        names = [name for name in names if not any(name.startswith(prefix) for prefix in prefixes)]
+        shapes = {name: _shape(name, known) for name in names}
+        whole = {name: shape for name, shape in shapes.items() if shape is not None}
+        if len(whole) == len(shapes) and (found := cut(unit, whole)) is not None:
+            return found
+    return None
+
+
+def _entries(
+    spans: Mapping[str, Span],
+    shapes: Mapping[str, tuple[int, ...]],
+    known: Known,
+    section: Section,
+    unknown: list[str],
+) -> dict[str, TensorEntry]:
+    result = {}
+    for name, span in spans.items():
+        shape = shapes.get(name, _shape(name, known))
+        if shape is None:
+            unknown.append(name)
+            continue
+        if math.prod(shape) != span.numel:
+            raise CorruptCheckpointError(
+                f"Parameter {name!r} has {span.numel} elements in {section.files[0].parent.name} (expected "
+                f"{math.prod(shape)}, as its shape is {list(shape)}).",
+                file=str(section.files[0]),
+            )
+        result[name] = entry_of_ranges(name, span.dtype, shape, span.ranges, _memory_order(name, known))
+    return result
+
+
+def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
+    """Return the dimensions of a parameter from the slowest to the fastest, where the reference says so."""
+    entry = known.reference.get(name)
+    if entry is None or len(entry.chunks) != 1 or entry.chunks[0].strides is None:
+        return None
+    strides = entry.chunks[0].strides
+    order = tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
+    packed = row_major_strides(tuple(entry.shape[dim] for dim in order))
+    if any(strides[dim] != step and entry.shape[dim] != 1 for dim, step in zip(order, packed, strict=True)):
+        return None  # a view into something larger: says nothing about the model's own memory
+    return order
+
+
+def _aliases(result: Mapping[str, Any], known: Known) -> dict[str, TensorEntry]:
+    """Return the names of the reference that are tied to a parameter and have no key here."""
+    by_source = {entry.chunks: name for name, entry in known.reference.items() if entry.chunks and name in result}
+    aliases = {}
+    for name, entry in known.reference.items():
+        twin = result.get(by_source.get(entry.chunks, "")) if name not in result else None
+        if isinstance(twin, TensorEntry) and twin.shape == entry.shape:
+            aliases[name] = TensorEntry(name, twin.dtype, twin.shape, twin.chunks)
+    return aliases

@@ -1,0 +1,202 @@
+"""Reads ``local`` checkpoints of stock MMEngine 0.8 to 0.10: one ``rank{i}.pth`` per rank, written from FSDP1.
+
+Each file holds what ``FSDP.state_dict`` and ``FSDP.optim_state_dict`` return under ``LOCAL_STATE_DICT``
+(mmengine/_strategy/fsdp.py): this rank's part of each flat parameter, and optimizer state in shards of its true shape.
+The files say the shapes of parameters only through the optimizer's state: without it, they come from a reference.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.formats.flat_parameters import FLAT
+from mmfsdp.checkpoint.formats.flat_sections import Known, Section, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
+from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.tree import map_leaves, unique_name
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+__all__ = ["is_mmengine_local", "read_mmengine_local"]
+
+_RANK_FILE = re.compile(r"rank(\d+)\.pth")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    path: Path
+    tree: dict[Any, Any]
+    shards: Mapping[str, StoredShards]  # by path in the tree
+
+
+def is_mmengine_local(directory: Path) -> bool:
+    """Tell whether the first rank file of a directory is stock MMEngine's, and not one of mmfsdp.
+
+    Raises:
+        FormatError, CorruptCheckpointError: The file cannot be read at all.
+    """
+    tree = read_tree(_files(directory)[min(_files(directory))], trust=True)
+    return isinstance(tree, dict) and "mmfsdp" not in tree
+
+
+def read_mmengine_local(directory: Path, *, trust: bool = False, reference: Layout | None = None) -> Layout:
+    """Read the layout of a ``local`` checkpoint of stock MMEngine.
+
+    Args:
+        directory: The directory of rank files.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        reference: A whole checkpoint of the same model, for shapes (and with ``use_orig_params=False`` the order of
+            parameters and tied names) that the files do not say.
+
+    Raises:
+        IncompleteCheckpointError: A rank's file is missing, or shapes are unknown and ``reference`` does not say them.
+        CorruptCheckpointError: The files do not fit together.
+        FormatError: A file is something else.
+        UnsafePickleError: A file names something that is not on the list of safe names.
+    """
+    ranks = _read_ranks(directory, trust)
+    known = known_shapes(ranks[0].tree.get("optimizer"), reference)
+    tree: dict[Any, Any] = {}
+    for key, value in ranks[0].tree.items():
+        tree[key] = _resolved(key, value, ranks, known) if _is_section(value) else value
+
+    tensors: dict[str, TensorEntry] = {}
+
+    def bind(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, StoredShards):
+            entry = _sharded(name, ranks)
+        elif isinstance(leaf, _Resolved):
+            entry = leaf.entry
+        elif isinstance(leaf, StoredTensor):
+            entry = TensorEntry(name, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
+        else:
+            return leaf
+        unique = unique_name(name, tensors)
+        tensors[unique] = TensorEntry(unique, entry.dtype, entry.shape, entry.chunks)
+        return TensorRef(unique, leaf.parameter if isinstance(leaf, StoredTensor) else None)
+
+    bound = map_leaves(tree, bind)
+    return Layout(directory, "mmengine_local", len(ranks), tensors, bound)
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    entry: TensorEntry
+
+
+def _files(directory: Path) -> dict[int, Path]:
+    return {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_FILE.fullmatch(entry.name))}
+
+
+def _read_ranks(directory: Path, trust: bool) -> list[_Rank]:
+    present = _files(directory)
+    ranks = []
+    world_size = None
+    for number in sorted(present):
+        rank = _read_rank(present[number], trust)
+        ranks.append(rank)
+        for name, held in rank.shards.items():
+            world_size = held.world_size if world_size is None else world_size
+            if (held.rank, held.world_size) != (number, world_size):
+                raise CorruptCheckpointError(
+                    f"{rank.path.name} holds the part of rank {held.rank} of {held.world_size} of {name!r} (expected "
+                    f"rank {number} of {world_size}).",
+                    file=str(rank.path),
+                )
+    expected = len(present) if world_size is None else world_size
+    missing = [f"rank{number}.pth" for number in range(min(expected, len(present) + 8)) if number not in present]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{directory.name} was saved by {expected} ranks, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing.",
+            file=str(directory / missing[0]),
+        )
+    for rank in ranks[1:]:
+        _check_same_save(ranks[0], rank)
+    return ranks
+
+
+def _read_rank(path: Path, trust: bool) -> _Rank:
+    tree = read_tree(path, trust=trust)
+    if not isinstance(tree, dict) or "mmfsdp" in tree or not isinstance(tree.get("state_dict"), dict):
+        raise FormatError(
+            f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
+        )
+    shards: dict[str, StoredShards] = {}
+
+    def collect(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, StoredShards):
+            shards[name] = leaf
+        return leaf
+
+    map_leaves(tree, collect)
+    return _Rank(path, tree, shards)
+
+
+def _check_same_save(first: _Rank, other: _Rank) -> None:
+    # Stock files carry nothing that ties them together; the counters are the best there is.
+    one, two = (rank.tree.get("meta") for rank in (first, other))
+    for key in ("iter", "epoch"):
+        values = [meta.get(key) for meta in (one, two) if isinstance(meta, dict)]
+        if len(values) == 2 and values[0] != values[1]:
+            raise CorruptCheckpointError(
+                f"{other.path.name} is of another save (meta/{key} {values[1]!r}) than {first.path.name} "
+                f"({values[0]!r}).",
+                file=str(other.path),
+            )
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(key, str) and key.endswith(FLAT) for key in value)
+
+
+def _resolved(key: Any, value: dict[Any, Any], ranks: list[_Rank], known: Known) -> dict[Any, Any]:
+    """Return a state dict of the model with its flat parameters taken apart."""
+    parts = [rank.tree.get(key) for rank in ranks]
+    for rank, part in zip(ranks, parts, strict=True):
+        if not isinstance(part, dict) or {*part} != {*value}:
+            raise CorruptCheckpointError(
+                f"The keys of {str(key)!r} in {rank.path.name} are not those in {ranks[0].path.name}.",
+                file=str(rank.path),
+            )
+    section = Section(str(key), [dict(part) for part in parts if isinstance(part, dict)], [rank.path for rank in ranks])
+    found = resolve_section(section, known)
+    result: dict[Any, Any] = collections.OrderedDict()
+    for name, entry in found.items():
+        result[name] = _Resolved(entry) if isinstance(entry, TensorEntry) else entry
+    versions = getattr(value, "_metadata", None)
+    if isinstance(versions, dict):
+        vars(result)["_metadata"] = collections.OrderedDict(
+            (re.sub(r"(^|\.)_fsdp_wrapped_module(?=\.|$)", "", str(name)).lstrip("."), version)
+            for name, version in versions.items()
+        )
+    return result
+
+
+def _sharded(name: str, ranks: list[_Rank]) -> TensorEntry:
+    """Put a tensor together that is stored in shards of its true shape."""
+    first: StoredShards | None = None
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    for rank in ranks:
+        held = rank.shards.get(name)
+        if held is None:
+            raise IncompleteCheckpointError(f"{rank.path.name} lacks its part of {name!r}.", file=str(rank.path))
+        first = held if first is None else first
+        if (held.dtype, held.shape) != (first.dtype, first.shape):
+            raise CorruptCheckpointError(
+                f"{name!r} is {held.dtype} of shape {list(held.shape)} in {rank.path.name} but {first.dtype} of shape "
+                f"{list(first.shape)} in {ranks[0].path.name}.",
+                file=str(rank.path),
+            )
+        for stored, offsets in held.parts:
+            chunk = stored.chunk(offsets)
+            if chunk.numel and stored.dtype == held.dtype:
+                chunks.setdefault((chunk.box_offsets, chunk.box_sizes), chunk)
+    assert first is not None
+    return TensorEntry(name, first.dtype, first.shape, tuple(chunks.values()))
