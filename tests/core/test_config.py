@@ -389,7 +389,7 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "precision.preset",
         "ShardConfig.precision.preset: ['bf16'] is not accepted.",
     ),
-    ({"precision": 16}, "precision", "ShardConfig.precision: Input should be a valid dictionary"),
+    ({"precision": 16}, "precision", "ShardConfig.precision: expected a str (preset) or a mapping, got 16 (type int)."),
     (
         {"sharding": {"reshard_after_forward": 1}},
         "sharding.reshard_after_forward",
@@ -397,7 +397,7 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     ),
     ({"prefetch": "middle"}, "prefetch.backward", "ShardConfig.prefetch.backward: 'middle' is not accepted."),
     ({"prefetch": {"forward": -1}}, "prefetch.forward", "greater than or equal to 0, got -1 (type int)."),
-    ({"cpu_offload": "yes"}, "cpu_offload", "ShardConfig.cpu_offload: Input should be a valid dictionary"),
+    ({"cpu_offload": "yes"}, "cpu_offload", "ShardConfig.cpu_offload: expected a bool (enabled) or a mapping, got 'yes' (type str)."),
     (
         {"init": {"param_init_fn": "f g"}},
         "init.param_init_fn",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -83,7 +83,12 @@ def as_mapping(key: str, *scalars: type, schema: Any) -> BeforeValidator:
     """
 
     def validate(value: Any) -> Any:
-        return {key: value} if isinstance(value, scalars) else value
+        if isinstance(value, scalars):
+            return {key: value}
+        if value is None or isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
+            return value
+        kinds = " or ".join(scalar.__name__ for scalar in scalars)
+        raise ValueError(f"expected a {kinds} ({key}) or a mapping, got {value!r} (type {type(value).__name__}).")
 
     return BeforeValidator(validate, json_schema_input_type=schema)
 

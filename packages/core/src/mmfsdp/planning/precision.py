@@ -48,6 +48,8 @@ def override_matches(model: nn.Module, config: PrecisionConfig) -> dict[str, Pre
         for name in override.modules:
             classes = match_classes([name], modules, must_match=False)
             hits = [fqn for fqn, module in modules.items() if type(module) in classes]
+            if not hits and name.isidentifier() and name not in modules and not name.islower():
+                match_classes([name], modules, config="precision.overrides")  # spelt like a class: hint at classes
             for fqn in hits or match_fqns([name], modules, what="module or class", config="precision.overrides"):
                 for module in _callable_modules(modules[fqn]):
                     found.setdefault(first_name[id(module)], override)

@@ -56,7 +56,11 @@ def render_tree(plan: ShardPlan) -> str:
             last = index == len(children) - 1
             fqn = f"{path}.{part}" if path else part
             unit = unit_at.get(fqn)
-            lines.append(prefix + ("└── " if last else "├── ") + (_tree_line(part, unit, plan) if unit else part))
+            if unit is not None and fqn != unit.fqn:
+                line = f"{part}  [with {unit.fqn}]"  # counted there
+            else:
+                line = part if unit is None else _tree_line(part, unit, plan)
+            lines.append(prefix + ("└── " if last else "├── ") + line)
             walk(below, prefix + ("    " if last else "│   "), fqn)
 
     walk(nodes, "", "")
@@ -123,10 +127,11 @@ def _totals(plan: ShardPlan) -> list[str]:
     spread = human_bytes(max(per_rank)) + (
         "" if min(per_rank) == max(per_rank) else f" (last: {human_bytes(min(per_rank))})"
     )
+    whole = len(plan.ignored_params)
+    held = f"; {whole} parameter{'s' if whole > 1 else ''} held whole" if whole else ""
     return [
         f"{len(plan.units)} shard units, {plan.param_numel:,} parameters, {human_bytes(total)}; "
-        f"per rank of {world}: {spread}"
-        + (f"; {len(plan.ignored_params)} parameters held whole" if plan.ignored_params else "")
+        f"per rank of {world}: {spread}{held}"
     ]
 
 
@@ -143,9 +148,8 @@ def _names(unit: ShardUnit) -> str:
 
 
 def _tree_line(label: str, unit: ShardUnit, plan: ShardPlan) -> str:
-    others = f", with {len(unit.fqns) - 1} tied" if len(unit.fqns) > 1 else ""
     sizes = f"{human_bytes(unit.nbytes)}, {human_bytes(plan.unit_param_bytes(unit))}/rank"
-    return f"{label}  [{unit.class_name}, {sizes}{others}]"
+    return f"{label}  [{unit.class_name}, {sizes}]"
 
 
 def _align(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
