@@ -207,7 +207,11 @@ def _entries(
 
 
 def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
-    """Return the dimensions of a parameter from the slowest to the fastest, where the reference says so."""
+    """Return the dimensions of a parameter from the slowest to the fastest, where the reference says so.
+
+    FSDP flattens weights in channels-last format as they lie in memory. It cannot save optimizer state of them, so
+    files that have that state need no reference to tell.
+    """
     entry = known.reference.get(name)
     if entry is None or len(entry.chunks) != 1 or entry.chunks[0].strides is None:
         return None
