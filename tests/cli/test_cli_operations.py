@@ -80,3 +80,25 @@ def test_diff(checkpoint: Path) -> None:
     assert report["values"][0]["differing"] == 1
     assert run("diff", checkpoint, "nowhere.pth").returncode == 2
     assert run("diff", checkpoint, checkpoint, "--keep", "optimiser").returncode == 2
+
+
+def test_inspect_one_tensor(checkpoint: Path) -> None:
+    done = run("inspect", checkpoint, "--tensor", "backbone.conv", "--stats")
+    assert done.returncode == 0
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["max", "5"] in lines
+    assert ["mean", "2.5"] in lines
+    assert json.loads(run("inspect", checkpoint, "--tensor", "head", "--stats", "--json").stdout)["zeros"] == 4
+    assert (
+        "state_dict/head: bfloat16, 4, 8 B\n  [0] of size [4]: "
+        in run("inspect", checkpoint, "--tensor", "head").stdout
+    )
+    assert run("inspect", checkpoint, "--tensor", "heat").returncode == 2
+    assert run("inspect", checkpoint, "--stats").returncode == 2
+
+
+def test_inspect_tree(checkpoint: Path) -> None:
+    lines = [" ".join(line.split()) for line in run("inspect", checkpoint, "--tree").stdout.splitlines()]
+    assert lines[:3] == ["state_dict/ 2 tensors 32 B", "backbone.conv float32 2 × 3 24 B", "head bfloat16 4 8 B"]
+    tree = json.loads(run("inspect", checkpoint, "--tree", "--json").stdout)
+    assert (tree["tensors"], tree["bytes"]) == (3, 56)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmfsdp_cli.console import human_bytes, reporting_errors
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
 
 if TYPE_CHECKING:
-    from mmfsdp.checkpoint import Layout
+    from mmfsdp.checkpoint import Layout, TensorEntry
 
 __all__ = ["inspect_command"]
 
@@ -24,6 +24,12 @@ def inspect_command(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 shows all.")] = 40,
+    tree: Annotated[bool, typer.Option("--tree", help="Sum up along the parts of the names.")] = False,
+    depth: Annotated[int, typer.Option(min=0, help="Levels of the tree; 0 shows all.")] = 3,
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Show where the parts of one tensor lie.")] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="With --tensor: read it, and show its minimum, mean, norm... Needs numpy.")
+    ] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
     ] = False,
@@ -32,15 +38,80 @@ def inspect_command(
         typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
     ] = None,
 ) -> None:
-    """Show the tensors of a checkpoint and what else it holds. No tensor data is read."""
+    """Show the tensors of a checkpoint and what else it holds. Without --stats no tensor data is read.
+
+    Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe; 2 a path or argument is wrong.
+    """
+    if stats and tensor is None:
+        raise typer.BadParameter("needs --tensor NAME", param_hint="--stats")
     with reporting_errors():
-        from mmfsdp.checkpoint import open_layout
+        from mmfsdp.checkpoint import find_tensor, open_layout
 
         layout = open_layout(path, trust=trust, reference=reference)
-        if as_json:
+        if stats and tensor is not None:
+            _print_statistics(layout, tensor, as_json)
+        elif tensor is not None:
+            _print_tensor(find_tensor(layout, tensor), as_json)
+        elif tree:
+            _print_tree(layout, depth, as_json)
+        elif as_json:
             typer.echo(json.dumps(layout.describe(), indent=1))
         else:
             _print_tables(layout, limit)
+
+
+def _print_statistics(layout: Layout, name: str, as_json: bool) -> None:
+    from mmfsdp.checkpoint import tensor_statistics
+
+    with byte_progress(quiet=as_json) as progress:
+        found = tensor_statistics(layout, name, progress=progress).describe()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for key, value in found.items():
+        shown = _shape(value) if key == "shape" else f"{value:.9g}" if isinstance(value, float) else value
+        typer.echo(f"{key:9}{shown}")
+
+
+def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
+    chunks = [
+        {
+            "file": str(chunk.file),
+            "offset": chunk.offset,
+            "bytes": chunk.nbytes,
+            "box_offsets": list(chunk.box_offsets),
+            "box_sizes": list(chunk.box_sizes),
+            "crc32": chunk.crc32,
+        }
+        for chunk in entry.chunks
+    ]
+    if as_json:
+        content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+        typer.echo(json.dumps(content, indent=1))
+        return
+    typer.echo(f"{entry.name}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
+    for chunk in entry.chunks:
+        typer.echo(
+            f"  {list(chunk.box_offsets)} of size {list(chunk.box_sizes)}: {chunk.file} at byte {chunk.offset}, "
+            f"{chunk.nbytes} bytes" + ("" if chunk.crc32 is None else f", CRC-32 {chunk.crc32:08x}")
+        )
+
+
+def _print_tree(layout: Layout, depth: int, as_json: bool) -> None:
+    from mmfsdp.checkpoint import tensor_tree
+
+    root = tensor_tree(layout)
+    if as_json:
+        typer.echo(json.dumps(root.describe(), indent=1))
+        return
+    rows = []
+    for level, node in root.walk(depth or None):
+        what = f"{node.tensors} tensors" if node.entry is None else f"{node.entry.dtype} {_shape(node.entry.shape)}"
+        rows.append(("  " * level + node.name, what, human_bytes(node.nbytes)))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for name, what, size in rows:
+        typer.echo(f"{name:{widths[0]}}  {what:{widths[1]}}  {size:>{widths[2]}}")
+    _print_totals(layout)
 
 
 def _print_tables(layout: Layout, limit: int) -> None:
@@ -59,12 +130,21 @@ def _print_tables(layout: Layout, limit: int) -> None:
     entries = list(layout.tensors.values())
     shown = entries[: limit or None]
     for entry in shown:
-        shape = " × ".join(map(str, entry.shape)) or "scalar"
-        table.add_row(escape(entry.name), entry.dtype, shape, str(len(entry.chunks)), human_bytes(entry.nbytes))
+        table.add_row(
+            escape(entry.name), entry.dtype, _shape(entry.shape), str(len(entry.chunks)), human_bytes(entry.nbytes)
+        )
     console.print(table)
     if len(shown) < len(entries):
-        console.print(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
+        typer.echo(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
+    _print_totals(layout)
+
+
+def _print_totals(layout: Layout) -> None:
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
-    console.print(f"\n{layout.format}{ranks}: {len(entries)} tensors, {human_bytes(layout.nbytes)}", soft_wrap=True)
+    typer.echo(f"\n{layout.format}{ranks}: {len(layout.tensors)} tensors, {human_bytes(layout.nbytes)}")
     for key, summary in layout.content().items():
-        console.print(f"  {escape(key)}: {escape(summary)}", soft_wrap=True)
+        typer.echo(f"  {key}: {summary}")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.detect import open_layout
     from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
+    from mmfsdp.checkpoint.parts import find_tensor
+    from mmfsdp.checkpoint.statistics import TensorStatistics, tensor_statistics
+    from mmfsdp.checkpoint.summarising import TreeNode, tensor_tree
     from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
 __all__ = [
@@ -23,11 +26,16 @@ __all__ = [
     "Problem",
     "TargetExistsError",
     "TensorEntry",
+    "TensorStatistics",
+    "TreeNode",
     "ValueDifference",
     "VerifyReport",
     "convert",
     "diff",
+    "find_tensor",
     "open_layout",
+    "tensor_statistics",
+    "tensor_tree",
     "verify",
 ]
 
@@ -40,11 +48,16 @@ _MODULES = {
     "Problem": "verifying",
     "TargetExistsError": "atomic",
     "TensorEntry": "layout",
+    "TensorStatistics": "statistics",
+    "TreeNode": "summarising",
     "ValueDifference": "comparing",
     "VerifyReport": "verifying",
     "convert": "converting",
     "diff": "differing",
+    "find_tensor": "parts",
     "open_layout": "detect",
+    "tensor_statistics": "statistics",
+    "tensor_tree": "summarising",
     "verify": "verifying",
 }
 
