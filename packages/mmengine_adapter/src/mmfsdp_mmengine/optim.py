@@ -100,8 +100,8 @@ def _check_flat(plan: ShardPlan, flat: Mapping[str, str], groups: list[list[str]
             first, *others = unit.params
             other = next(param for param in others if place.get(param.fqn) != place.get(first.fqn))
             raise ConfigError(
-                f"use_orig_params=False makes one flat parameter of shard unit {unit.fqn or '(root)'!r}, but the optimizer treats "
-                f"{first.fqn!r} and {other.fqn!r} of it differently. Set use_orig_params=True.",
+                f"use_orig_params=False makes one flat parameter of shard unit {unit.fqn or '(root)'!r}, but the "
+                f"optimizer treats {first.fqn!r} and {other.fqn!r} of it differently. Set use_orig_params=True.",
                 fqn=unit.fqn,
             )
 

@@ -52,8 +52,8 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
             found = "; ".join(f"{dtype}: {listing(fqns, 3)}" for dtype, fqns in odd.items())
             raise PlanError(
                 f"Shard unit {unit.fqn or '(root)'!r} mixes parameters of several dtypes ({found}), which cannot be "
-                "gathered together. Wrap the modules of one dtype as units of their own, ignore those parameters, or set "
-                "precision.storage_dtype.",
+                "gathered together. Wrap the modules of one dtype as units of their own, ignore those parameters, or "
+                "set precision.storage_dtype.",
                 fqn=unit.fqn,
             )
 
