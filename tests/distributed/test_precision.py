@@ -168,6 +168,23 @@ def test_control_torchs_scaler_drifts_with_flat_shards() -> None:
     assert len(set(run_ranks(drifting, 2))) == 2
 
 
+def lonely_infinity(rank: int, engine: str) -> float:
+    """As in the control, with the model and the scaler of this library."""
+    model = mmfsdp.shard(nn.Linear(4, 4, bias=False), {"engine": engine})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = mmfsdp.GradScaler("cpu", init_scale=64.0)
+    scale.scale(model(torch.ones(2, 4))[:, 0].sum() * float("inf")).backward()
+    scale.step(optimizer)
+    scale.update()
+    return scale.get_scale()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_an_infinity_in_one_shard_is_skipped_by_all(engine: str) -> None:
+    """Fails if GradScaler does not ask the other ranks."""
+    assert run_ranks(lonely_infinity, 2, engine) == [32.0, 32.0]
+
+
 def reduce_dtypes(rank: int) -> list[tuple[Any, Any]]:
     model = mmfsdp.shard(Tied(), {"precision": {"param_dtype": "bfloat16"}, "wrap": BLOCKS})
     return [(unit.precision.param_dtype, unit.precision.reduce_dtype) for unit in sharded_model(model).plan.units] + [
