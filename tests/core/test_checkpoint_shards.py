@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint.load import read_checkpoint
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 SAFETENSORS, TORCH = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -93,6 +94,17 @@ def test_a_single_file_in_a_directory(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "more.safetensors")
     with pytest.raises(FormatError, match=r"one of several safetensors files without an index"):
         open_layout(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip"])
+def test_loading_into_a_model(tmp_path: Path, kind: str) -> None:
+    tensors = write_shards(tmp_path / "in", kind)
+    if kind == "safetensors":
+        assert {*read_checkpoint(tmp_path / "in")["state_dict"]} == {*tensors}
+        return
+    message = r"in is a checkpoint of the format 'torch_index', .* convert in in_full\.pth --keep all"
+    with pytest.raises(FormatError, match=message):
+        read_checkpoint(tmp_path / "in")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zip"])

@@ -86,8 +86,15 @@ def read_checkpoint(path: str | Path, *, safe_globals: Iterable[Any] = ()) -> di
     """
     # Whatever a pickle names is judged below, by torch's own restricted loader and the caller's list.
     layout = open_layout(path, trust=True)
-    if layout.format == "safetensors":
+    if layout.format.startswith("safetensors"):
         return {"state_dict": dict(stored_tensors(layout))}
+    if layout.format not in ("torch_zip", "rank_local"):
+        raise FormatError(
+            f"{layout.path.name} is a checkpoint of the format {layout.format!r}, which can be converted but not "
+            "loaded into a model. Write it as one file first: mmfsdp-cli convert "
+            f"{layout.path.name} {layout.path.stem}_full.pth --keep all",
+            file=str(layout.path),
+        )
     file = layout.path / "rank0.pth" if layout.format == "rank_local" else layout.path
     content = _load(file, safe_globals)
     if not isinstance(content, dict):
