@@ -397,7 +397,11 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     ),
     ({"prefetch": "middle"}, "prefetch.backward", "ShardConfig.prefetch.backward: 'middle' is not accepted."),
     ({"prefetch": {"forward": -1}}, "prefetch.forward", "greater than or equal to 0, got -1 (type int)."),
-    ({"cpu_offload": "yes"}, "cpu_offload", "ShardConfig.cpu_offload: expected a bool (enabled) or a mapping, got 'yes' (type str)."),
+    (
+        {"cpu_offload": "yes"},
+        "cpu_offload",
+        "ShardConfig.cpu_offload: expected a bool (enabled) or a mapping, got 'yes' (type str).",
+    ),
     (
         {"init": {"param_init_fn": "f g"}},
         "init.param_init_fn",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from mmfsdp import forms
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.initialise import InitFn
@@ -18,16 +19,6 @@ from mmfsdp.planning.policies import Policy
 __all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
 
 _UNSET: Any = object()
-
-_MIXED_PRECISION = (
-    "param_dtype",
-    "reduce_dtype",
-    "buffer_dtype",
-    "output_dtype",
-    "keep_low_precision_grads",
-    "cast_forward_inputs",
-    "cast_root_forward_inputs",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ def translate_arguments(
         base["wrap"] = dict(auto_wrap_policy)
     elif auto_wrap_policy is not None:
         policy = auto_wrap_policy
-    modules, params, patterns = _ignored(ignored_modules, ignored_states, ignored_parameters)
+    modules, params, patterns = forms.ignored(ignored_modules, ignored_states, ignored_parameters)
 
     sharding = _section(base, "sharding", "strategy")
     _set(sharding, "strategy", sharding_strategy)
@@ -123,17 +114,17 @@ def translate_arguments(
             sharding[key] = [*sharding.get(key, ()), *names]
     init = _section(base, "init", "")
     _set(init, "sync_states", sync_module_states)
-    _set(init, "device", _device(device_id))
+    _set(init, "device", forms.device_type(device_id))
     init_fn = param_init_fn if callable(param_init_fn) else None
     if isinstance(param_init_fn, str):
         init["param_init_fn"] = param_init_fn
     prefetch = _section(base, "prefetch", "backward")
     if backward_prefetch is not _UNSET:
-        prefetch["backward"] = _prefetch_name(backward_prefetch)
+        prefetch["backward"] = forms.backward_prefetch(backward_prefetch)
     if forward_prefetch is not None:
         prefetch["forward"] = int(forward_prefetch)
-    _set(base, "precision", _precision(mixed_precision))
-    _set(base, "cpu_offload", _cpu_offload(cpu_offload))
+    _set(base, "precision", forms.precision(mixed_precision))
+    _set(base, "cpu_offload", forms.cpu_offload(cpu_offload))
     _set(base, "engine", engine)
     check_fn = None
     if isinstance(activation_checkpointing, Mapping) and callable(activation_checkpointing.get("check_fn")):
@@ -176,91 +167,3 @@ def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
 def _set(section: dict[str, Any], name: str, value: Any) -> None:
     if value is not None:
         section[name] = value
-
-
-def _prefetch_name(value: Any) -> str:
-    if value is None:
-        return "none"
-    name = getattr(value, "name", value)
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
-            f"(type {type(value).__name__})."
-        )
-    return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
-
-
-def _precision(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        fields = dict(value)
-        ignored = fields.pop("_module_classes_to_ignore", None)
-    else:
-        fields = {name: getattr(value, name) for name in _MIXED_PRECISION if hasattr(value, name)}
-        ignored = getattr(value, "_module_classes_to_ignore", None)
-        if not fields:
-            raise ConfigError(
-                f"mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
-                f"(type {type(value).__name__})."
-            )
-    if isinstance(value, Mapping):
-        # Of torch's two settings one says how the model's inputs begin; off alone, it leaves nothing to cast inside.
-        root = fields.setdefault("cast_root_forward_inputs", True)
-        fields.setdefault("cast_forward_inputs", root)
-    if ignored is not None:
-        fields["ignore_classes"] = [f"{cls.__module__}.{cls.__qualname__}" for cls in ignored]
-    return fields
-
-
-def _cpu_offload(value: Any) -> Any:
-    if hasattr(value, "offload_params"):
-        return bool(value.offload_params)
-    if isinstance(value, Mapping):
-        fields = dict(value)
-        if "offload_params" in fields:
-            fields["enabled"] = fields.pop("offload_params")
-        return fields
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(
-            f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__})."
-        )
-    return value
-
-
-def _device(device_id: int | str | torch.device | None) -> str | None:
-    if device_id is None:
-        return None
-    if isinstance(device_id, int) and not torch.cuda.is_available():
-        return "cpu"  # configs written for GPUs run on a machine without one
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type == "cuda":
-        if device.index is not None and torch.cuda.is_available():
-            torch.cuda.set_device(device)
-    elif device.type != "cpu":
-        raise ConfigError(
-            f"device_id names a CPU or CUDA device, got {device_id!r}.{closest(device.type, ('cpu', 'cuda'))}"
-        )
-    return device.type
-
-
-def _ignored(
-    modules: Iterable[Any] | None, states: Iterable[Any] | None, params: Iterable[Any] | None
-) -> tuple[list[nn.Module], list[nn.Parameter], dict[str, list[str]]]:
-    found_modules: list[nn.Module] = []
-    found_params: list[nn.Parameter] = []
-    patterns: dict[str, list[str]] = {"ignored_modules": [], "ignored_parameters": []}
-    sources = (("ignored_modules", modules), ("ignored_states", states), ("ignored_parameters", params))
-    for argument, items in sources:
-        for item in [items] if isinstance(items, str) else items or ():
-            if isinstance(item, nn.Module):
-                found_modules.append(item)
-            elif isinstance(item, nn.Parameter):
-                found_params.append(item)
-            elif isinstance(item, str):
-                patterns["ignored_modules" if argument == "ignored_modules" else "ignored_parameters"].append(item)
-            else:
-                raise ConfigError(
-                    f"{argument} holds {item!r} (type {type(item).__name__}); give modules, parameters or names."
-                )
-    return found_modules, found_params, patterns
