@@ -102,3 +102,35 @@ def test_inspect_tree(checkpoint: Path) -> None:
     assert lines[:3] == ["state_dict/ 2 tensors 32 B", "backbone.conv float32 2 × 3 24 B", "head bfloat16 4 8 B"]
     tree = json.loads(run("inspect", checkpoint, "--tree", "--json").stdout)
     assert (tree["tensors"], tree["bytes"]) == (3, 56)
+
+
+def test_convert_in_part(checkpoint: Path) -> None:
+    target = checkpoint.with_name("out.pth")
+    options = ["--include", "backbone.*", "--rename", r"^backbone\.=encoder.", "--dtype", "bf16", "--verify"]
+    done = run("convert", checkpoint, target, *options)
+    assert done.returncode == 0, done.stderr
+    assert "1 tensors, 12 B in " in done.stdout
+    assert ", verified." in done.stdout
+    assert torch.load(target, weights_only=True)["state_dict"]["encoder.conv"].dtype == torch.bfloat16
+    assert run("convert", checkpoint, target, "--force", "--rename", "x").returncode == 2
+    assert run("convert", checkpoint, target, "--force", "--include", "neck.*").returncode == 2
+
+
+def test_convert_dry_run_and_shards(checkpoint: Path) -> None:
+    target = checkpoint.with_name("shards")
+    done = run("convert", checkpoint, target, "--max-shard-size", "24B", "--dry-run")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"Would write {target} (safetensors_index): 2 tensors, 32 B."
+    assert lines[1] == "  model-00001-of-00002.safetensors: 24 B"
+    assert not target.exists()
+    done = run("convert", checkpoint, target, "--max-shard-size", "24B", "--json", "--no-fsync")
+    assert json.loads(done.stdout)["files"]["model-00002-of-00002.safetensors"] == 8
+    assert run("diff", checkpoint, target).returncode == 0
+
+
+def test_convert_publish(checkpoint: Path) -> None:
+    report = json.loads(run("convert", checkpoint, checkpoint.with_name("m.pth"), "--publish", "--json").stdout)
+    assert run("inspect", report["path"]).returncode == 0
+    done = run("convert", checkpoint, checkpoint.with_name("n.pth"), "--dtype", "head=fp32", "--dtype", "re:.*=fp16")
+    assert "Cast: 2 tensors." in done.stdout

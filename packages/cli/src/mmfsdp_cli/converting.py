@@ -1,15 +1,17 @@
-"""``mmfsdp-cli convert``: any checkpoint into one safetensors or ``.pth`` file."""
+"""``mmfsdp-cli convert``: any checkpoint into another format, in part or whole."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint import ConversionReport
 
 __all__ = ["convert_command"]
 
@@ -19,27 +21,65 @@ def convert_command(
         Path,
         typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."),
     ],
-    target: Annotated[Path, typer.Argument(help="The file to write: .safetensors, .pth or .pt.")],
+    target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .pth or .pt, or a directory.")],
     keep: Annotated[
         str, typer.Option(metavar="model|all|KEY", help="The weights, everything, or one top-level key.")
     ] = "model",
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave out such names.")] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX=REPL", help="Rewrite names, as Python's re.sub; in order.")
+    ] = None,
+    strip_prefix: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Take this off the beginning of names, before renaming.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name. Needs numpy."),
+    ] = None,
+    use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights as the model's.")] = False,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
+    ] = False,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write a directory of safetensors files up to, say, 5GB each.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="safetensors, pth or safetensors_index, where the suffix does not say."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing target.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the output again and compare it with the source.")
+    ] = False,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not compare stored checksums with the data.")
+        bool, typer.Option("--no-verify", help="Do not compare the source's stored checksums with its data.")
+    ] = False,
+    no_fsync: Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the output is on disk.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and say what would be written; write nothing.")
     ] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
     ] = False,
-    to: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="safetensors or pth, where the suffix does not say.")
-    ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
 ) -> None:
-    """Write a checkpoint as one file, in constant memory. The target appears complete or not at all."""
+    """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
+
+    Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or cannot be written; 2 a path or argument
+    is wrong.
+    """
+    rewrites = [_pair(text, "--rename", "REGEX=REPL") for text in rename or ()]
+    if len(dtype or ()) == 1 and dtype is not None and "=" not in dtype[0]:
+        dtypes: str | dict[str, str] | None = dtype[0]
+    else:
+        dtypes = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtype or ()) or None
     with reporting_errors():
         from mmfsdp.checkpoint import convert
 
@@ -48,23 +88,58 @@ def convert_command(
                 source,
                 target,
                 keep=keep,
+                include=include or (),
+                exclude=exclude or (),
+                rename=rewrites,
+                strip_prefix=strip_prefix,
+                dtype=dtypes,
+                use_ema=use_ema,
+                publish=publish,
+                max_shard_size=max_shard_size,
                 overwrite=force,
                 trust=trust,
                 verify=not no_verify,
+                verify_output=verify,
+                fsync=not no_fsync,
+                dry_run=dry_run,
                 progress=progress,
                 to=to,
                 reference=reference,
             )
         if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(report), indent=1))
-            return
+            typer.echo(json.dumps(report.describe(), indent=1))
+        else:
+            _print(report)
+
+
+def _pair(text: str, option: str, form: str) -> tuple[str, str]:
+    # The last sign counts: a regular expression may hold one, as in (?=...), a replacement or dtype hardly does.
+    left, sign, right = text.rpartition("=")
+    if not sign or not left:
+        raise typer.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
+    return left, right
+
+
+def _print(report: ConversionReport) -> None:
+    what = f"{report.tensors} tensors, {human_bytes(report.bytes)}"
+    if report.dry_run:
+        typer.echo(f"Would write {report.path} ({report.format}): {what}.")
+        for name, size in report.files.items():
+            if name:
+                typer.echo(f"  {name}: {human_bytes(size)}")
+        typer.echo(f"To read: {human_bytes(report.bytes_read)}. Free on the disk: {human_bytes(report.free_bytes)}.")
+    else:
         rate = human_bytes(int(report.bytes / report.seconds)) if report.seconds else "?"
-        typer.echo(
-            f"Wrote {target} ({report.format}): {report.tensors} tensors, {human_bytes(report.bytes)} in "
-            f"{report.seconds:.1f} s ({rate}/s)."
-        )
-        if report.dropped:
-            typer.echo(f"Not written: {_listed(report.dropped)}.")
+        checked = ", verified" if report.verified else ""
+        typer.echo(f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.")
+    if report.casts:
+        typer.echo(f"Cast: {len(report.casts)} tensors.")
+    for name, count in report.overflowed.items():
+        typer.secho(f"warning: {count} elements of {name} became infinite.", fg="yellow", err=True)
+    for note in report.notes:
+        typer.echo(f"Note: {note}.")
+    if report.dropped:
+        typer.echo(f"Not written: {_listed(report.dropped)}.")
 
 
 def _listed(paths: tuple[str, ...]) -> str:

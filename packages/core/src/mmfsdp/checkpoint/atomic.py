@@ -18,7 +18,15 @@ from pathlib import Path
 
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
-__all__ = ["TargetExistsError", "atomic_output", "commit", "discard", "temporary_sibling"]
+__all__ = [
+    "TargetExistsError",
+    "atomic_output",
+    "commit",
+    "discard",
+    "refuse_existing",
+    "refuse_missing_parent",
+    "temporary_sibling",
+]
 
 _PARTIAL = "mmfsdp-partial"
 _REPLACED = "mmfsdp-replaced"
@@ -41,12 +49,7 @@ def temporary_sibling(path: Path) -> Path:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
     """
     path = _absolute(path)
-    if not path.parent.is_dir():
-        raise CheckpointNotFoundError(
-            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
-            + _nearest(path.parent),
-            file=str(path),
-        )
+    refuse_missing_parent(path)
     _remove_stale(path)
     return _sibling(path, _PARTIAL)
 
@@ -68,7 +71,7 @@ def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool 
     """
     path = _absolute(path)
     if not overwrite:
-        _refuse_existing(path)
+        refuse_existing(path)
     if fsync:
         _sync_tree(temporary)
     aside: Path | None = None
@@ -110,7 +113,7 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
     """
     path = _absolute(path)
     if not overwrite:
-        _refuse_existing(path)
+        refuse_existing(path)
     temporary = temporary_sibling(path)
     try:
         yield temporary
@@ -125,7 +128,19 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_missing_parent(path: Path) -> None:
+    """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
+    path = _absolute(path)
+    if not path.parent.is_dir():
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
+            + _nearest(path.parent),
+            file=str(path),
+        )
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise ``TargetExistsError`` if there is something at a target already."""
     if os.path.lexists(path):
         kind = "directory" if path.is_dir() else "file"
         raise TargetExistsError(
@@ -144,9 +159,7 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 def _remove_stale(path: Path) -> None:
-    pattern = re.compile(
-        re.escape(f".{path.name}.") + rf"{_machine()}-(\d+)-[0-9a-f]{{8}}\.({_PARTIAL}|{_REPLACED})"
-    )
+    pattern = re.compile(re.escape(f".{path.name}.") + rf"{_machine()}-(\d+)-[0-9a-f]{{8}}\.({_PARTIAL}|{_REPLACED})")
     for entry in list(path.parent.iterdir()):
         match = pattern.fullmatch(entry.name)
         if match is None or _is_alive(int(match[1])):

@@ -1,174 +1,205 @@
-"""Turns a checkpoint of any format into one file: read its layout, decide what to keep, prove it whole, copy bytes."""
+"""Turns a checkpoint of any format into another: read its layout, decide what to write, prove it whole, copy bytes."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.atomic import atomic_output
+from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.copying import Progress
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
-from mmfsdp.checkpoint.formats.safetensors_file import write_safetensors
-from mmfsdp.checkpoint.formats.torch_zip_writer import write_torch_zip
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import select_tensors, tensor_free_paths
-from mmfsdp.errors import ConfigError, FormatError, closest
+from mmfsdp.checkpoint.intent import Intent, intended
+from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.output import check_output, check_space, free_bytes
+from mmfsdp.checkpoint.renaming import NameRules
+from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
+from mmfsdp.errors import ConfigError
 
 __all__ = ["ConversionReport", "convert"]
-
-_SUFFIXES = {".safetensors": "safetensors", ".pth": "torch_zip", ".pt": "torch_zip"}
-_FORMATS = {"safetensors": "safetensors", "torch_zip": "torch_zip", "pth": "torch_zip", "pt": "torch_zip"}
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a conversion wrote."""
+    """What a conversion wrote, or would write."""
 
+    path: str
+    """The target."""
+    format: str
+    """Its format, such as ``'safetensors'`` or ``'torch_zip'``."""
     tensors: int
     """Number of names written; tied tensors count once per name."""
     bytes: int
     """Bytes of tensor data written; tied tensors count once in a ``.pth`` file."""
+    bytes_read: int
+    """Bytes of tensor data that are read from the source, apart from the comparison of checksums."""
+    files: Mapping[str, int]
+    """Files with tensor data by name, and bytes of it; an empty name is the target itself."""
+    free_bytes: int
+    """Bytes free on the target's disk before the conversion."""
     dropped: tuple[str, ...]
     """Paths of the parts of the source that are not in the target."""
+    casts: Mapping[str, str]
+    """Tensors whose dtype changed, and their new dtype."""
+    overflowed: Mapping[str, int]
+    """Tensors in which finite elements became infinite when they were cast, and how many."""
+    notes: tuple[str, ...]
+    """What else one should know."""
+    verified: bool
+    """Whether the output was read again and compared with the source."""
+    dry_run: bool
+    """Whether nothing was written."""
     seconds: float
     """Wall time, the reading of metadata included."""
-    format: str
-    """``'safetensors'`` or ``'torch_zip'``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``convert --json`` prints: plain values only."""
+        return asdict(self)
+
+
+@dataclass
+class _Overflows:
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def note(self, name: str, count: int) -> None:
+        self.counts[name] = count
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Layout,
     target: str | os.PathLike[str],
     *,
     keep: str = "model",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    dtype: str | Mapping[str, str] | None = None,
+    use_ema: bool = False,
+    publish: bool = False,
+    max_shard_size: int | str | None = None,
     overwrite: bool = False,
     trust: bool = False,
     verify: bool = True,
+    verify_output: bool = False,
+    fsync: bool = True,
+    dry_run: bool = False,
     progress: Progress | None = None,
     to: str | None = None,
     reference: str | os.PathLike[str] | Layout | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint as one safetensors or ``.pth`` file, in constant memory and without torch.
+    """Write a checkpoint in another format, in constant memory and without torch.
 
     The target appears complete or not at all. Before a byte is copied, every tensor is proven to be covered by what is
     stored.
 
     Args:
-        source: A checkpoint of any kind that ``open_layout`` reads.
-        target: The file to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` says the format.
+        source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
+        target: What to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` says the format.
         keep: ``'model'``: the weights (in a ``.pth`` file as ``{'state_dict': ..., 'meta': ...}``, the shape that
             OpenMMLab publishes). ``'all'``: everything; in a ``.pth`` file what a ``full`` checkpoint holds, in a
             safetensors file every tensor under its whole path such as ``'optimizer/state/0/exp_avg'``. Otherwise a
             top-level key such as ``'ema_state_dict'``.
+        include: Take only tensors whose name in the part that is kept matches a glob (``*`` within one dotted part,
+            ``**`` across parts) or ``'re:...'``.
+        exclude: Leave out what matches one of these.
+        rename: Regular expressions and replacements as for ``re.sub``, applied in order to the names.
+        strip_prefix: Take this off the beginning of names that have it, before they are renamed.
+        dtype: Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see
+            the new names. Rounds to nearest, ties to even. Needs numpy.
+        use_ema: Take the averaged weights as the model's.
+        publish: Write the weights and ``meta`` only, and put the first eight digits of the file's SHA-256 in its name.
+        max_shard_size: Write a directory of safetensors files with at most so many bytes of tensor data each, such as
+            ``'5GB'``, and their index.
         overwrite: Replace an existing target.
         trust: Keep unknown pickled objects as opaque placeholders, never imported, instead of refusing the source. They
             are written again into a ``.pth`` target.
         verify: Compare stored CRC-32 checksums with the data; costs one more pass over the source.
+        verify_output: Read the output before it appears, and compare every tensor with the source.
+        fsync: Wait until the output is on disk.
+        dry_run: Check and report everything that can be known without writing.
         progress: Called with the bytes copied so far and the bytes to copy. What it raises cancels the conversion.
-        to: ``'safetensors'`` or ``'pth'``, where the suffix does not say.
+        to: ``'safetensors'``, ``'pth'`` or ``'safetensors_index'``, where the suffix does not say.
         reference: A whole checkpoint of the same model, where ``source`` does not say all shapes; see ``open_layout``.
 
     Raises:
-        ConfigError: ``keep``, ``to`` or the suffix of ``target`` is not known, or the format cannot hold a dtype.
+        ConfigError: An argument is unknown or malformed, a pattern or rewrite matches nothing, two tensors would get
+            one name, or the format cannot hold a dtype.
         CheckpointNotFoundError: There is no checkpoint at ``source``, or no directory for ``target``.
         TargetExistsError: ``target`` exists and ``overwrite`` is false.
         FormatError, UnsafePickleError: ``source`` cannot be read; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: ``source`` lacks data, or its data is damaged.
+        CheckpointError: The disk of the target is too small.
     """
     began = time.perf_counter()
     target = Path(target)
-    written_format = _target_format(target, to)
-    layout = open_layout(source, trust=trust, reference=reference)
-    if target.exists() and any(os.path.samefile(target, file) for file in layout.files()):
+    if publish and keep != "model":
+        raise ConfigError(f"publish=True (--publish) writes the weights; it cannot go with keep={keep!r}.")
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    if publish and limit is not None:
+        raise ConfigError("publish=True (--publish) writes one file; it cannot go with max_shard_size.")
+    kind = target_format(target, to, limit)
+    rules = NameRules(tuple(include), tuple(exclude), tuple(rename), strip_prefix)
+    layout = source if isinstance(source, Layout) else open_layout(source, trust=trust, reference=reference)
+    _refuse_own_files(layout, target)
+    overflows = _Overflows()
+    intent = intended(layout, kind, keep, rules, use_ema=use_ema, dtype=dtype, limit=limit, overflow=overflows.note)
+    check_coverage(layout, intent.sources)
+    free = free_bytes(target)
+    final, written = target, sum(intent.files.values())
+    if not overwrite and not publish:
+        refuse_existing(target)
+    if not dry_run:
+        check_space(target, written, free)
+        temporary = temporary_sibling(target)
+        try:
+            written = kind.write(temporary, intent.content, verify, progress)
+            if verify_output:
+                check_output(temporary, intent.written, trust=trust, progress=progress)
+            final = published_path(target, temporary) if publish else target
+            commit(temporary, final, overwrite=overwrite, fsync=fsync)
+        except BaseException:  # an interrupt must not leave a half-written file either
+            discard(temporary)
+            raise
+    return _report(intent, layout, final, written, free, overflows, verify_output, dry_run, began)
+
+
+def _report(
+    intent: Intent,
+    layout: Layout,
+    final: Path,
+    written: int,
+    free: int,
+    overflows: _Overflows,
+    verified: bool,
+    dry_run: bool,
+    began: float,
+) -> ConversionReport:
+    return ConversionReport(
+        path=str(final),
+        format=intent.format,
+        tensors=len(intent.written),
+        bytes=written,
+        bytes_read=sum(layout.tensors[name].nbytes for name in intent.sources),
+        files=intent.files,
+        free_bytes=free,
+        dropped=intent.dropped,
+        casts=intent.casts,
+        overflowed=overflows.counts,
+        notes=intent.notes,
+        verified=verified and not dry_run,
+        dry_run=dry_run,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _refuse_own_files(layout: Layout, target: Path) -> None:
+    taken = target.exists() and (
+        os.path.samefile(target, layout.path) or any(os.path.samefile(target, file) for file in layout.files())
+    )
+    if taken:
         raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
-
-    tree, dropped = _selected(layout, keep)
-    names = select_tensors(tree)
-    flat: dict[str, TensorEntry] = {}
-    if written_format == "safetensors":
-        flat = _flat(layout, tree, keep)
-        dropped = [*dropped, *_not_tensors(tree)]
-    check_coverage(layout, names)
-    with atomic_output(target, overwrite=overwrite) as temporary:
-        if written_format == "safetensors":
-            count = write_safetensors(temporary, flat, verify=verify, progress=progress)
-        else:
-            count = write_torch_zip(temporary, tree, layout.tensors, verify=verify, progress=progress)
-    return ConversionReport(len(names), count, tuple(dropped), time.perf_counter() - began, written_format)
-
-
-def _target_format(target: Path, to: str | None) -> str:
-    if to is not None:
-        if to not in _FORMATS:
-            hint = closest(to, _FORMATS) or f" Known are {_listed(list(_FORMATS))}."
-            raise ConfigError(f"{to!r} is not a format to write.{hint}")
-        return _FORMATS[to]
-    suffix = target.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ConfigError(
-            f"The suffix {target.suffix!r} of {target.name!r} does not say which format to write. Use .safetensors, "
-            ".pth or .pt, or say it with to='safetensors' or to='pth' (--to)."
-        )
-    return _SUFFIXES[suffix]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(repr(name) for name in names[:20]) + more
-
-
-def _selected(layout: Layout, keep: str) -> tuple[dict[Any, Any], list[str]]:
-    """Return the part of the tree to write, and the top-level keys that are left out."""
-    if not isinstance(layout.tree, dict):
-        raise FormatError(
-            f"{layout.path.name} holds a {type(layout.tree).__name__} and not a mapping of names.",
-            file=str(layout.path),
-        )
-    tree: dict[Any, Any] = layout.tree
-    if keep == "all":
-        return tree, []
-    if keep == "model":
-        if layout.is_flat:
-            return {"state_dict": tree, "meta": {}}, []
-        keep = next((key for key in ("state_dict", "model") if isinstance(tree.get(key), dict)), "state_dict")
-        if keep not in tree:
-            raise FormatError(
-                f"{layout.path.name} has no 'state_dict'. Its top-level keys are {_listed(layout.top_level)}; name one "
-                "with keep= (--keep).",
-                file=str(layout.path),
-            )
-        kept = {"state_dict": tree[keep], "meta": tree.get("meta", {})}
-        return kept, [key for key in layout.top_level if key not in (keep, "meta")]
-    found = [key for key in tree if str(key) == keep]
-    if not found:
-        hint = closest(keep, ["model", "all", *layout.top_level])
-        raise ConfigError(
-            f"keep={keep!r} is neither 'model' nor 'all' nor a top-level key of {layout.path.name}.{hint} "
-            f"Its keys are {_listed(layout.top_level)}."
-        )
-    return {found[0]: tree[found[0]]}, [key for key in layout.top_level if key != keep]
-
-
-def _flat(layout: Layout, tree: dict[Any, Any], keep: str) -> dict[str, TensorEntry]:
-    """Return the tensors by the names that they get in a safetensors file."""
-    if keep == "all":
-        return {name: layout.tensors[name] for name in select_tensors(tree)}
-    part = tree["state_dict"] if keep == "model" else next(iter(tree.values()))
-    flat: dict[str, TensorEntry] = {}
-    for key, value in part.items() if isinstance(part, dict) else [("", part)]:
-        below = select_tensors(value)
-        names = [str(key)] if isinstance(value, TensorRef) else [name.partition("/")[2] or name for name in below]
-        for name, source in zip(names, below, strict=True):
-            if name in flat:
-                raise FormatError(f"{layout.path.name} holds two tensors named {name!r}.", file=str(layout.path))
-            flat[name] = layout.tensors[source]
-    return flat
-
-
-def _not_tensors(tree: dict[Any, Any]) -> list[str]:
-    return [path for path in tensor_free_paths(tree) if tree.get(path, True) not in ({}, [])]

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
 from mmfsdp.checkpoint.crc import crc32_combine
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
+from mmfsdp.checkpoint.streaming import OpenFiles
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 __all__ = ["Copier", "Progress"]
@@ -77,6 +79,8 @@ class Copier:
             for chunk in entry.chunks:
                 if chunk.record is not None:
                     self._check(chunk.record, entry.name)
+        if isinstance(entry, CastEntry):
+            return self._cast(entry, at)
         # Stored checksums stand for the data as long as each run is one whole record.
         known = {(chunk.file, chunk.offset, chunk.nbytes): chunk.crc32 for chunk in entry.chunks}
         crc = 0
@@ -91,6 +95,16 @@ class Copier:
                 else:
                     crc = crc32_combine(crc, stored, run.length)
             self._copy(run, at, entry.name)
+        return crc
+
+    def _cast(self, entry: CastEntry, at: int) -> int:
+        crc = 0
+        with OpenFiles() as files:
+            for block in converted_blocks(files, entry):
+                _write(self._target, block, at)
+                at += len(block)
+                crc = zlib.crc32(block, crc)
+                self._advance(len(block))
         return crc
 
     def _copy(self, run: Run, at: int, name: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmfsdp.checkpoint.casting import CastEntry
 from mmfsdp.checkpoint.copying import Copier, Progress
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import Placement, central_directory, local_header, place
@@ -98,11 +99,13 @@ def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _Stora
     for name in select_tensors(tree):
         entry = tensors[name]
         source: object = name  # an empty tensor shares nothing
+        # Bytes that are seen as two dtypes are no longer the same once they are cast.
+        dtypes = (entry.dtype, entry.source.dtype if isinstance(entry, CastEntry) else entry.dtype)
         if entry.nbytes and len(entry.chunks) == 1 and entry.chunks[0].strides is None:
             # Whatever its shape: `weight` and `weight.view(-1)` are one storage.
-            source = (entry.dtype, entry.chunks[0].file, entry.chunks[0].offset, entry.nbytes)
+            source = (dtypes, entry.chunks[0].file, entry.chunks[0].offset, entry.nbytes)
         elif entry.nbytes:
-            source = (entry.dtype, entry.shape, entry.chunks)
+            source = (dtypes, entry.shape, entry.chunks)
         by_name[name] = by_source.setdefault(source, _Storage(str(len(by_source)), entry))
     return by_name
 

@@ -1,0 +1,89 @@
+"""What a conversion will write, decided before anything is: tensors, names, dtypes and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mmfsdp.checkpoint.casting import CastEntry, chosen_dtypes
+from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.renaming import NameRules
+from mmfsdp.checkpoint.selection import named_tensors, select
+from mmfsdp.checkpoint.targets import Content, Target
+from mmfsdp.checkpoint.tree import tensor_free_paths
+
+__all__ = ["Intent", "intended"]
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A conversion that has been thought through."""
+
+    format: str
+    """What is written."""
+    content: Content
+    """What the writer is given."""
+    written: Mapping[str, TensorEntry]
+    """Every tensor by the name that a reader of the target will know it by."""
+    sources: tuple[str, ...]
+    """The source's tensors that are read."""
+    files: Mapping[str, int]
+    """Bytes of tensor data by file."""
+    casts: Mapping[str, str]
+    """New dtypes by name."""
+    dropped: tuple[str, ...]
+    """What is left out."""
+    notes: tuple[str, ...]
+    """What one should know."""
+
+
+def intended(
+    layout: Layout,
+    target: Target,
+    keep: str,
+    rules: NameRules,
+    *,
+    use_ema: bool,
+    dtype: str | Mapping[str, str] | None,
+    limit: int | None,
+    overflow: Callable[[str, int], None],
+) -> Intent:
+    """Decide what a conversion writes; touches no file.
+
+    Args:
+        layout: The source.
+        target: The format to write.
+        keep: Which part.
+        rules: Which names are taken, and what they become.
+        use_ema: Take the averaged weights.
+        dtype: The dtype of floating point tensors, or patterns and dtypes.
+        limit: Bytes of tensor data per file, for formats of several files.
+        overflow: Called with name and count where a cast made elements infinite.
+
+    Raises:
+        ConfigError, FormatError: See ``convert``.
+    """
+    selection = select(layout, keep, rules, use_ema=use_ema)
+    names = named_tensors(selection.part)
+    stored = {name: layout.tensors[source] for name, source in names.items()}
+    casts = chosen_dtypes(dtype, stored)
+    named: dict[str, TensorEntry] = {}
+    for name, entry in stored.items():
+        count = _counter(name, overflow)
+        named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry
+    # What lies beside the part, such as tensors in `meta`, is written as it is.
+    tensors = {**{source: layout.tensors[source] for source in named_tensors(selection.tree).values()}}
+    tensors |= {names[name]: entry for name, entry in named.items()}
+    content = Content(selection.tree, tensors, named, limit)
+    dropped = selection.dropped
+    if target.tensors_only:
+        written: Mapping[str, TensorEntry] = named
+        dropped += tuple(path for path in tensor_free_paths(selection.tree) if selection.tree.get(path) not in ({}, []))
+    else:
+        written = {name: tensors[source] for name, source in named_tensors(selection.tree).items()}
+    sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
+    return Intent(target.format, content, written, sources, target.files(content), casts, dropped, selection.notes)
+
+
+def _counter(name: str, overflow: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    return lambda _, count: overflow(name, count)
