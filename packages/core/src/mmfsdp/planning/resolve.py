@@ -170,7 +170,7 @@ def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
         notes.append(
             Note(
                 kind="precision",
-                text="float16 gradients underflow: scale the loss with mmfsdp.GradScaler (AmpOptimWrapper in MMEngine).",
+                text="float16 gradients underflow: scale the loss with mmfsdp.GradScaler (MMEngine: AmpOptimWrapper).",
             )
         )
     return notes
