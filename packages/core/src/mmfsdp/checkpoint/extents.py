@@ -69,15 +69,10 @@ def byte_runs(
     return list(_merged(runs))
 
 
-def _chunk_runs(
-    chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]
-) -> Iterator[Run | StridedRun]:
+def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Run | StridedRun]:
     ndim = len(extent)
     low = [max(a, b) for a, b in zip(chunk.box_offsets, start, strict=True)]
-    high = [
-        min(a + b, c + d)
-        for a, b, c, d in zip(chunk.box_offsets, chunk.box_sizes, start, extent, strict=True)
-    ]
+    high = [min(a + b, c + d) for a, b, c, d in zip(chunk.box_offsets, chunk.box_sizes, start, extent, strict=True)]
     count = tuple(b - a for a, b in zip(low, high, strict=True))
     if any(size <= 0 for size in count):
         return
@@ -86,8 +81,10 @@ def _chunk_runs(
 
     # Dimensions from `inner` on form one block that is consecutive in the target, and in the source if that is packed.
     inner = max(ndim - 1, 0)
-    while inner > 0 and count[inner] == extent[inner] and (
-        chunk.strides is not None or count[inner] == chunk.box_sizes[inner]
+    while (
+        inner > 0
+        and count[inner] == extent[inner]
+        and (chunk.strides is not None or count[inner] == chunk.box_sizes[inner])
     ):
         inner -= 1
     length = math.prod(count[inner:]) * item
@@ -101,9 +98,7 @@ def _chunk_runs(
         if chunk.strides is None:
             yield Run(chunk.file, source_at, target_at, length)
         else:
-            yield StridedRun(
-                chunk.file, source_at, target_at, length, item, count[inner:], chunk.strides[inner:]
-            )
+            yield StridedRun(chunk.file, source_at, target_at, length, item, count[inner:], chunk.strides[inner:])
 
 
 def _merged(runs: list[Run | StridedRun]) -> Iterator[Run | StridedRun]:
