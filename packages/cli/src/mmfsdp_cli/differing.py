@@ -31,6 +31,10 @@ def diff_command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
     ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
@@ -42,7 +46,15 @@ def diff_command(
 
         with count_progress(quiet=as_json) as progress:
             report = diff(
-                a, b, rtol=rtol, atol=atol, keep=keep, ignore_dtypes=ignore_dtypes, trust=trust, progress=progress
+                a,
+                b,
+                rtol=rtol,
+                atol=atol,
+                keep=keep,
+                ignore_dtypes=ignore_dtypes,
+                trust=trust,
+                progress=progress,
+                reference=reference,
             )
         if as_json:
             typer.echo(json.dumps(report.describe(), indent=1))

@@ -9,6 +9,7 @@ import typer
 from mmfsdp_cli import __version__
 from mmfsdp_cli.converting import convert_command
 from mmfsdp_cli.differing import diff_command
+from mmfsdp_cli.formats import formats_command
 from mmfsdp_cli.inspecting import inspect_command
 from mmfsdp_cli.verifying import verify_command
 
@@ -29,6 +30,7 @@ app.command("inspect")(inspect_command)
 app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("diff")(diff_command)
+app.command("formats")(formats_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,6 +20,10 @@ def verify_command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
     ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
+    ] = None,
 ) -> None:
     """Check structure, coverage of every tensor, file sizes, checksums and manifest.
 
@@ -29,7 +33,7 @@ def verify_command(
         from mmfsdp.checkpoint import verify
 
         with byte_progress(quiet=as_json) as progress:
-            report = verify(path, trust=trust, jobs=jobs, progress=progress)
+            report = verify(path, trust=trust, jobs=jobs, progress=progress, reference=reference)
         if as_json:
             typer.echo(json.dumps(report.describe(), indent=1))
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.atomic import TargetExistsError
+    from mmfsdp.checkpoint.catalogue import FormatInfo, known_formats
     from mmfsdp.checkpoint.comparing import ValueDifference
     from mmfsdp.checkpoint.converting import ConversionReport, convert
     from mmfsdp.checkpoint.detect import open_layout
@@ -22,6 +23,7 @@ __all__ = [
     "ConversionReport",
     "DiffReport",
     "Difference",
+    "FormatInfo",
     "Layout",
     "Problem",
     "TargetExistsError",
@@ -33,6 +35,7 @@ __all__ = [
     "convert",
     "diff",
     "find_tensor",
+    "known_formats",
     "open_layout",
     "tensor_statistics",
     "tensor_tree",
@@ -44,6 +47,7 @@ _MODULES = {
     "ConversionReport": "converting",
     "DiffReport": "differing",
     "Difference": "differing",
+    "FormatInfo": "catalogue",
     "Layout": "layout",
     "Problem": "verifying",
     "TargetExistsError": "atomic",
@@ -55,6 +59,7 @@ _MODULES = {
     "convert": "converting",
     "diff": "differing",
     "find_tensor": "parts",
+    "known_formats": "catalogue",
     "open_layout": "detect",
     "tensor_statistics": "statistics",
     "tensor_tree": "summarising",

@@ -90,6 +90,7 @@ def diff(
     ignore_dtypes: bool = False,
     trust: bool = False,
     progress: Progress | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints of any formats and shardings.
 
@@ -104,6 +105,7 @@ def diff(
         ignore_dtypes: Compare values of different dtypes as numbers instead of reporting the dtypes. Needs numpy.
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
         progress: Called with the elements compared so far and the elements to compare.
+        reference: A whole checkpoint of the same model, where one of them does not say all shapes; see ``open_layout``.
 
     Raises:
         ConfigError: A tolerance is negative, or numpy is needed and not there, or ``keep`` is unknown.
@@ -115,8 +117,8 @@ def diff(
     if rtol or atol or ignore_dtypes:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
-    one = a if isinstance(a, Layout) else open_layout(a, trust=trust)
-    two = b if isinstance(b, Layout) else open_layout(b, trust=trust)
+    one = a if isinstance(a, Layout) else open_layout(a, trust=trust, reference=reference)
+    two = b if isinstance(b, Layout) else open_layout(b, trust=trust, reference=reference)
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
     shared = [name for name in ours if name in theirs]

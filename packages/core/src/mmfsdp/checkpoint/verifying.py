@@ -66,7 +66,12 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str] | Layout, *, trust: bool = False, jobs: int = 1, progress: Progress | None = None
+    path: str | os.PathLike[str] | Layout,
+    *,
+    trust: bool = False,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
 ) -> VerifyReport:
     """Check a checkpoint: its structure, that every tensor is whole, and every checksum that there is.
 
@@ -79,6 +84,7 @@ def verify(
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
         jobs: Number of files, or parts of a file, to read at the same time.
         progress: Called with the bytes read so far and the bytes to read. What it raises stops the check.
+        reference: A whole checkpoint of the same model, where ``path`` does not say all shapes; see ``open_layout``.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
@@ -92,7 +98,7 @@ def verify(
     root = path.path if isinstance(path, Layout) else Path(path)
     layout: Layout | None = None
     try:
-        layout = path if isinstance(path, Layout) else open_layout(path, trust=trust)
+        layout = path if isinstance(path, Layout) else open_layout(path, trust=trust, reference=reference)
     except (CheckpointNotFoundError, UnsafePickleError):
         raise
     except CheckpointError as error:

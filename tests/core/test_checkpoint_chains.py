@@ -1,0 +1,103 @@
+"""Random trees, cut into random shards, come through random chains of formats without a changed bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmfsdp.checkpoint import convert, diff, open_layout, verify
+from mmfsdp.dtypes import DTYPES, to_torch
+
+NAMES = [name for name, (_, code) in DTYPES.items() if code is not None]
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
+    """Draw tensors by name, and at which rows each is cut into the same number of shards."""
+    world_size = draw(st.integers(1, 4))
+    tensors, cuts = {}, {}
+    for index in range(draw(st.integers(1, 5))):
+        dtype = draw(st.sampled_from(NAMES))
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7]), max_size=3))
+        size = math.prod(shape) * DTYPES[dtype][0]
+        seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        raw = torch.randint(0, 2 if dtype == "bool" else 256, (size,), dtype=torch.uint8, generator=seed)
+        name = f"layer.{index}.{draw(st.sampled_from(['weight', 'bias', 'ä b']))}"
+        tensors[name] = raw.view(to_torch(dtype)).reshape(shape) if size else torch.zeros(shape, dtype=to_torch(dtype))
+        if draw(st.booleans()) and len(shape) > 1:
+            tensors[name] = tensors[name].transpose(0, 1).contiguous().transpose(0, 1)
+        if shape and draw(st.booleans()):
+            inner = st.lists(st.integers(0, shape[0]), min_size=world_size - 1, max_size=world_size - 1)
+            cuts[name] = [0, *sorted(draw(inner)), shape[0]]
+    for name in tensors:
+        cuts.setdefault(name, [])
+    return tensors, {"": [world_size], **cuts}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]]) -> Path:
+    directory.mkdir()
+    [world_size] = cuts[""]
+    for rank in range(world_size):
+        boxes: dict[str, Any] = {}
+        local = {}
+        for name, tensor in tensors.items():
+            local[name] = tensor
+            if cuts[name]:
+                start, stop = list(itertools.pairwise(cuts[name]))[rank]
+                local[name] = tensor[start:stop].clone(memory_format=torch.preserve_format)
+                offsets = [start] + [0] * (tensor.ndim - 1)
+                boxes[f"state_dict/{name}"] = {"shape": list(tensor.shape), "offsets": offsets}
+        header = {"format": "rank_local", "version": 1, "world_size": world_size, "rank": rank, "save_id": "a"}
+        torch.save({"state_dict": local, "mmfsdp": {**header, "tensors": boxes}}, directory / f"rank{rank}.pth")
+    return directory
+
+
+@settings(max_examples=40, deadline=None)
+@given(checkpoints(), st.lists(st.sampled_from(["pth", "safetensors", "safetensors_index"]), min_size=1, max_size=4))
+def test_chains(case: tuple[dict[str, torch.Tensor], dict[str, list[int]]], chain: list[str]) -> None:
+    tensors, cuts = case
+    with tempfile.TemporaryDirectory() as folder:
+        origin = current = write(Path(folder, "origin"), tensors, cuts)
+        for step, to in enumerate([*chain, "pth"]):
+            target = Path(folder, f"step{step}")
+            limit = 50 if to == "safetensors_index" else None
+            convert(current, target, to=to, max_shard_size=limit, verify_output=True, fsync=False)
+            assert verify(target).ok
+            report = diff(origin, target, keep="model")
+            assert report.same, report
+            assert report.compared == len(tensors)
+            current = target
+        loaded = torch.load(current, weights_only=True)["state_dict"]
+        assert sorted(loaded) == sorted(tensors)
+        for name, tensor in tensors.items():
+            assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+            one, two = (item.contiguous().view(-1) for item in (loaded[name], tensor))
+            assert tensor.numel() == 0 or torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+@settings(max_examples=25, deadline=None)
+@given(checkpoints(), st.data())
+def test_one_changed_byte_is_one_difference(
+    case: tuple[dict[str, torch.Tensor], dict[str, list[int]]], data: st.DataObject
+) -> None:
+    tensors, cuts = case
+    full = [name for name, tensor in tensors.items() if tensor.numel()]
+    if not full:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        origin = write(Path(folder, "origin"), tensors, cuts)
+        convert(origin, Path(folder, "copy.safetensors"), fsync=False)
+        name = data.draw(st.sampled_from(full))
+        [chunk] = open_layout(Path(folder, "copy.safetensors")).tensors[name].chunks
+        raw = bytearray(Path(folder, "copy.safetensors").read_bytes())
+        raw[chunk.offset + data.draw(st.integers(0, chunk.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        Path(folder, "copy.safetensors").write_bytes(raw)
+        [found] = diff(origin, Path(folder, "copy.safetensors")).values
+        assert (found.name, found.differing) == (name, 1)
