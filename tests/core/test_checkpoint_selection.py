@@ -153,7 +153,8 @@ def test_casts_are_those_of_torch(source: str, target: str) -> None:
 @given(st.integers(0, 2**16 - 2), st.integers(-3, 3), st.sampled_from([2**-60, 2**-30, 2**-9]))
 def test_float64_to_bfloat16_rounds_once(code: int, steps: int, step: float) -> None:
     numpy = pytest.importorskip("numpy")
-    low, high = ((numpy.array([code, code + 1], numpy.uint32) << 16).view(numpy.float32)).astype(float)
+    with numpy.errstate(all="ignore"):
+        low, high = ((numpy.array([code, code + 1], numpy.uint32) << 16).view(numpy.float32)).astype(float)
     if not (numpy.isfinite([low, high]).all() and low * high >= 0):
         return
     middle = (low + high) / 2
@@ -285,3 +286,19 @@ def test_output_that_differs_never_appears(source: Path, monkeypatch: pytest.Mon
     with pytest.raises(CorruptCheckpointError, match=r"What was written for tensor '.*' differs from the source"):
         convert(source, source.with_name("out.safetensors"), verify_output=True)
     assert [path.name for path in source.parent.iterdir()] == ["in.pth"]
+
+
+def test_directories_with_other_things_are_not_replaced(source: Path) -> None:
+    target = source.with_name("shards")
+    convert(source, target, max_shard_size=30)
+    convert(source, target, max_shard_size=99, overwrite=True)
+    assert len(list(target.iterdir())) == 3
+    (target / "notes.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"is not replaced: it also holds 'notes\.txt'"):
+        convert(source, target, max_shard_size=30, overwrite=True)
+    with pytest.raises(ConfigError, match="is part of the source"):
+        convert(source, source.parent, max_shard_size=30, overwrite=True)
+    with pytest.raises(ConfigError, match="is part of the source"):
+        convert(target, target, max_shard_size=30, overwrite=True)
+    assert (target / "notes.txt").read_text() == "precious"
+    assert source.exists()

@@ -54,6 +54,15 @@ def test_what_is_not_finite(tmp_path: Path) -> None:
         tensor_statistics(layout, "od")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_bits(tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip("numpy")
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (80_000,), dtype=torch.uint8)
+    torch.save({"w": raw.view(to_torch(dtype))}, tmp_path / "in.pth")
+    found = tensor_statistics(open_layout(tmp_path / "in.pth"), "w")
+    assert found.nans == int(raw.view(to_torch(dtype)).double().isnan().sum())
+
+
 def test_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
     monkeypatch.setitem(sys.modules, "numpy", None)

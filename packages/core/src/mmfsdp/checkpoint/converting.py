@@ -15,7 +15,7 @@ from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.intent import Intent, intended
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.output import check_output, check_space, free_bytes
+from mmfsdp.checkpoint.output import check_output, check_replaceable, check_space, free_bytes
 from mmfsdp.checkpoint.renaming import NameRules
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
 from mmfsdp.errors import ConfigError
@@ -133,7 +133,7 @@ def convert(
         TargetExistsError: ``target`` exists and ``overwrite`` is false.
         FormatError, UnsafePickleError: ``source`` cannot be read; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: ``source`` lacks data, or its data is damaged.
-        CheckpointError: The disk of the target is too small.
+        CheckpointError: The disk of the target is too small, or the target is a directory that holds other things.
     """
     began = time.perf_counter()
     target = Path(target)
@@ -155,6 +155,7 @@ def convert(
         refuse_existing(target)
     if not dry_run:
         check_space(target, written, free)
+        check_replaceable(target)
         temporary = temporary_sibling(target)
         try:
             written = kind.write(temporary, intent.content, verify, progress)
@@ -198,8 +199,10 @@ def _report(
 
 
 def _refuse_own_files(layout: Layout, target: Path) -> None:
-    taken = target.exists() and (
-        os.path.samefile(target, layout.path) or any(os.path.samefile(target, file) for file in layout.files())
-    )
-    if taken:
+    if not target.exists():
+        return
+    files = [layout.path, *layout.files()]
+    # A directory that holds a source file would be replaced together with it.
+    inside = target.is_dir() and any(file.resolve().is_relative_to(target.resolve()) for file in files)
+    if inside or any(os.path.samefile(target, file) for file in files):
         raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,12 @@ from mmfsdp.checkpoint.streaming import OpenFiles
 from mmfsdp.checkpoint.verifying import verify
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["check_output", "check_space", "free_bytes"]
+__all__ = ["check_output", "check_replaceable", "check_space", "free_bytes"]
+
+# What directories of checkpoints hold, whoever wrote them.
+_OF_CHECKPOINTS = re.compile(
+    r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
+)
 
 
 def free_bytes(target: Path) -> int:
@@ -43,6 +49,28 @@ def check_space(target: Path, needed: int, free: int) -> None:
     if needed > free:
         raise CheckpointError(
             f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
+        )
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise if replacing a directory would take along what is no part of a checkpoint.
+
+    Args:
+        target: The directory; anything else is fine.
+
+    Raises:
+        CheckpointError: It holds something else; that is named.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    foreign = sorted(
+        entry.name for entry in target.iterdir() if entry.is_dir() or not _OF_CHECKPOINTS.fullmatch(entry.name)
+    )
+    if foreign:
+        raise CheckpointError(
+            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is no part of a "
+            "checkpoint. Remove the directory yourself, or choose another path.",
+            file=str(target),
         )
 
 

@@ -78,7 +78,8 @@ def tensor_statistics(
     with OpenFiles() as files:
         for block in tensor_blocks(files, entry, _BLOCK):
             found = values(block, entry.dtype)
-            wide = (np.abs(found) if found.dtype.kind == "c" else found).astype(np.float64)
+            with np.errstate(all="ignore"):  # signalling NaNs
+                wide = (np.abs(found) if found.dtype.kind == "c" else found).astype(np.float64)
             nan = np.isnan(wide)
             nans += int(nan.sum())
             wide = wide[~nan] if nan.any() else wide
