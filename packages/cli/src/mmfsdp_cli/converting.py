@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport
@@ -17,10 +18,7 @@ __all__ = ["convert_command"]
 
 
 def convert_command(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."),
-    ],
+    source: CheckpointPath,
     target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .pth or .pt, or a directory.")],
     keep: Annotated[
         str, typer.Option(metavar="model|all|KEY", help="The weights, everything, or one top-level key.")
@@ -61,14 +59,9 @@ def convert_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and say what would be written; write nothing.")
     ] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
-    ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+    trust: Trust = False,
+    reference: Reference = None,
+    as_json: JsonReport = False,
 ) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import count_progress, reporting_errors
+from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import DiffReport
@@ -17,7 +18,7 @@ __all__ = ["diff_command"]
 
 
 def diff_command(
-    a: Annotated[Path, typer.Argument(help="A checkpoint: a file, an index or a directory.")],
+    a: CheckpointPath,
     b: Annotated[Path, typer.Argument(help="Another, of any format.")],
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance. Needs numpy.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance. Needs numpy.")] = 0.0,
@@ -28,14 +29,9 @@ def diff_command(
         bool, typer.Option("--ignore-dtypes", help="Compare values of different dtypes as numbers. Needs numpy.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Lines per kind of difference; 0 shows all.")] = 20,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
-    ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+    trust: Trust = False,
+    reference: Reference = None,
+    as_json: JsonReport = False,
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
 

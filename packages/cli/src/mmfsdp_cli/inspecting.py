@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.options import CheckpointPath, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import Layout, TensorEntry
@@ -18,10 +18,7 @@ __all__ = ["inspect_command"]
 
 
 def inspect_command(
-    path: Annotated[
-        Path,
-        typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."),
-    ],
+    path: CheckpointPath,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 shows all.")] = 40,
     tree: Annotated[bool, typer.Option("--tree", help="Sum up along the parts of the names.")] = False,
@@ -30,13 +27,8 @@ def inspect_command(
     stats: Annotated[
         bool, typer.Option("--stats", help="With --tensor: read it, and show its minimum, mean, norm... Needs numpy.")
     ] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
-    ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
-    ] = None,
+    trust: Trust = False,
+    reference: Reference = None,
 ) -> None:
     """Show the tensors of a checkpoint and what else it holds. Without --stats no tensor data is read.
 

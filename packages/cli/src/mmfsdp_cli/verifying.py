@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
 
 __all__ = ["verify_command"]
 
 
 def verify_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint: a file, an index or a directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+    path: CheckpointPath,
+    as_json: JsonReport = False,
     jobs: Annotated[int, typer.Option(min=1, help="Files, or parts of one, to read at the same time.")] = 1,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Accept unknown pickled objects. They are never imported.")
-    ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
-    ] = None,
+    trust: Trust = False,
+    reference: Reference = None,
 ) -> None:
     """Check structure, coverage of every tensor, file sizes, checksums and manifest.
 
