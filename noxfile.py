@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+TEST_TRUTHS = ("numpy", "safetensors")  # what tests compare with; core itself needs neither
 
 # The environment that nox itself runs in. With venv_backend="none" a bare "python" would be the first one on PATH.
 HERE = sys.executable
@@ -57,14 +58,17 @@ def core_alone(session: nox.Session) -> None:
     """Install core alone: no MMEngine, no CLI, and its tests pass."""
     install(session, CORE, *TEST_TOOLS)
     expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "typer")
+    expect_absent(session, *TEST_TRUTHS)
     session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
+    session.run("python", "-m", "pytest", "tests/test_docs.py", "-k", "blocks_run and README")
+    install(session, *TEST_TRUTHS)
     session.run("python", "-m", "pytest", "tests/core", *session.posargs)
 
 
 @nox.session(default=False)
 def adapter_alone(session: nox.Session) -> None:
     """Install core and the MMEngine adapter, without the CLI: its tests pass."""
-    install(session, CORE, ADAPTER, *TEST_TOOLS)
+    install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS)
     expect_absent(session, "mmfsdp_cli", "typer")
     session.run("python", "-c", "import mmfsdp_mmengine")
     session.run("python", "-m", "pytest", "tests/mmengine_adapter", *session.posargs)
@@ -76,6 +80,7 @@ def cli_alone(session: nox.Session) -> None:
     install(session, CORE, CLI, *TEST_TOOLS)
     expect_absent(session, "mmengine", "mmfsdp_mmengine")
     session.run("mmfsdp-cli", "--help", silent=True)
+    install(session, *TEST_TRUTHS)
     session.run("python", "-m", "pytest", "tests/cli", *session.posargs)
 
 
