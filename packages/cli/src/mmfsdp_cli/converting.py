@@ -35,7 +35,7 @@ def convert_command(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name. Needs numpy."),
+        typer.Option(metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name."),
     ] = None,
     use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights as the model's.")] = False,
     publish: Annotated[

@@ -20,13 +20,13 @@ __all__ = ["diff_command"]
 def diff_command(
     a: CheckpointPath,
     b: Annotated[Path, typer.Argument(help="Another, of any format.")],
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance. Needs numpy.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance. Needs numpy.")] = 0.0,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 0.0,
     keep: Annotated[
         str | None, typer.Option(metavar="model|all|KEY", help="What to compare; as much as both have, by default.")
     ] = None,
     ignore_dtypes: Annotated[
-        bool, typer.Option("--ignore-dtypes", help="Compare values of different dtypes as numbers. Needs numpy.")
+        bool, typer.Option("--ignore-dtypes", help="Compare values of different dtypes as numbers.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Lines per kind of difference; 0 shows all.")] = 20,
     trust: Trust = False,

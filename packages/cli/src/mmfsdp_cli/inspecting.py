@@ -25,7 +25,7 @@ def inspect_command(
     depth: Annotated[int, typer.Option(min=0, help="Levels of the tree; 0 shows all.")] = 3,
     tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Show where the parts of one tensor lie.")] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="With --tensor: read it, and show its minimum, mean, norm... Needs numpy.")
+        bool, typer.Option("--stats", help="With --tensor: read it, and show its minimum, mean, norm...")
     ] = False,
     trust: Trust = False,
     reference: Reference = None,
