@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.numeric import require_numpy, values
+from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.renaming import compile_pattern
-from mmfsdp.checkpoint.streaming import OpenFiles, tensor_blocks
+from mmfsdp.checkpoint.streaming import tensor_blocks
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, closest
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.numeric import has_numpy, raw, values
-from mmfsdp.checkpoint.streaming import OpenFiles, tensor_blocks
+from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.checkpoint.streaming import tensor_blocks
 from mmfsdp.dtypes import itemsize
 
 if TYPE_CHECKING:

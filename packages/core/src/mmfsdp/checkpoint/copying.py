@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +14,8 @@ from mmfsdp.checkpoint.crc import crc32_combine
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
-from mmfsdp.checkpoint.streaming import OpenFiles
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["Copier", "Progress"]
 
@@ -25,7 +24,6 @@ Progress = Callable[[int, int], None]
 
 _PIECE = 64 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
 _BLOCK = 1 << 20  # bytes per read where data passes through here: fits the second-level cache
-_OPEN_FILES = 64
 
 # What says "not between these files", rather than "this went wrong".
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
@@ -47,7 +45,7 @@ class Copier:
         self._verify = verify
         self._progress = progress
         self._done = 0
-        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._files = OpenFiles()
         self._verified: set[tuple[Path, int, int]] = set()
         self._methods = [_copy_file_range, _sendfile] if hasattr(os, "copy_file_range") else [_sendfile]
         self._buffer = memoryview(bytearray(_BLOCK))
@@ -58,8 +56,7 @@ class Copier:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        self._files.__exit__(kind, error, trace)
 
     def copy_tensor(self, entry: TensorEntry, at: int, *, checksum: bool = True) -> int:
         """Copy a whole tensor, packed in row-major order, to byte ``at`` of the target.
@@ -108,7 +105,7 @@ class Copier:
         return crc
 
     def _copy(self, run: Run, at: int, name: str) -> None:
-        source = self._open(run.file)
+        source = self._files.descriptor(run.file)
         done = 0
         while done < run.length:
             count = self._copy_piece(source, run.source + done, at + run.target + done, min(_PIECE, run.length - done))
@@ -135,7 +132,7 @@ class Copier:
 
     def _gather(self, run: StridedRun, at: int, name: str, crc: int) -> int:
         position = at + run.target
-        for block in packed_blocks(self._open(run.file), run):
+        for block in packed_blocks(self._files.descriptor(run.file), run):
             if not block:
                 raise _truncated(run.file, name, run.source)
             _write(self._target, memoryview(block), position)
@@ -159,7 +156,7 @@ class Copier:
             )
 
     def _crc32(self, file: Path, offset: int, length: int, name: str, crc: int) -> int:
-        source, end = self._open(file), offset + length
+        source, end = self._files.descriptor(file), offset + length
         while offset < end:
             view = self._buffer[: min(_BLOCK, end - offset)]
             count = os.preadv(source, [view], offset)
@@ -168,18 +165,6 @@ class Copier:
             crc = zlib.crc32(view[:count], crc)
             offset += count
         return crc
-
-    def _open(self, file: Path) -> int:
-        if file in self._files:
-            self._files.move_to_end(file)
-            return self._files[file]
-        if len(self._files) >= _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        try:
-            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
-        return self._files[file]
 
     def _advance(self, count: int) -> None:
         self._done += count

@@ -15,8 +15,8 @@ from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.numeric import require_numpy
+from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.parts import model_key, part_tensors
-from mmfsdp.checkpoint.streaming import OpenFiles
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import ConfigError, FormatError
 

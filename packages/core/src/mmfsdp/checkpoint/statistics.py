@@ -10,8 +10,9 @@ from typing import Any
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.numeric import require_numpy, values
+from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.parts import find_tensor
-from mmfsdp.checkpoint.streaming import OpenFiles, tensor_blocks
+from mmfsdp.checkpoint.streaming import tensor_blocks
 
 __all__ = ["TensorStatistics", "tensor_statistics"]
 

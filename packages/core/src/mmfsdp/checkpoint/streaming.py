@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["BLOCK", "OpenFiles", "tensor_blocks"]
+__all__ = ["BLOCK", "tensor_blocks"]
 
 BLOCK = 4 << 20
 """Bytes of a block: a multiple of every item size."""
-
-_OPEN_FILES = 64
-
-
-class OpenFiles:
-    """Keeps the most recently read files open; a context that closes them."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[Path, int] = OrderedDict()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def descriptor(self, file: Path) -> int:
-        """Return a descriptor of the file for reading; it may be closed once 64 other files have been asked for.
-
-        Raises:
-            IncompleteCheckpointError: The file is missing.
-        """
-        if file in self._files:
-            self._files.move_to_end(file)
-            return self._files[file]
-        if len(self._files) >= _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        try:
-            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
-        return self._files[file]
 
 
 def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> Iterator[memoryview]:

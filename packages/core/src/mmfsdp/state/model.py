@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective import gather_objects, scope_of
+from mmfsdp.collective import gather_objects, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import whole_tensor
@@ -109,8 +109,7 @@ def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
 
 def is_first_rank(state: ShardedModel) -> bool:
     """Tell whether this rank is the first of the model's mesh."""
-    coordinate = state.mesh.get_coordinate()
-    return coordinate is not None and not any(coordinate)
+    return place_in(state.mesh) == 0
 
 
 def fetch(
