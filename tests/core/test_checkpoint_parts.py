@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import copying
 from mmfsdp.checkpoint.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.crc import crc32_combine
+from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.extents import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, hash_file, read_manifest, write_manifest
@@ -69,6 +69,26 @@ def test_adjacent_runs_are_merged() -> None:
     assert byte_runs(TensorEntry("w", "float32", (4, 2), rows)) == [Run(file, 100, 0, 32)]
     columns = tuple(Chunk(file, 16 * column, 16, (0, column), (4, 1)) for column in range(2))
     assert len(byte_runs(TensorEntry("w", "float32", (4, 2), columns))) == 8
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_are_those_of_zlib(one: bytes, two: bytes) -> None:
+    assert crc32(two, crc32(memoryview(one))) == zlib.crc32(one + two)
+
+
+@pytest.mark.parametrize(("hidden", "used"), [("", "isal.isal_zlib"), ("sys.modules['isal'] = None", "zlib")])
+def test_isal_where_it_is_and_zlib_where_not(hidden: str, used: str) -> None:
+    code = f"""
+import sys, zlib
+{hidden}
+from mmfsdp.checkpoint import convert, verify
+from mmfsdp.checkpoint import crc
+assert "isal.isal_zlib" not in sys.modules
+assert crc.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
+print(crc._implementation().__module__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == used
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -235,8 +255,9 @@ import sys
 from pathlib import Path
 from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint import atomic, manifest
-from mmfsdp.checkpoint.formats.torch_zip_writer import write_torch_zip
-write_torch_zip(Path({str(tmp_path / "a.pth")!r}), {{"state_dict": {{}}}}, {{}})
+from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
+from mmfsdp.checkpoint.writing import write_files
+write_files(Path({str(tmp_path / "a.pth")!r}), [plan_torch_zip("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
 print(sorted({{'torch', 'numpy', 'mmengine', 'safetensors', 'pydantic'}} & set(sys.modules)))
 """

@@ -1,16 +1,17 @@
-"""Works out checksums of a file in one pass: of stretches of it, of all of it, or both."""
+"""Works out CRC-32 checksums of a file in one pass: of stretches of it, of all of it, or both."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmfsdp.checkpoint.crc import crc32, crc32_combine
+
 __all__ = ["Extent", "Scanned", "scan_file"]
 
-_BLOCK = 1 << 20  # bytes: fits the second-level cache, so that a second checksum costs no second trip to memory
+_BLOCK = 1 << 20  # bytes: fits the second-level cache
 
 Extent = tuple[int, int]
 """Offset and length of a stretch, in bytes."""
@@ -22,8 +23,8 @@ class Scanned:
 
     crcs: tuple[int | None, ...]
     """CRC-32 of each stretch; ``None`` where the file ends within it."""
-    xxh3_64: str | None
-    """XXH3 hash of 64 bits of the whole file as 16 hexadecimal digits, if it was asked for."""
+    whole: int | None
+    """CRC-32 of the whole file, if it was asked for."""
 
 
 def scan_file(
@@ -34,7 +35,7 @@ def scan_file(
     Args:
         path: The file.
         extents: Stretches of it.
-        whole: Hash all of the file too.
+        whole: Work out the CRC-32 of the whole file too.
         advance: Called with the number of bytes after each block.
 
     Raises:
@@ -43,20 +44,17 @@ def scan_file(
     order = sorted(range(len(extents)), key=lambda index: extents[index])
     crcs: list[int | None] = [None] * len(extents)
     buffer = memoryview(bytearray(_BLOCK))
-    digest = _Digest() if whole else None
-    position = 0
+    joined, position = 0, 0
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
 
-        def read(begin: int, end: int, crc: int, hashed: bool) -> int | None:
+        def read(begin: int, end: int, crc: int = 0) -> int | None:
             while begin < end:
                 view = buffer[: min(_BLOCK, end - begin)]
                 count = os.preadv(descriptor, [view], begin)
                 if count == 0:
                     return None
-                crc = zlib.crc32(view[:count], crc)
-                if digest is not None and hashed:
-                    digest.update(view[:count])
+                crc = crc32(view[:count], crc)
                 begin += count
                 if advance is not None:
                     advance(count)
@@ -64,25 +62,9 @@ def scan_file(
 
         for index in order:
             begin, length = extents[index]
-            if begin < position or digest is None:  # overlaps what has been read, or nothing between is asked for
-                crcs[index] = read(begin, begin + length, 0, hashed=False)
-                continue
-            read(position, begin, 0, hashed=True)
-            crcs[index] = read(begin, begin + length, 0, hashed=True)
-            position = begin + length
-        if digest is not None:
-            read(position, os.fstat(descriptor).st_size, 0, hashed=True)
-    return Scanned(tuple(crcs), digest.text() if digest is not None else None)
-
-
-class _Digest:
-    def __init__(self) -> None:
-        import xxhash
-
-        self._state = xxhash.xxh3_64()
-
-    def update(self, data: memoryview) -> None:
-        self._state.update(data)
-
-    def text(self) -> str:
-        return self._state.hexdigest()
+            between = read(position, begin, joined) if whole and begin >= position else None
+            found = crcs[index] = read(begin, begin + length)
+            if between is not None and found is not None:
+                joined, position = crc32_combine(between, found, length), begin + length
+        end = read(position, os.fstat(descriptor).st_size, joined) if whole else None
+    return Scanned(tuple(crcs), end)

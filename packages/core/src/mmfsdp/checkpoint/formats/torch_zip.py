@@ -7,11 +7,11 @@ An archive holds ``<root>/data.pkl`` (a pickle whose persistent ids name storage
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.crc import crc32
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards, stored_shards
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, StoredTensor, TensorBuilder
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
@@ -109,7 +109,7 @@ def read_tree(path: Path, *, trust: bool = False, begin: int = 0, end: int | Non
 def _read(path: Path, record: ZipRecord) -> bytes:
     with path.open("rb", buffering=0) as file:
         data = os.pread(file.fileno(), record.nbytes, record.offset)
-    if len(data) != record.nbytes or record.crc32 not in (None, zlib.crc32(data)):
+    if len(data) != record.nbytes or record.crc32 not in (None, crc32(data)):
         raise CorruptCheckpointError(
             f"Entry {record.name!r} of {path.name} is damaged: its CRC-32 does not match.",
             file=str(path),
