@@ -2,6 +2,7 @@
 
 from mmfsdp_mmengine.amp import AmpOptimWrapper
 from mmfsdp_mmengine.ddp import MMDistributedDataParallel
+from mmfsdp_mmengine.patches import patch_mmengine
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
 from mmfsdp_mmengine.strategy import FSDPStrategy
 from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
@@ -16,3 +17,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+patch_mmengine()

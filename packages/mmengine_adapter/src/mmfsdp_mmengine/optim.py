@@ -35,11 +35,15 @@ class OptimizerBinding:
         optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
 
     Raises:
-        ConfigError: An optimizer holds parameters that the model does not have.
+        ConfigError: An optimizer holds parameters that the model does not have, or several hold the same.
+
+    Attributes:
+        optim_wrapper: What was given.
     """
 
     def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
         names = {id(param): name for name, param in model.named_parameters()}
+        self.optim_wrapper = optim_wrapper
         self._wrappers = optim_wrappers_of(optim_wrapper)
         self._groups: dict[str, list[list[str]]] = {}
         self._states: dict[str, dict[str, Any]] = {}

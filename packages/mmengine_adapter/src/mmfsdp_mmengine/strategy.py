@@ -23,6 +23,7 @@ from mmfsdp_mmengine.distributed import start_alone, start_process_group
 from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
+from mmfsdp_mmengine.structure import structure_of
 
 __all__ = ["FSDPStrategy"]
 
@@ -48,6 +49,10 @@ class FSDPStrategy(CheckpointingStrategy):
         ConfigError: A setting has a value that is not accepted.
     """
 
+    model: nn.Module
+    optim_wrapper: Any
+    param_schedulers: Any
+
     def __init__(
         self,
         *,
@@ -67,6 +72,7 @@ class FSDPStrategy(CheckpointingStrategy):
         self.state_dict_type = settings.state_dict_type
         self.activation_checkpointing = activation_checkpointing
         self._prepared: bool  # set by MMEngine
+        self._structure: nn.Module | None = None
 
     def prepare(
         self,
@@ -93,28 +99,38 @@ class FSDPStrategy(CheckpointingStrategy):
             MmfsdpError: See `mmfsdp.shard`.
             GradScalerError: The model computes in float16 and the optimizer wrapper has no gradient scaler.
         """
-        if self._prepared:
+        has_optim = hasattr(self, "optim_wrapper")
+        if self._prepared and (optim_wrapper is None or has_optim):
             return self._prepared_components()
         self.dispatch_kwargs.update(dispatch_kwargs or {})
-        built = self._init_model_weights(self.build_model(model))
-        if optim_wrapper is None:
-            self.model = self.compile_model(self._wrap_model(built), compile=plain(compile))
-        else:
-            optim = self.build_optim_wrapper(optim_wrapper, built)
-            binding = OptimizerBinding(built, optim)
-            self.model = self.compile_model(self._wrap_model(built), compile=plain(compile))
-            wrappers = [*optim_wrappers_of(optim).values()]
-            plan = sharded_model(self.model).plan
-            check_scaled(plan, wrappers)
-            binding.bind(self.model, plan)
-            use_scaler_of(self.model, wrappers)
-            self.optim_wrapper = optim
-            self._scale_lr()
-            self._count_iterations(0)
+        if not self._prepared:
+            self._shard(self._init_model_weights(self.build_model(model)), optim_wrapper)
+        elif self._structure is not None:  # validation came first
+            self._bind(OptimizerBinding(self._structure, self.build_optim_wrapper(optim_wrapper, self._structure)))
+        self.model = self.compile_model(self.model, compile=plain(compile))
         if param_scheduler is not None:
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
         self._prepared = True
         return self._prepared_components()
+
+    def _shard(self, model: nn.Module, optim_wrapper: Any) -> None:
+        if optim_wrapper is None:
+            self._structure = None if is_model_wrapper(model) else structure_of(model)
+            self.model = self._wrap_model(model)
+            return
+        binding = OptimizerBinding(model, self.build_optim_wrapper(optim_wrapper, model))
+        self.model = self._wrap_model(model)
+        self._bind(binding)
+
+    def _bind(self, binding: OptimizerBinding) -> None:
+        optim, plan = binding.optim_wrapper, sharded_model(self.model).plan
+        wrappers = [*optim_wrappers_of(optim).values()]
+        check_scaled(plan, wrappers)
+        binding.bind(self.model, plan)
+        use_scaler_of(self.model, wrappers)
+        self.optim_wrapper = optim
+        self._scale_lr()
+        self._count_iterations(0)
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
         """Return the model, built if it is a config; with ``skip_init_weights`` parameters are on the meta device."""
