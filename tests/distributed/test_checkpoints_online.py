@@ -100,12 +100,12 @@ def told(action: Any, *args: Any, **kwargs: Any) -> tuple[type, str]:
 def failing_saves(rank: int, folder: str) -> list[tuple[type, str]]:
     model = mmfsdp.shard(build(), CONFIGS["fsdp2"])
     found = []
-    for kind, name in (("full", "full.pth"), ("local", "local")):
+    for kind, name in (("full", "full.pth"), ("local", "local"), ("sharded", "sharded")):
         path = f"{folder}/{name}"
         mmfsdp.save_checkpoint(path, model, kind=kind, extra={"iter": 1})
         found.append(told(mmfsdp.save_checkpoint, path, model, kind=kind))
         # What cannot be pickled, on one rank only: the first of a full save, the last of a local one.
-        odd = rank == (0 if kind == "full" else 1)
+        odd = rank == (1 if kind == "local" else 0)
         extra = {"iter": 2, "odd": threading.Lock() if odd else None}
         found.append(told(mmfsdp.save_checkpoint, path, model, kind=kind, extra=extra, overwrite=True))
         found.append(told(mmfsdp.save_checkpoint, f"{folder}/absent/{name}", model, kind=kind))
@@ -115,6 +115,7 @@ def failing_saves(rank: int, folder: str) -> list[tuple[type, str]]:
         assert mmfsdp.load_checkpoint(path, model)[0] == {"iter": 3}
     found.append(told(mmfsdp.save_checkpoint, f"{folder}/x", model, kind="fulll"))
     found.append(told(mmfsdp.save_checkpoint, f"{folder}/x", model, extra={"state_dict": 1}))
+    found.append(told(mmfsdp.save_checkpoint, f"{folder}/x", model, kind="local", blocking=False))
     return found
 
 
@@ -122,20 +123,22 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
     for found in run_ranks(failing_saves, 2, str(tmp_path)):
         kinds, texts = zip(*found, strict=True)
         failed = (TargetExistsError, errors.CheckpointError, errors.CheckpointNotFoundError)
-        assert kinds == (*failed, *failed, errors.ConfigError, errors.ConfigError)
+        assert kinds == (*failed, *failed, *failed, *[errors.ConfigError] * 3)
         assert "overwrite=True" in texts[0]
         assert "cannot pickle" in texts[1]
         assert "cannot pickle" in texts[4]
         assert "does not exist. Create it first." in texts[5]
-        assert "'full' or 'local', got 'fulll'" in texts[6]
-        assert texts[7].startswith("extra holds 'state_dict', which save_checkpoint() writes itself.")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pth", "local"]
+        assert "cannot pickle" in texts[7]
+        assert "'full', 'local' or 'sharded', got 'fulll'" in texts[9]
+        assert texts[10].startswith("extra holds 'state_dict', which save_checkpoint() writes itself.")
+        assert "blocking=False needs kind='sharded', got kind='local'" in texts[11]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pth", "local", "sharded"]
 
 
 def unwritable(rank: int, folder: str) -> list[tuple[type, str]]:
     model = mmfsdp.shard(build(), CONFIGS["fsdp2"])
     path = f"{folder}/file/inside"
-    return [told(mmfsdp.save_checkpoint, path, model, kind=kind) for kind in ("full", "local")]
+    return [told(mmfsdp.save_checkpoint, path, model, kind=kind) for kind in ("full", "local", "sharded")]
 
 
 def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:

@@ -20,17 +20,17 @@ from mmfsdp.guards import unwatched
 from mmfsdp.runtime import ShardedModel, clean_fqn
 from mmfsdp.state.stored import whole_value
 
-__all__ = ["groups_by_name", "load_flat_state", "state_by_place"]
+__all__ = ["groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
 
 
 def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
     """Return the FQNs of each param group, in the plain optimizer's order. Collective: every rank."""
-    return [group["params"] for group in _named(state, optimizer)["param_groups"]]
+    return [group["params"] for group in state_by_name(state, optimizer)["param_groups"]]
 
 
 def state_by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state, sharded, in the plain optimizer's format. Collective: every rank."""
-    named = _named(state, optimizer)
+    named = state_by_name(state, optimizer)
     places: dict[str, int] = {}
     groups = []
     for group in named["param_groups"]:
@@ -76,8 +76,8 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
-def _named(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Torch's state by FQN, each group in the order of the plain optimizer."""
+def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
+    """Return torch's state by FQN, sharded, each group in the order of the plain optimizer. Collective: every rank."""
     fresh = not any(gather_objects(scope_of(state.mesh), bool(optimizer.state)))
     with unwatched(), _initialised(optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective import gather_objects, place_in, scope_of
+from mmfsdp.collective import gather_objects, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import whole_tensor
@@ -89,12 +89,17 @@ def load_model_state_dict(
             source = {name: source[name] if name in source else whole(into) for name, into in target.items()}
         _load_fsdp1(state, source)
     else:
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def fill() -> None:
             for name in names:
                 value = fetch(name, state_dict, offered, target[name], state, from_rank0)
                 into = target[name]
                 local = into.to_local() if isinstance(into, DTensor) else into
                 local.copy_(local_value(value, into))
+
+        # A disk may fail on one rank.
+        on_all_ranks(fill, scope_of(state.mesh), share=False)
     _load_extra_states(state, state_dict, from_rank0)
     return report
 

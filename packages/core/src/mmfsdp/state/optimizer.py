@@ -7,7 +7,7 @@ the param groups. So it loads into the plain optimizer of the plain model, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from mmfsdp.collective import gather_objects, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
-from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_place
+from mmfsdp.state import named_optimizer
+from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
 from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
-__all__ = ["load_optim_state_dict", "optim_state_dict"]
+__all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
 
 _REBUILD = "Build the optimizer as it was built when the state was saved."
 
@@ -34,6 +35,7 @@ def optim_state_dict(
     *,
     rank0_only: bool = True,
     cpu_offload: bool = True,
+    by_name: bool = False,
 ) -> dict[str, Any]:
     """Return the optimizer's state in the format of ``Optimizer.state_dict()``. Collective: every rank.
 
@@ -43,6 +45,8 @@ def optim_state_dict(
         kind: ``full``: whole tensors, as the plain optimizer of the unsharded model has them. ``sharded``: DTensors.
         rank0_only: For ``full``: other ranks than the mesh's first get an empty dict.
         cpu_offload: For ``full``: return CPU tensors.
+        by_name: Parameters by their FQN, in ``state`` and in ``params`` of the groups, instead of by their place; the
+            form of torch's ``get_optimizer_state_dict``.
 
     Raises:
         StateDictError: ``kind`` is neither.
@@ -51,7 +55,12 @@ def optim_state_dict(
         raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
     state = sharded_model(model)
     keep = not rank0_only or is_first_rank(state)
-    sharded = state_by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
+    if state.is_fsdp1:
+        sharded = state_by_name(state, optimizer) if by_name else state_by_place(state, optimizer)
+    else:
+        sharded = optimizer.state_dict()
+        if by_name:
+            sharded = named_optimizer.by_name(sharded, _names_in_groups(state, optimizer))
     if kind == "sharded":
         return sharded
     values = {
@@ -69,7 +78,9 @@ def load_optim_state_dict(
     Args:
         model: The sharded model.
         optimizer: Built from its parameters, with as many param groups and parameters as the state has.
-        state_dict: The full or the sharded form, of this or of the unsharded model's optimizer. Not changed.
+        state_dict: The full or the sharded form, of this or of the unsharded model's optimizer: parameters by place, or
+            by name as torch's ``get_optimizer_state_dict`` has them, flattened or not. Not changed. A parameter may
+            have no state, as one that never got a gradient.
         from_rank0: Only the mesh's first rank's ``state_dict`` counts; it is sent tensor by tensor.
 
     Raises:
@@ -78,21 +89,43 @@ def load_optim_state_dict(
     state = sharded_model(model)
     if from_rank0:
         state_dict = _send(state_dict, state)
+    prepare_optim_load(model, optimizer, state_dict)()
+
+
+def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+    """Check that an optimizer's state fits, and return what loads it. Both collective: every rank.
+
+    See `load_optim_state_dict`. Until the result is called nothing is changed.
+    """
+    state = sharded_model(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh), share=False)
     groups = groups_by_name(state, optimizer) if state.is_fsdp1 else _names_in_groups(state, optimizer)
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
-    on_all_ranks(lambda: _check(state_dict, groups, shapes), scope_of(state.mesh), share=False)
+
+    def check() -> dict[str, Any]:
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        found = named_optimizer.by_place(state_dict, groups, settings)
+        _check(found, groups, shapes)
+        return found
+
+    [fitting] = on_all_ranks(check, scope_of(state.mesh), share=False)
     if state.is_fsdp1:
-        load_flat_state(state, optimizer, state_dict)
-        return
-    at = dict(zip((place for group in state_dict["param_groups"] for place in group["params"]), params, strict=True))
-    placed = {
-        place: {name: _placed(value, at[place]) for name, value in entries.items()}
-        for place, entries in state_dict["state"].items()
-    }
-    optimizer.load_state_dict({**state_dict, "state": placed})
+        return lambda: load_flat_state(state, optimizer, fitting)
+    at = dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
+
+    def load() -> None:
+        def place_all() -> dict[Any, dict[str, Any]]:
+            return {
+                place: {name: _placed(value, at[place]) for name, value in entries.items()}
+                for place, entries in fitting["state"].items()
+            }
+
+        [placed] = on_all_ranks(place_all, scope_of(state.mesh), share=False)
+        optimizer.load_state_dict({**fitting, "state": placed})
+
+    return load
 
 
 def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
@@ -100,10 +133,9 @@ def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _check_form(state_dict: Mapping[str, Any]) -> None:
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
+def _check_form(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"An optimizer's state is a mapping, got a {type(state_dict).__name__}.")
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
+from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.dtypes import to_torch
-from mmfsdp.errors import CorruptCheckpointError, FormatError
+from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.state.boxes import Box, box_of, local_part
 
 __all__ = ["StoredTensor", "local_value", "stored_tensors", "whole_value"]
@@ -53,10 +54,14 @@ class StoredTensor:
         memory = memoryview((ctypes.c_char * (result.numel() * result.element_size())).from_address(result.data_ptr()))
         target = memory.cast("B")
         for run in byte_runs(self._entry, box.offsets, box.sizes):
-            if isinstance(run, StridedRun):
-                raise FormatError(f"Tensor {self._entry.name!r} is not stored contiguously.", file=str(run.file))
             with open(run.file, "rb", buffering=0) as file:
                 done = 0
+                if isinstance(run, StridedRun):
+                    for block in packed_blocks(file.fileno(), run):
+                        target[run.target + done : run.target + done + len(block)] = block
+                        done += len(block)
+                    if done == run.length:
+                        continue
                 while done < run.length:
                     count = os.preadv(
                         file.fileno(), [target[run.target + done : run.target + run.length]], run.source + done

@@ -1,0 +1,128 @@
+"""Optimizer state by parameter name, as torch's distributed checkpoints (DCP) hold it, from and to state by place.
+
+Three forms are known: by place (``Optimizer.state_dict()``), by name (``get_optimizer_state_dict()`` of torch, with
+names under ``params``), and that one flattened to ``'state.<name>.exp_avg'`` and ``'param_groups.<name>.lr'``
+(``flatten_optimizer_state_dict=True``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmfsdp.errors import StateDictError, closest
+
+__all__ = ["by_name", "by_place", "renamed"]
+
+_REBUILD = "Build the optimizer as it was built when the state was saved."
+_STATE, _GROUPS = "state", "param_groups"
+
+
+def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by place as state by name.
+
+    Args:
+        state_dict: By place. Not changed.
+        groups: The names in each param group, in the order of the places.
+    """
+    names: dict[Any, str] = {}
+    named_groups = []
+    for group, own in zip(state_dict[_GROUPS], groups, strict=True):
+        names |= dict(zip(group["params"], own, strict=True))
+        named_groups.append({**group, "params": list(own)})
+    return {_STATE: {names[place]: value for place, value in state_dict[_STATE].items()}, _GROUPS: named_groups}
+
+
+def by_place(
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return state of any form as state by place.
+
+    Args:
+        state_dict: Of any form. Not changed.
+        groups: The names in each of the optimizer's param groups.
+        settings: The optimizer's param groups; what the state does not say of a group stays as it is here.
+
+    Raises:
+        StateDictError: It is of none of these forms, of other parameters, or says different things of one group.
+    """
+    state_dict = _unflattened(state_dict)
+    for key in (_GROUPS, _STATE):
+        if key not in state_dict:
+            raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
+    stored = state_dict[_GROUPS]
+    if not any(isinstance(name, str) for group in stored for name in group["params"]):
+        return {**state_dict, _STATE: _numbered(state_dict[_STATE])}
+    said = {name: group for group in stored for name in group["params"]}
+    own = {name for group in groups for name in group}
+    _check_names(own, {**said, **state_dict[_STATE]})
+    _check_names(own, said)
+    placed: dict[str, int] = {}
+    result = []
+    for group, names in zip(settings, groups, strict=True):
+        first = {**group, **(said[names[0]] if names else {})}
+        for name in names:
+            placed[name] = len(placed)
+            _check_same(said[name], said[names[0]], name, names[0])
+        result.append({**first, "params": [placed[name] for name in names]})
+    return {
+        **{key: value for key, value in state_dict.items() if key not in (_STATE, _GROUPS)},
+        _STATE: {placed[name]: entries for name, entries in state_dict[_STATE].items()},
+        _GROUPS: result,
+    }
+
+
+def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a state, of any form, with a prefix taken off the names that have it."""
+
+    def short(name: Any) -> Any:
+        return name.removeprefix(prefix) if isinstance(name, str) else name
+
+    result = {**_unflattened(state_dict)}
+    if _STATE in result:
+        result[_STATE] = {short(name): entries for name, entries in result[_STATE].items()}
+    if _GROUPS in result:
+        result[_GROUPS] = [{**group, "params": [*map(short, group["params"])]} for group in result[_GROUPS]]
+    return result
+
+
+def _unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    dotted = (f"{_STATE}.", f"{_GROUPS}.")
+    if not state_dict or not all(isinstance(key, str) and key.startswith(dotted) for key in state_dict):
+        return state_dict
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in state_dict.items():
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        (state if kind == _STATE else groups).setdefault(name, {})[entry] = value
+    return {_STATE: state, _GROUPS: [{**settings, "params": [name]} for name, settings in groups.items()]}
+
+
+def _numbered(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The places as numbers: where keys must be strings, they have become ``'0'``, ``'1'``, ..."""
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in state.items()}
+
+
+def _check_names(own: set[str], said: Mapping[str, Any]) -> None:
+    unexpected, missing = sorted(said.keys() - own), sorted(own - said.keys())
+    for names, text in (
+        (unexpected, "The state is of {}, which the optimizer does not have."),
+        (missing, "The optimizer has {}, of which the state says nothing."),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            hint = closest(names[0], missing if names is unexpected else unexpected, count=1)
+            raise StateDictError(f"{text.format(repr(names[0]) + more)}{hint} {_REBUILD}", fqn=names[0])
+
+
+def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, first: str) -> None:
+    if one is other:
+        return
+    for key in sorted({*one, *other} - {"params", "param_names"}):
+        if one.get(key) != other.get(key):
+            raise StateDictError(
+                f"{first!r} and {name!r} are in one param group of the optimizer, but the state has {key} "
+                f"{other.get(key)!r} for the one and {one.get(key)!r} for the other. {_REBUILD}",
+                fqn=name,
+            )

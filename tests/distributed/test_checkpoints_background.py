@@ -1,0 +1,115 @@
+"""Saving in the background: what was when it was asked for is saved, and no failure passes unnoticed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.models import BLOCKS, build, train
+from tests.distributed.test_checkpoints_online import State, told, whole_state
+from tests.distributed.test_state_dicts import HYBRID, equal, optimizer_of
+
+import mmfsdp
+from mmfsdp import errors
+from mmfsdp.testing import run_ranks
+
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"wrap": BLOCKS}),
+    "hybrid": (4, {"sharding": HYBRID, "wrap": BLOCKS}),
+    "fsdp1-flat": (2, {"sharding": {"use_orig_params": False}, "wrap": BLOCKS}),
+}
+
+
+def save_and_train_on(rank: int, config: dict[str, Any], folder: str) -> list[State]:
+    model = mmfsdp.shard(build(), config)
+    optimizer = optimizer_of(model, "adamw")
+    wanted, saves = [], []
+    extra = {"losses": [0.0]}
+    for step in range(3):
+        train(model, optimizer, steps=1, first=step)
+        wanted.append(whole_state(model, optimizer))
+        saves.append(
+            mmfsdp.save_checkpoint(f"{folder}/{step}", model, optimizer, kind="sharded", extra=extra, blocking=False)
+        )
+        extra["losses"].append(1.0)
+    train(model, optimizer, steps=1, first=3)
+    for save in reversed(saves):
+        save.result()
+        assert save.done()
+    assert all(Path(folder, str(step), "manifest.json").exists() for step in range(3))
+    return wanted
+
+
+def load(rank: int, path: str) -> tuple[State, Any]:
+    model = mmfsdp.shard(build(seed=7), {"wrap": BLOCKS})
+    optimizer = optimizer_of(model, "adamw")
+    rest, report = mmfsdp.load_checkpoint(path, model, optimizer)
+    assert report.clean
+    return whole_state(model, optimizer), rest
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_training_goes_on_meanwhile(case: str, tmp_path: Path) -> None:
+    world_size, config = CONFIGS[case]
+    wanted = run_ranks(save_and_train_on, world_size, config, str(tmp_path))[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    assert not equal(wanted[0], wanted[1])
+    for step, want in enumerate(wanted):
+        found, rest = run_ranks(load, 3, str(tmp_path / str(step)))[0]
+        assert equal(found, want)
+        assert rest == {"losses": [0.0, *[1.0] * step]}
+
+
+class Odd:
+    """Is copied, and refuses to be written where it is told to."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def __reduce__(self) -> Any:
+        if self.refuses and threading.current_thread() is not threading.main_thread():
+            raise OSError("the disk is full")
+        return Odd, (self.refuses,)
+
+
+def failing(rank: int, folder: str) -> list[tuple[type, str]]:
+    model = mmfsdp.shard(build(), {"wrap": BLOCKS})
+
+    def save(name: str, extra: Any = None, **options: Any) -> Any:
+        return mmfsdp.save_checkpoint(
+            f"{folder}/{name}", model, kind="sharded", extra={"odd": extra}, blocking=False, **options
+        )
+
+    save("there").result()
+    found = [told(save, "there"), told(save, "absent/there")]
+    # What cannot even be copied fails at once, on both ranks.
+    found.append(told(save, "x", threading.Lock() if rank == 1 else None))
+    # Told by result(), and then no more.
+    pending = save("there", Odd(rank == 0), overwrite=True)
+    found += [told(pending.result), told(pending.result)]
+    assert pending.done()
+    # Told by the next save, of whatever kind, if nobody asked.
+    save("there", Odd(rank == 0), overwrite=True)
+    found.append(told(mmfsdp.save_checkpoint, f"{folder}/full.pth", model))
+    # By one of the two alone: the other hears of it at the next save.
+    pending = save("there", Odd(rank == 0), overwrite=True)
+    if rank == 1:
+        told(pending.result)
+    found.append(told(save, "y"))
+    assert mmfsdp.load_checkpoint(f"{folder}/there", model)[0] == {"odd": None}
+    save("there", overwrite=True).result()
+    return found
+
+
+def test_failures_are_told(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(failing, 2, str(tmp_path))):
+        kinds, texts = zip(*found, strict=True)
+        assert all(issubclass(kind, errors.CheckpointError) for kind in kinds), kinds
+        assert "exists already" in texts[0]
+        assert "does not exist. Create it first." in texts[1]
+        assert "cannot pickle" in texts[2]
+        assert all("the disk is full" in text for text in texts[3:]), texts[3:]
+        assert texts[3] == texts[4], rank
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
