@@ -141,7 +141,7 @@ def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
     assert all(item["reads"] and item["what"] for item in listed.values())
     assert {"dcp", "rank_local", "torch_legacy", "torch_index", "mmengine_local"} <= {*listed}
     written = {name for name, item in listed.items() if item["writes"]}
-    assert written == {"safetensors", "torch_zip", "safetensors_index"}
+    assert written == {"safetensors", "torch_zip", "safetensors_index", "dcp", "rank_local"}
     for name in written:
         target = checkpoint.with_name(f"as_{name}")
         report = json.loads(run("convert", checkpoint, target, "--to", listed[name]["spellings"][0], "--json").stdout)

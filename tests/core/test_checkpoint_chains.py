@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,27 +61,49 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, lis
     return directory
 
 
-@settings(max_examples=40, deadline=None)
-@given(checkpoints(), st.lists(st.sampled_from(["pth", "safetensors", "safetensors_index"]), min_size=1, max_size=4))
-def test_chains(case: tuple[dict[str, torch.Tensor], dict[str, list[int]]], chain: list[str]) -> None:
+FORMATS: list[dict[str, Any]] = [
+    {"to": "pth"},
+    {"to": "safetensors"},
+    {"to": "safetensors_index", "max_shard_size": 50},
+    *({"to": "dcp", "ranks": ranks} for ranks in (1, 2, 3, "2x2")),
+    *({"to": "local", "ranks": ranks} for ranks in (1, 2, 5, "2x2")),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(checkpoints(), st.lists(st.sampled_from(FORMATS), min_size=1, max_size=4))
+def test_chains(case: tuple[dict[str, torch.Tensor], dict[str, list[int]]], chain: list[dict[str, Any]]) -> None:
     tensors, cuts = case
     with tempfile.TemporaryDirectory() as folder:
         origin = current = write(Path(folder, "origin"), tensors, cuts)
-        for step, to in enumerate([*chain, "pth"]):
+        for step, options in enumerate([*chain, {"to": "pth"}]):
             target = Path(folder, f"step{step}")
-            limit = 50 if to == "safetensors_index" else None
-            convert(current, target, to=to, max_shard_size=limit, verify_output=True, fsync=False)
-            assert verify(target).ok
+            convert(current, target, **options, keep="model", verify_output=True, fsync=False)
+            checked = verify(target)
+            assert (checked.ok, checked.unchecked) == (True, ())
             report = diff(origin, target, keep="model")
             assert report.same, report
             assert report.compared == len(tensors)
             current = target
-        loaded = torch.load(current, weights_only=True)["state_dict"]
-        assert sorted(loaded) == sorted(tensors)
-        for name, tensor in tensors.items():
-            assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
-            one, two = (item.contiguous().view(-1) for item in (loaded[name], tensor))
-            assert tensor.numel() == 0 or torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+            if options["to"] == "dcp":
+                check(tensors, loaded_by_torch(target, tensors))
+        check(tensors, torch.load(current, weights_only=True)["state_dict"])
+
+
+def loaded_by_torch(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    content = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        dcp.load(content, checkpoint_id=directory)
+    return content
+
+
+def check(tensors: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    assert sorted(loaded) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        one, two = (item.contiguous().view(-1) for item in (loaded[name], tensor))
+        assert tensor.numel() == 0 or torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 @settings(max_examples=25, deadline=None)

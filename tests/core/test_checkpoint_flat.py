@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.formats.flat_parameters import FlatUnit, cut, flat_unit, spans_of_views
 from mmfsdp.checkpoint.formats.flat_ranges import FlatRange, entry_of_ranges, flat_boxes
-from mmfsdp.checkpoint.formats.safetensors_file import write_safetensors
+from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
 from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import CorruptCheckpointError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -55,7 +56,7 @@ def test_pieces_in_any_memory_order_make_the_tensor_again(shape: tuple[int, ...]
         ranges = [FlatRange(a, b, 4 + 4 * a, record) for a, b in itertools.pairwise(bounds)]
         entry = entry_of_ranges("w", "float32", shape, ranges, order)
         check_coverage(Layout(file, "test", 1, {"w": entry}, {}))
-        write_safetensors(Path(folder) / "out", {"w": entry})
+        write_files(Path(folder) / "out", [plan_safetensors("", {"w": entry})])
         assert torch.equal(load_file(Path(folder) / "out")["w"], whole)
 
 

@@ -232,7 +232,7 @@ def test_shards(source: Path) -> None:
     data = bytearray((target / "model-00003-of-00003.safetensors").read_bytes())
     data[-1] ^= 1
     (target / "model-00003-of-00003.safetensors").write_bytes(data)
-    assert "its XXH3 hash is" in verify(target).problems[0].message
+    assert "The data of tensor 'module.head.weight' in" in verify(target).problems[0].message
     assert [item.name for item in diff(source, target).values] == ["module.head.weight"]
 
 
@@ -272,18 +272,18 @@ def test_a_full_disk_is_noticed_before_anything_is_written(source: Path, monkeyp
 
 
 def test_output_that_differs_never_appears(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfsdp.checkpoint import targets
+    from mmfsdp.checkpoint import converting
 
-    def spoiled(path: Path, *arguments: Any, **options: Any) -> int:
-        count = write(path, *arguments, **options)
+    def spoiled(path: Path, *arguments: Any, **options: Any) -> Any:
+        entries = write(path, *arguments, **options)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-        return count
+        return entries
 
-    write = targets.write_safetensors
-    monkeypatch.setattr(targets, "write_safetensors", spoiled)
-    with pytest.raises(CorruptCheckpointError, match=r"What was written for tensor '.*' differs from the source"):
+    write = converting.write_files
+    monkeypatch.setattr(converting, "write_files", spoiled)
+    with pytest.raises(CorruptCheckpointError, match=r"What was written is damaged: The data of tensor '.*' in"):
         convert(source, source.with_name("out.safetensors"), verify_output=True)
     assert [path.name for path in source.parent.iterdir()] == ["in.pth"]
 

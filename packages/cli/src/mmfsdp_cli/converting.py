@@ -21,8 +21,17 @@ def convert_command(
     source: CheckpointPath,
     target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .pth or .pt, or a directory.")],
     keep: Annotated[
-        str, typer.Option(metavar="model|all|KEY", help="The weights, everything, or one top-level key.")
-    ] = "model",
+        str | None,
+        typer.Option(
+            "--only",
+            "--keep",
+            metavar="model|all|KEY",
+            help="The weights, everything, or one top-level key. By default everything for dcp and local, else model.",
+        ),
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Everything but this top-level key, such as optimizer.")
+    ] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
     ] = None,
@@ -44,9 +53,19 @@ def convert_command(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Write a directory of safetensors files up to, say, 5GB each.")
     ] = None,
+    source_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="What the source is, if not what it looks like.")
+    ] = None,
     to: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help="safetensors, pth or safetensors_index, where the suffix does not say."),
+        typer.Option(
+            metavar="FORMAT",
+            help="safetensors, pth, safetensors_index, dcp or local, where the suffix does not say.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="N|RxS", help="dcp, local: among how many ranks; 2x4 is two replicas of four shards."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing target.")] = False,
     verify: Annotated[
@@ -81,6 +100,7 @@ def convert_command(
                 source,
                 target,
                 keep=keep,
+                drop=drop or (),
                 include=include or (),
                 exclude=exclude or (),
                 rename=rewrites,
@@ -96,7 +116,9 @@ def convert_command(
                 fsync=not no_fsync,
                 dry_run=dry_run,
                 progress=progress,
+                source_format=source_format,
                 to=to,
+                ranks=ranks,
                 reference=reference,
             )
         if as_json:

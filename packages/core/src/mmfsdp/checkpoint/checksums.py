@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, damaged_file
 from mmfsdp.checkpoint.scanning import Extent, Scanned
 
 __all__ = ["Check", "Mark", "planned_checks"]
@@ -41,14 +41,14 @@ class Check:
     """What the manifest says about the whole file."""
 
     @property
-    def hashed(self) -> bool:
-        """Whether all of the file is hashed."""
-        return self.entry is not None and self.entry.xxh3_64 is not None
+    def whole(self) -> bool:
+        """Whether all of the file is read."""
+        return self.entry is not None and self.entry.crc32 is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        if self.entry is not None and self.entry.xxh3_64 is not None:
+        if self.entry is not None and self.entry.crc32 is not None:
             return self.entry.size
         return sum(mark.extent[1] for mark in self.marks)
 
@@ -64,13 +64,9 @@ class Check:
                     str(self.file),
                     mark.extent[0],
                 )
-        if self.entry is not None and self.entry.xxh3_64 is not None and scanned.xxh3_64 != self.entry.xxh3_64:
-            yield (
-                f"{self.file.name} is damaged: its XXH3 hash is {scanned.xxh3_64} (expected {self.entry.xxh3_64} by "
-                f"{MANIFEST_NAME}).",
-                str(self.file),
-                None,
-            )
+        expected = None if self.entry is None else self.entry.crc32
+        if expected is not None and scanned.whole != expected:
+            yield damaged_file(self.file, scanned.whole, expected), str(self.file), None
 
 
 def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[list[Check], list[str]]:
@@ -85,7 +81,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     """
     marks: dict[Path, dict[Extent, Mark]] = {}
     unchecked_tensors, unchecked_bytes = 0, 0
-    hashed = {file for file, entry in listed.items() if entry.xxh3_64 is not None}
+    whole = {file for file, entry in listed.items() if entry.crc32 is not None}
     for name, entry in layout.tensors.items():
         blind = 0
         for chunk in entry.chunks:
@@ -94,7 +90,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
                 extent = record.offset, record.nbytes
                 what = f"The data of tensor {name!r}"
                 marks.setdefault(record.file, {}).setdefault(extent, Mark(extent, record.crc32, what))
-            elif chunk.file not in hashed:
+            elif chunk.file not in whole:
                 blind += chunk.nbytes
         unchecked_tensors, unchecked_bytes = unchecked_tensors + (blind > 0), unchecked_bytes + blind
     # The pickle, and what other ranks hold a copy of, is in no tensor of the layout.
@@ -117,7 +113,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
 
 
 def _checks(file: Path, marks: Mapping[Extent, Mark], entry: FileEntry | None) -> Iterator[Check]:
-    if entry is not None and entry.xxh3_64 is not None:
+    if entry is not None and entry.crc32 is not None:
         yield Check(file, tuple(marks.values()), entry)
         return
     batch: list[Mark] = []

@@ -15,9 +15,14 @@ from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.intent import Intent, intended
 from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.checkpoint.output import check_output, check_replaceable, check_space, free_bytes
+from mmfsdp.checkpoint.ranks import Ranks
 from mmfsdp.checkpoint.renaming import NameRules
+from mmfsdp.checkpoint.saves import check_save
+from mmfsdp.checkpoint.selection import Part
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
+from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import ConfigError
 
 __all__ = ["ConversionReport", "convert"]
@@ -66,14 +71,15 @@ class _Overflows:
     counts: dict[str, int] = field(default_factory=dict)
 
     def note(self, name: str, count: int) -> None:
-        self.counts[name] = count
+        self.counts[name] = self.counts.get(name, 0) + count
 
 
 def convert(
     source: str | os.PathLike[str] | Layout,
     target: str | os.PathLike[str],
     *,
-    keep: str = "model",
+    keep: str | None = None,
+    drop: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
@@ -89,10 +95,15 @@ def convert(
     fsync: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
+    source_format: str | None = None,
     to: str | None = None,
+    ranks: int | str | None = None,
     reference: str | os.PathLike[str] | Layout | None = None,
 ) -> ConversionReport:
     """Write a checkpoint in another format, in constant memory and without torch.
+
+    Every format that can be read becomes every format that can be written: pieces are put together, divided anew among
+    any number of ranks, or both at once.
 
     The target appears complete or not at all. Before a byte is copied, every tensor is proven to be covered by what is
     stored.
@@ -101,9 +112,11 @@ def convert(
         source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
         target: What to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` says the format.
         keep: ``'model'``: the weights (in a ``.pth`` file as ``{'state_dict': ..., 'meta': ...}``, the shape that
-            OpenMMLab publishes). ``'all'``: everything; in a ``.pth`` file what a ``full`` checkpoint holds, in a
-            safetensors file every tensor under its whole path such as ``'optimizer/state/0/exp_avg'``. Otherwise a
-            top-level key such as ``'ema_state_dict'``.
+            OpenMMLab publishes; in a distributed checkpoint their bare names). ``'all'``: everything; in a ``.pth``
+            file what a ``full`` checkpoint holds, in a safetensors file every tensor under its whole path such as
+            ``'optimizer/state/0/exp_avg'``. Otherwise a top-level key such as ``'ema_state_dict'``. By default
+            everything for directories that training resumes from (``dcp``, ``local``), else the weights.
+        drop: Keep everything but these top-level keys, such as ``['optimizer']``.
         include: Take only tensors whose name in the part that is kept matches a glob (``*`` within one dotted part,
             ``**`` across parts) or ``'re:...'``.
         exclude: Leave out what matches one of these.
@@ -118,12 +131,17 @@ def convert(
         overwrite: Replace an existing target.
         trust: Keep unknown pickled objects as opaque placeholders, never imported, instead of refusing the source. They
             are written again into a ``.pth`` target.
-        verify: Compare stored CRC-32 checksums with the data; costs one more pass over the source.
+        verify: Compare stored CRC-32 checksums with the data, and a directory with its manifest; costs one more pass
+            over the source.
         verify_output: Read the output before it appears, and compare every tensor with the source.
         fsync: Wait until the output is on disk.
         dry_run: Check and report everything that can be known without writing.
         progress: Called with the bytes copied so far and the bytes to copy. What it raises cancels the conversion.
-        to: ``'safetensors'``, ``'pth'`` or ``'safetensors_index'``, where the suffix does not say.
+        source_format: What ``source`` is, if it is not to be told from its content; see ``open_layout``.
+        to: ``'safetensors'``, ``'pth'``, ``'safetensors_index'``, ``'dcp'`` or ``'local'``, where the suffix does not
+            say.
+        ranks: Among how many ranks ``dcp`` and ``local`` divide the tensors: a number, or such as ``'2x4'`` for two
+            replicas of four shards. By default as many as wrote the source.
         reference: A whole checkpoint of the same model, where ``source`` does not say all shapes; see ``open_layout``.
 
     Raises:
@@ -137,18 +155,34 @@ def convert(
     """
     began = time.perf_counter()
     target = Path(target)
-    if publish and keep != "model":
+    if publish and (keep not in (None, "model") or drop):
         raise ConfigError(f"publish=True (--publish) writes the weights; it cannot go with keep={keep!r}.")
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    if publish and limit is not None:
-        raise ConfigError("publish=True (--publish) writes one file; it cannot go with max_shard_size.")
     kind = target_format(target, to, limit)
+    if publish and kind.directory:
+        raise ConfigError(f"publish=True (--publish) writes one file; it cannot go with to={kind.spellings[0]!r}.")
+    if ranks is not None and not kind.by_rank:
+        raise ConfigError(f"ranks={ranks!r} (--ranks) is for to='dcp' and to='local', not {kind.spellings[0]!r}.")
     rules = NameRules(tuple(include), tuple(exclude), tuple(rename), strip_prefix)
-    layout = source if isinstance(source, Layout) else open_layout(source, trust=trust, reference=reference)
+    layout = source if isinstance(source, Layout) else open_layout(
+        source, trust=trust, reference=reference, format=source_format
+    )
     _refuse_own_files(layout, target)
     overflows = _Overflows()
-    intent = intended(layout, kind, keep, rules, use_ema=use_ema, dtype=dtype, limit=limit, overflow=overflows.note)
+    intent = intended(
+        layout,
+        kind,
+        Part.chosen(keep, drop, by_default="all" if kind.by_rank and not use_ema else "model"),
+        rules,
+        use_ema=use_ema,
+        dtype=dtype,
+        limit=limit,
+        ranks=Ranks.parse(layout.world_size if ranks is None else ranks),
+        overflow=overflows.note,
+    )
     check_coverage(layout, intent.sources)
+    if verify:
+        check_save(layout)
     free = free_bytes(target)
     final, written = target, sum(intent.files.values())
     if not overwrite and not publish:
@@ -158,7 +192,9 @@ def convert(
         check_replaceable(target)
         temporary = temporary_sibling(target)
         try:
-            written = kind.write(temporary, intent.content, verify, progress)
+            entries = write_files(temporary, intent.planned, verify=verify, progress=progress)
+            if kind.directory:
+                write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
             if verify_output:
                 check_output(temporary, intent.written, trust=trust, progress=progress)
             final = published_path(target, temporary) if publish else target

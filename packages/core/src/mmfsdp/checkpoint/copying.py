@@ -30,17 +30,15 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 
 
 class Copier:
-    """Copies tensors into one open file, in constant memory.
+    """Copies tensors into open files, in constant memory.
 
     Args:
-        target: Descriptor of the file to write, opened for reading and writing or for writing only.
         total: Bytes that will be copied, for ``progress``.
         verify: Compare every source record that has a CRC-32 with it, once, before its first byte is copied.
         progress: Called after each piece; what it raises stops the copy.
     """
 
-    def __init__(self, target: int, *, total: int, verify: bool = True, progress: Progress | None = None) -> None:
-        self._target = target
+    def __init__(self, *, total: int, verify: bool = True, progress: Progress | None = None) -> None:
         self._total = total
         self._verify = verify
         self._progress = progress
@@ -58,16 +56,16 @@ class Copier:
     ) -> None:
         self._files.__exit__(kind, error, trace)
 
-    def copy_tensor(self, entry: TensorEntry, at: int, *, checksum: bool = True) -> int:
-        """Copy a whole tensor, packed in row-major order, to byte ``at`` of the target.
+    def copy_tensor(self, entry: TensorEntry, target: int, at: int) -> int:
+        """Copy a whole tensor, packed in row-major order, to byte ``at`` of a file.
 
         Args:
             entry: The tensor; its chunks must cover it (see ``check_coverage``).
-            at: Offset in the target in bytes.
-            checksum: Work out the CRC-32 of what is written.
+            target: Descriptor of the file to write.
+            at: Offset in that file in bytes.
 
         Returns:
-            That CRC-32, from the stored ones where they suffice; 0 without ``checksum``.
+            The CRC-32 of what is written, from the stored ones where they suffice.
 
         Raises:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
@@ -77,38 +75,38 @@ class Copier:
                 if chunk.record is not None:
                     self._check(chunk.record, entry.name)
         if isinstance(entry, CastEntry):
-            return self._cast(entry, at)
+            return self._cast(entry, target, at)
         # Stored checksums stand for the data as long as each run is one whole record.
         known = {(chunk.file, chunk.offset, chunk.nbytes): chunk.crc32 for chunk in entry.chunks}
         crc = 0
         for run in byte_runs(entry):
             if isinstance(run, StridedRun):
-                crc = self._gather(run, at, entry.name, crc)
+                crc = self._gather(run, target, at, entry.name, crc)
                 continue
-            if checksum:
-                stored = known.get((run.file, run.source, run.length))
-                if stored is None:
-                    crc = self._crc32(run.file, run.source, run.length, entry.name, crc)
-                else:
-                    crc = crc32_combine(crc, stored, run.length)
-            self._copy(run, at, entry.name)
+            stored = known.get((run.file, run.source, run.length))
+            if stored is None:
+                crc = self._crc32(run.file, run.source, run.length, entry.name, crc)
+            else:
+                crc = crc32_combine(crc, stored, run.length)
+            self._copy(run, target, at, entry.name)
         return crc
 
-    def _cast(self, entry: CastEntry, at: int) -> int:
+    def _cast(self, entry: CastEntry, target: int, at: int) -> int:
         crc = 0
         with OpenFiles() as files:
             for block in converted_blocks(files, entry):
-                _write(self._target, block, at)
+                _write(target, block, at)
                 at += len(block)
                 crc = zlib.crc32(block, crc)
                 self._advance(len(block))
         return crc
 
-    def _copy(self, run: Run, at: int, name: str) -> None:
+    def _copy(self, run: Run, target: int, at: int, name: str) -> None:
         source = self._files.descriptor(run.file)
         done = 0
         while done < run.length:
-            count = self._copy_piece(source, run.source + done, at + run.target + done, min(_PIECE, run.length - done))
+            left = min(_PIECE, run.length - done)
+            count = self._copy_piece(source, target, run.source + done, at + run.target + done, left)
             if count == 0 and self._methods:
                 del self._methods[0]  # some file systems say 0 for "not here"; plain reads have the last word
                 continue
@@ -117,25 +115,25 @@ class Copier:
             done += count
             self._advance(count)
 
-    def _copy_piece(self, source: int, source_at: int, target_at: int, length: int) -> int:
+    def _copy_piece(self, source: int, target: int, source_at: int, target_at: int, length: int) -> int:
         while self._methods:
             try:
-                return self._methods[0](source, self._target, source_at, target_at, length)
+                return self._methods[0](source, target, source_at, target_at, length)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
                 del self._methods[0]
         view = self._buffer[: min(length, _BLOCK)]
         count = os.preadv(source, [view], source_at)
-        _write(self._target, view[:count], target_at)
+        _write(target, view[:count], target_at)
         return count
 
-    def _gather(self, run: StridedRun, at: int, name: str, crc: int) -> int:
+    def _gather(self, run: StridedRun, target: int, at: int, name: str, crc: int) -> int:
         position = at + run.target
         for block in packed_blocks(self._files.descriptor(run.file), run):
             if not block:
                 raise _truncated(run.file, name, run.source)
-            _write(self._target, memoryview(block), position)
+            _write(target, memoryview(block), position)
             position += len(block)
             crc = zlib.crc32(block, crc)
             self._advance(len(block))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
@@ -15,7 +16,7 @@ from mmfsdp.checkpoint.formats.torch_index import read_torch_index
 from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read_torch_legacy
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, closest
+from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError, closest
 
 __all__ = ["open_layout"]
 
@@ -27,6 +28,7 @@ def open_layout(
     *,
     trust: bool = False,
     reference: str | os.PathLike[str] | Layout | None = None,
+    format: str | None = None,
 ) -> Layout:
     """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
 
@@ -40,8 +42,10 @@ def open_layout(
             the file. They are not imported even then.
         reference: A whole checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not say
             the shapes of all parameters: those saved without an optimizer, of plain SGD or with frozen parameters.
+        format: What it is, by the names of `known_formats`, where a directory holds several or the content misleads.
 
     Raises:
+        ConfigError: ``format`` is unknown, or is that of a file where there is a directory, or the other way.
         CheckpointNotFoundError: There is nothing at ``path``, or a directory without a checkpoint.
         FormatError: It is of a format that is not known or not supported.
         UnsafePickleError: It names something that is not on the list of safe names.
@@ -49,6 +53,8 @@ def open_layout(
         CorruptCheckpointError: It is damaged.
     """
     path = Path(path)
+    if format is not None and path.exists():
+        return _open_as(format, path, trust, reference)
     if path.is_dir():
         return _open_directory(path, trust, reference)
     if not path.exists():
@@ -73,12 +79,46 @@ def open_layout(
     )
 
 
+def _open_as(format: str, path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
+    files: dict[str, Callable[[], Layout]] = {
+        "torch_zip": lambda: read_torch_zip(path, trust=trust),
+        "torch_legacy": lambda: read_torch_legacy(path, trust=trust),
+        "safetensors": lambda: read_safetensors(path),
+    }
+    directories: dict[str, Callable[[], Layout]] = {
+        "dcp": lambda: read_dcp(path, trust=trust),
+        "rank_local": lambda: read_rank_local(path, trust=trust),
+        "mmengine_local": lambda: read_mmengine_local(path, trust=trust, reference=_opened(reference, trust)),
+        "safetensors_index": lambda: read_safetensors_index(_index_of(path, ".safetensors"), path),
+        "safetensors_ranks": lambda: read_safetensors_directory(path),
+        "torch_index": lambda: read_torch_index(_index_of(path, ".bin"), path, trust=trust),
+    }
+    readers = directories if path.is_dir() or path.name.endswith(_INDEX_SUFFIX) else files
+    if format not in readers:
+        kind = "directory" if readers is directories else "file"
+        hint = closest(format, readers, count=1) or f" Known for a {kind} are {', '.join(map(repr, readers))}."
+        raise ConfigError(f"format={format!r} (--from) is not a format of the {kind} {path.name!r}.{hint}")
+    return readers[format]()
+
+
+def _index_of(path: Path, suffix: str) -> Path:
+    if path.is_file():
+        return path
+    found = sorted(entry for entry in path.iterdir() if entry.name.endswith(f"{suffix}{_INDEX_SUFFIX}"))
+    if len(found) != 1:
+        raise CheckpointNotFoundError(f"{path.name} holds {len(found)} files *{suffix}{_INDEX_SUFFIX} (expected one).")
+    return found[0]
+
+
+def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
+    return reference if reference is None or isinstance(reference, Layout) else open_layout(reference, trust=trust)
+
+
 def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
     if is_rank_local(path):
         if not is_mmengine_local(path):
             return read_rank_local(path, trust=trust)
-        whole = reference if reference is None or isinstance(reference, Layout) else open_layout(reference, trust=trust)
-        return read_mmengine_local(path, trust=trust, reference=whole)
+        return read_mmengine_local(path, trust=trust, reference=_opened(reference, trust))
     if is_dcp(path):
         return read_dcp(path, trust=trust)
     names = sorted(entry.name for entry in path.iterdir())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.checkpoint.casting import CastEntry, chosen_dtypes
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.planned_files import PlannedFile
+from mmfsdp.checkpoint.ranks import Ranks
 from mmfsdp.checkpoint.renaming import NameRules
-from mmfsdp.checkpoint.selection import named_tensors, select
+from mmfsdp.checkpoint.selection import Part, named_tensors, select
 from mmfsdp.checkpoint.targets import Content, Target
 from mmfsdp.checkpoint.tree import tensor_free_paths
 
@@ -21,8 +23,12 @@ class Intent:
 
     format: str
     """What is written."""
-    content: Content
-    """What the writer is given."""
+    planned: Sequence[PlannedFile]
+    """The files that will be written."""
+    save_id: str
+    """Identifies what is written."""
+    world_size: int
+    """Number of ranks that it will be of."""
     written: Mapping[str, TensorEntry]
     """Every tensor by the name that a reader of the target will know it by."""
     sources: tuple[str, ...]
@@ -40,12 +46,13 @@ class Intent:
 def intended(
     layout: Layout,
     target: Target,
-    keep: str,
+    part: Part,
     rules: NameRules,
     *,
     use_ema: bool,
     dtype: str | Mapping[str, str] | None,
     limit: int | None,
+    ranks: Ranks,
     overflow: Callable[[str, int], None],
 ) -> Intent:
     """Decide what a conversion writes; touches no file.
@@ -53,17 +60,18 @@ def intended(
     Args:
         layout: The source.
         target: The format to write.
-        keep: Which part.
+        part: Which part.
         rules: Which names are taken, and what they become.
         use_ema: Take the averaged weights.
         dtype: The dtype of floating point tensors, or patterns and dtypes.
         limit: Bytes of tensor data per file, for formats of several files.
+        ranks: How many ranks, for formats with files per rank.
         overflow: Called with name and count where a cast made elements infinite.
 
     Raises:
         ConfigError, FormatError: See ``convert``.
     """
-    selection = select(layout, keep, rules, use_ema=use_ema)
+    selection = select(layout, part, rules, use_ema=use_ema)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     casts = chosen_dtypes(dtype, stored)
@@ -72,17 +80,30 @@ def intended(
         count = _counter(name, overflow)
         named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry
     # What lies beside the part, such as tensors in `meta`, is written as it is.
-    tensors = {**{source: layout.tensors[source] for source in named_tensors(selection.tree).values()}}
+    tree = selection.part if target.flat and part.keep == "model" else selection.tree
+    tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items()}
-    content = Content(selection.tree, tensors, named, limit)
+    content = Content(tree, tensors, named, limit, ranks)
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
-        dropped += tuple(path for path in tensor_free_paths(selection.tree) if selection.tree.get(path) not in ({}, []))
+        dropped += tuple(path for path in tensor_free_paths(tree) if tree.get(path) not in ({}, []))
     else:
-        written = {name: tensors[source] for name, source in named_tensors(selection.tree).items()}
+        written = {name: tensors[source] for name, source in named_tensors(tree).items()}
     sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
-    return Intent(target.format, content, written, sources, target.files(content), casts, dropped, selection.notes)
+    planned = target.plan(content)
+    return Intent(
+        format=target.format,
+        planned=planned,
+        save_id=content.save_id,
+        world_size=ranks.count if target.by_rank else 1,
+        written=written,
+        sources=sources,
+        files={file.name: file.nbytes for file in planned if file.pieces or not file.name},
+        casts=casts,
+        dropped=dropped,
+        notes=selection.notes,
+    )
 
 
 def _counter(name: str, overflow: Callable[[str, int], None]) -> Callable[[str, int], None]:

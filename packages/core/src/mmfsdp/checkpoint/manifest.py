@@ -1,4 +1,4 @@
-"""``manifest.json``: which files make up a checkpoint directory, how large they are and what they hash to."""
+"""``manifest.json``: which files make up a checkpoint directory, how large they are, and their checksums."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.crc import crc32
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["MANIFEST_NAME", "FileEntry", "Manifest", "check_manifest", "hash_file", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "check_manifest",
+    "checksum_file",
+    "read_manifest",
+    "write_manifest",
+]
 
 MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
 
 _FORMAT = "mmfsdp.manifest"
-_BLOCK = 4 << 20  # bytes
+_BLOCK = 1 << 20  # bytes: fits the second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +34,13 @@ class FileEntry:
 
     size: int
     """Length in bytes."""
-    xxh3_64: str | None
-    """XXH3 hash of 64 bits as 16 hexadecimal digits; ``None`` if none was taken."""
+    crc32: int | None
+    """CRC-32 of the whole file; ``None`` if none was taken."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
         """Return the entry of a file, reading all of it."""
-        return cls(path.stat().st_size, hash_file(path))
+        return cls(path.stat().st_size, checksum_file(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class Manifest:
     world_size: int
     """Number of ranks that took part."""
     files: Mapping[str, FileEntry]
-    """File name, relative to the directory, to its size and hash."""
+    """File name, relative to the directory, to its size and checksum."""
 
 
 def write_manifest(
@@ -55,8 +64,8 @@ def write_manifest(
         directory: The checkpoint directory.
         save_id: Identifies the save.
         world_size: Number of ranks that took part.
-        files: The files, if their sizes and hashes are known already, as when each rank has hashed its own. By default
-            every file of the directory is hashed here.
+        files: The files, if their sizes and checksums are known already, as when each rank has read its own. By
+            default every file of the directory is read here.
     """
     if files is None:
         present = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST_NAME)
@@ -66,7 +75,7 @@ def write_manifest(
         "version": 1,
         "save_id": save_id,
         "world_size": world_size,
-        "files": {name: {"size": entry.size, "xxh3_64": entry.xxh3_64} for name, entry in sorted(files.items())},
+        "files": {name: _described(entry) for name, entry in sorted(files.items())},
     }
     (directory / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return Manifest(save_id, world_size, dict(files))
@@ -101,16 +110,16 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged: {error!r}.", file=str(path)) from error
 
 
-def check_manifest(directory: Path, *, hashes: bool = True) -> Manifest:
+def check_manifest(directory: Path, *, checksums: bool = True) -> Manifest:
     """Compare the files of a directory with its manifest, and return it.
 
     Args:
         directory: The checkpoint directory.
-        hashes: Also hash every file, which reads all of it; otherwise only sizes are compared.
+        checksums: Also compare the CRC-32 of every file, which reads all of it; otherwise only sizes are compared.
 
     Raises:
         IncompleteCheckpointError: A file of the manifest is missing, or the manifest itself.
-        CorruptCheckpointError: A size or hash differs.
+        CorruptCheckpointError: A size or checksum differs.
     """
     manifest = read_manifest(directory)
     for name, expected in manifest.files.items():
@@ -122,35 +131,43 @@ def check_manifest(directory: Path, *, hashes: bool = True) -> Manifest:
             raise CorruptCheckpointError(
                 f"{name} has {size} bytes (expected {expected.size} by {MANIFEST_NAME}).", file=str(path)
             )
-        if hashes and expected.xxh3_64 is not None:
-            found = hash_file(path)
-            if found != expected.xxh3_64:
-                raise CorruptCheckpointError(
-                    f"{name} is damaged: its XXH3 hash is {found} (expected {expected.xxh3_64} by {MANIFEST_NAME}).",
-                    file=str(path),
-                )
+        if checksums and expected.crc32 is not None:
+            found = checksum_file(path)
+            if found != expected.crc32:
+                raise CorruptCheckpointError(damaged_file(path, found, expected.crc32), file=str(path))
     return manifest
 
 
-def hash_file(path: Path) -> str:
-    """Return the XXH3 hash of 64 bits of a file as 16 hexadecimal digits, reading it in blocks."""
-    import xxhash
-
-    state = xxhash.xxh3_64()
+def checksum_file(path: Path) -> int:
+    """Return the CRC-32 of a file, reading it in blocks."""
+    crc = 0
     buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            state.update(buffer[:count])
-    return state.hexdigest()
+            crc = crc32(buffer[:count], crc)
+    return crc
+
+
+def damaged_file(path: Path, found: int | None, expected: int) -> str:
+    """Return the message for a file whose checksum is not that of the manifest."""
+    shown = "unknown" if found is None else f"{found:08x}"
+    return (
+        f"{path.name} is damaged, or of another save: its CRC-32 is {shown} (expected {expected:08x} by "
+        f"{MANIFEST_NAME})."
+    )
+
+
+def _described(entry: FileEntry) -> dict[str, Any]:
+    return {"size": entry.size, "crc32": None if entry.crc32 is None else f"{entry.crc32:08x}"}
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
     files = {}
     for name, entry in content["files"].items():
-        size, digest = entry["size"], entry.get("xxh3_64")
-        if type(size) is not int or not isinstance(digest, str | None) or Path(name).name != name:
+        size, crc = entry["size"], entry.get("crc32")
+        if type(size) is not int or not isinstance(crc, str | None) or Path(name).name != name:
             raise ValueError(f"the entry of {name!r} is malformed")
-        files[name] = FileEntry(size, digest)
+        files[name] = FileEntry(size, None if crc is None else int(crc, 16))
     if not isinstance(content["save_id"], str) or type(content["world_size"]) is not int:
         raise ValueError("'save_id' or 'world_size' is malformed")
     return Manifest(content["save_id"], content["world_size"], files)

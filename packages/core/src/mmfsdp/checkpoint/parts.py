@@ -37,18 +37,25 @@ def model_key(layout: Layout) -> Any:
     )
 
 
-def top_level_key(layout: Layout, name: str) -> Any:
+def top_level_key(layout: Layout, name: str, argument: str = "keep") -> Any:
     """Return the top-level key that is written ``name``.
+
+    Args:
+        layout: The checkpoint.
+        name: The key as text.
+        argument: What the caller gave it as: ``'keep'``, or ``'drop'``.
 
     Raises:
         ConfigError: There is none; the message names the nearest.
     """
     found = [key for key in layout.tree if str(key) == name] if isinstance(layout.tree, dict) else []
     if not found:
-        hint = closest(name, ["model", "all", *layout.top_level])
+        words = ["model", "all"] if argument == "keep" else []
+        hint = closest(name, [*words, *layout.top_level])
+        what = "neither 'model' nor 'all' nor a" if words else "no"
         raise ConfigError(
-            f"keep={name!r} is neither 'model' nor 'all' nor a top-level key of {layout.path.name}.{hint} "
-            f"Its keys are {listed(layout.top_level)}."
+            f"{argument}={name!r} is {what} top-level key of {layout.path.name}.{hint} Its keys are "
+            f"{listed(layout.top_level)}."
         )
     return found[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,30 @@ from mmfsdp.checkpoint.renaming import NameRules
 from mmfsdp.checkpoint.tree import map_leaves, select_tensors, unique_name
 from mmfsdp.errors import ConfigError, FormatError
 
-__all__ = ["Selection", "named_tensors", "select"]
+__all__ = ["Part", "Selection", "named_tensors", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a checkpoint is meant."""
+
+    keep: str
+    """``'model'``, ``'all'`` or a top-level key."""
+    drop: tuple[str, ...] = ()
+    """With ``'all'``: the top-level keys that are left out."""
+
+    @classmethod
+    def chosen(cls, keep: str | None, drop: Sequence[str], *, by_default: str) -> Part:
+        """Return the part that was asked for.
+
+        Raises:
+            ConfigError: Something is to be dropped from what is not all.
+        """
+        if not drop:
+            return cls(by_default if keep is None else keep)
+        if keep not in (None, "all"):
+            raise ConfigError(f"drop={list(drop)} (--drop) leaves out of everything; it cannot go with keep={keep!r}.")
+        return cls("all", tuple(drop))
 
 
 @dataclass(frozen=True)
@@ -30,27 +53,30 @@ class Selection:
     """What the caller should know."""
 
 
-def select(layout: Layout, keep: str, rules: NameRules, *, use_ema: bool = False) -> Selection:
+def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = False) -> Selection:
     """Return the part of a checkpoint to write, with the rules applied.
 
     Args:
         layout: The source.
-        keep: ``'model'``, ``'all'`` or a top-level key.
+        wanted: Which part.
         rules: Which names are taken, and what they become.
         use_ema: Take the averaged weights as the model's.
 
     Raises:
-        ConfigError: ``keep`` is unknown, a rule matches nothing, or two tensors would get one name.
+        ConfigError: The part is unknown, a rule matches nothing, or two tensors would get one name.
         FormatError: The source has no such part.
     """
+    keep = wanted.keep
     if use_ema and keep != "model":
         raise ConfigError(f"use_ema=True (--use-ema) is about the weights; it cannot go with keep={keep!r}.")
     if not isinstance(layout.tree, dict):
         model_key(layout)  # raises
     notes: tuple[str, ...] = ()
     if keep == "all":
-        part, removed = _edited(layout.tree, rules)
-        return Selection(part, part, tuple(removed), notes)
+        dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in wanted.drop)}
+        kept = {key: value for key, value in layout.tree.items() if key not in dropped} if dropped else layout.tree
+        part, removed = _edited(kept, rules)
+        return Selection(part, part, (*dropped.values(), *removed), notes)
     if keep == "model":
         key = model_key(layout)
         part = layout.tree if key is None else layout.tree[key]
@@ -82,12 +108,15 @@ def named_tensors(part: Any) -> dict[str, str]:
     return names
 
 
+_WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by FlexibleRunner
+
+
 def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
     averaged = layout.tree.get("ema_state_dict")
     if not isinstance(averaged, dict):
         raise FormatError(f"{layout.path.name} has no 'ema_state_dict', so no averaged weights.", file=str(layout.path))
     meta = layout.tree.get("meta")
-    if isinstance(meta, dict) and "mmengine_version" in meta:
+    if isinstance(meta, dict) and not meta.keys().isdisjoint(_WRITTEN_BY_MMENGINE):
         # EMAHook.before_save_checkpoint swaps the two: mmengine/hooks/ema_hook.py, _swap_ema_state_dict.
         return weights, (
             "MMEngine's EMAHook saves the averaged weights under 'state_dict' already, and the plain ones under "

@@ -6,20 +6,23 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.copying import Progress
-from mmfsdp.checkpoint.formats.safetensors_file import write_safetensors
-from mmfsdp.checkpoint.formats.safetensors_shards import plan_shards, write_safetensors_shards
-from mmfsdp.checkpoint.formats.torch_zip_writer import distinct_bytes, write_torch_zip
+from mmfsdp.checkpoint.formats.dcp_writer import plan_dcp
+from mmfsdp.checkpoint.formats.rank_local_writer import plan_rank_local
+from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
+from mmfsdp.checkpoint.formats.safetensors_shards import plan_safetensors_shards
+from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.dtypes import safetensors_code
+from mmfsdp.checkpoint.planned_files import PlannedFile
+from mmfsdp.checkpoint.ranks import Ranks
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["TARGETS", "Content", "Target", "parse_size", "published_path", "target_format"]
+
+_ONE = Ranks(1, 1)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Content:
     """The tensors by their names in a format that holds nothing else."""
     max_shard_size: int | None = None
     """Bytes of tensor data per file, for formats of several files."""
+    ranks: Ranks = _ONE
+    """How many ranks, for formats with files per rank."""
+    save_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Identifies what is written; every file of it carries the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,20 @@ class Target:
     """What ``to=`` calls it."""
     suffixes: tuple[str, ...]
     """Suffixes of a target path that ask for it."""
-    tensors_only: bool
-    """Whether it holds nothing but tensors."""
     what: str
     """What it is, in a few words."""
-    files: Callable[[Content], dict[str, int]]
-    """Bytes of tensor data by file name; the name is empty where the target is the file."""
-    write: Callable[[Path, Content, bool, Progress | None], int]
-    """Writes it; returns the bytes of tensor data."""
+    plan: Callable[[Content], list[PlannedFile]]
+    """Says what its files will hold."""
+    tensors_only: bool = False
+    """Whether it holds nothing but tensors."""
+    directory: bool = False
+    """Whether it is a directory, which gets a manifest."""
+    by_rank: bool = False
+    """Whether its files are of ranks."""
+    flat: bool = False
+    """Whether bare weights lie at its top, without a key above."""
+    optimizer_names: bool = False
+    """Whether optimizer state goes by the names of the parameters, and not by their numbers."""
 
 
 def target_format(path: Path, to: str | None, max_shard_size: int | None) -> Target:
@@ -79,7 +92,7 @@ def target_format(path: Path, to: str | None, max_shard_size: int | None) -> Tar
         if suffix not in _BY_SUFFIX:
             raise ConfigError(
                 f"The suffix {path.suffix!r} of {path.name!r} does not say which format to write. Use .safetensors, "
-                ".pth or .pt, or say it with to='safetensors' or to='pth' (--to)."
+                ".pth or .pt, or say it with to= (--to): 'safetensors', 'pth', 'dcp' or 'local'."
             )
         return _BY_SUFFIX[suffix]
     if to not in _BY_SPELLING:
@@ -123,25 +136,6 @@ def published_path(path: Path, written: Path) -> Path:
     return path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
 
 
-def _size_of(tensors: Mapping[str, TensorEntry]) -> int:
-    for entry in tensors.values():
-        safetensors_code(entry.dtype)  # raises where it has none
-    return sum(entry.nbytes for entry in tensors.values())
-
-
-def _shard_sizes(content: Content) -> dict[str, int]:
-    _size_of(content.named)
-    shards = plan_shards(content.named, content.max_shard_size or _DEFAULT_SHARD)
-    return {file: sum(content.named[name].nbytes for name in names) for file, names in shards.items()}
-
-
-def _write_shards(path: Path, content: Content, verify: bool, progress: Progress | None) -> int:
-    limit = content.max_shard_size or _DEFAULT_SHARD
-    count = write_safetensors_shards(path, content.named, limit, verify=verify, progress=progress)
-    write_manifest(path, save_id=secrets.token_hex(8), world_size=1)
-    return count
-
-
 _DEFAULT_SHARD = 5 * 1000**3  # bytes, as transformers' save_pretrained
 
 TARGETS: tuple[Target, ...] = (
@@ -149,32 +143,45 @@ TARGETS: tuple[Target, ...] = (
         "safetensors",
         ("safetensors",),
         (".safetensors",),
-        True,
         "a safetensors file",
-        lambda content: {"": _size_of(content.named)},
-        lambda path, content, verify, progress: write_safetensors(
-            path, content.named, verify=verify, progress=progress
-        ),
+        lambda content: [plan_safetensors("", content.named)],
+        tensors_only=True,
     ),
     Target(
         "torch_zip",
         ("pth", "pt", "torch_zip"),
         (".pth", ".pt"),
-        False,
         "a file of torch.save",
-        lambda content: {"": distinct_bytes(content.tree, content.tensors)},
-        lambda path, content, verify, progress: write_torch_zip(
-            path, content.tree, content.tensors, verify=verify, progress=progress
-        ),
+        lambda content: [plan_torch_zip("", content.tree, content.tensors)],
     ),
     Target(
         "safetensors_index",
         ("safetensors_index",),
         (),
-        True,
         "a directory of safetensors files with their index and a manifest",
-        _shard_sizes,
-        _write_shards,
+        lambda content: plan_safetensors_shards(content.named, content.max_shard_size or _DEFAULT_SHARD),
+        tensors_only=True,
+        directory=True,
+    ),
+    Target(
+        "dcp",
+        ("dcp", "sharded"),
+        (),
+        "a directory of torch's distributed checkpoint (DCP), with a manifest",
+        lambda content: plan_dcp(content.tree, content.tensors, content.ranks),
+        directory=True,
+        by_rank=True,
+        flat=True,
+        optimizer_names=True,
+    ),
+    Target(
+        "rank_local",
+        ("local", "rank_local"),
+        (),
+        "a directory with a file of torch.save per rank, and a manifest",
+        lambda content: plan_rank_local(content.tree, content.tensors, content.ranks, content.save_id),
+        directory=True,
+        by_rank=True,
     ),
 )
 """Every format that ``convert`` writes."""

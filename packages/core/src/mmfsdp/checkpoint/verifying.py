@@ -77,7 +77,7 @@ def verify(
 
     Checked are: that the metadata can be read and fits together, that all files of one save are there and no other;
     that the chunks of each tensor cover it without gap or overlap and lie within their files; the CRC-32 of every
-    record; and, where there is a manifest, the size and the XXH3 hash of every file that it lists.
+    record; and, where there is a manifest, the size and the CRC-32 of every file that it lists.
 
     Args:
         path: A checkpoint of any format that ``open_layout`` reads, or what it returned.
@@ -188,7 +188,7 @@ def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: li
 
     def run(check: Check) -> list[Problem]:
         try:
-            scanned = scan_file(check.file, [mark.extent for mark in check.marks], whole=check.hashed, advance=advance)
+            scanned = scan_file(check.file, [mark.extent for mark in check.marks], whole=check.whole, advance=advance)
         except InterruptedError:
             raise
         except OSError as error:

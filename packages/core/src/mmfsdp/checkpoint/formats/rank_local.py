@@ -82,7 +82,7 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
             file=str(directory / stale[0]),
         )
     if manifest is not None:
-        check_manifest(directory, hashes=False)
+        check_manifest(directory, checksums=False)
     ranks = [_read_rank(present[rank], rank, world_size, trust) for rank in range(world_size)]
     expected = ranks[0].save_id if manifest is None else manifest.save_id
     for rank in ranks:

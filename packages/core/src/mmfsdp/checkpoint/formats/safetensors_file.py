@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file into a layout, and writes one as a stream, without torch or safetensors.
+"""Reads the header of a safetensors file into a layout, and plans one to be written, without torch or safetensors.
 
 Format: eight bytes of header length (little endian), a JSON header, then the data without holes:
 https://github.com/huggingface/safetensors#format
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import struct
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.copying import Copier, Progress
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
+from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
 from mmfsdp.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
-__all__ = ["looks_like_safetensors", "read_entries", "read_safetensors", "write_safetensors"]
+__all__ = ["CHECKSUMS", "looks_like_safetensors", "plan_safetensors", "read_entries", "read_safetensors"]
+
+CHECKSUMS = "mmfsdp.crc32"
+"""Key of ``__metadata__`` for checksums: eight hexadecimal digits each, without anything between. The first is the
+CRC-32 of the header's entries as JSON (no spaces, ASCII only), then that of each tensor's data in their order."""
 
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 
@@ -71,6 +77,8 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
         if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ does not map strings to strings")
         tensors = {name: _entry(path, name, value, data) for name, value in header.items()}
+        if CHECKSUMS in metadata:
+            tensors = _records(path, header, metadata[CHECKSUMS], tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"The header of {path.name} is damaged: {type(error).__name__}: {error}.", file=str(path), offset=begin + 8
@@ -94,63 +102,71 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
     return tensors, metadata
 
 
-def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, TensorEntry],
-    *,
-    verify: bool = True,
-    progress: Progress | None = None,
-) -> int:
-    """Write one safetensors file, header first, then the data in constant memory.
+def plan_safetensors(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
+    """Plan one safetensors file.
 
     A file of this format cannot say that two names share memory, and safetensors' own ``save_file`` refuses tied
-    weights. Here each name gets a copy of its own, which every reader accepts.
+    weights. Here each name gets a copy of its own, which every reader accepts. The format has no checksums; those of
+    the tensors are put into ``__metadata__``, which other readers pass over (see ``CHECKSUMS``).
 
     Args:
-        path: The file to create; it must not exist.
+        name: Its path within the target.
         tensors: Name in the file to tensor.
-        verify: Check the stored CRC-32 of every source record.
-        progress: Called with the bytes copied so far and their total.
-
-    Returns:
-        Bytes of tensor data written.
 
     Raises:
         ConfigError: The format cannot hold a dtype or a name.
-        CorruptCheckpointError: Source data does not match its checksum.
     """
     # Large items first, as the reference writer does: then every tensor is aligned to its item.
     order = sorted(tensors, key=lambda name: (-itemsize(tensors[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
+    entries: dict[str, Any] = {}
     position = 0
-    for name in order:
-        entry = tensors[name]
-        if name == "__metadata__":
+    for tensor in order:
+        if tensor == "__metadata__":
             raise ConfigError("A safetensors file cannot hold a tensor named '__metadata__'. Rename it.")
-        end = position + entry.nbytes
-        header[name] = {
-            "dtype": safetensors_code(entry.dtype),
-            "shape": list(entry.shape),
-            "data_offsets": [position, end],
-        }
-        offsets[name] = position
+        end = position + tensors[tensor].nbytes
+        code, shape = safetensors_code(tensors[tensor].dtype), list(tensors[tensor].shape)
+        entries[tensor] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
         position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_LIMIT:
+    begin = len(_header(entries, [0] * len(order)))
+    if begin - 8 > _HEADER_LIMIT:
         raise ConfigError(
-            f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {_HEADER_LIMIT}. Write "
+            f"{len(tensors)} tensors need a header of {begin - 8} bytes; safetensors allows {_HEADER_LIMIT}. Write "
             "a .pth file instead."
         )
-    begin = 8 + len(text)
-    with path.open("xb", buffering=0) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        os.ftruncate(file.fileno(), begin + position)
-        with Copier(file.fileno(), total=position, verify=verify, progress=progress) as copier:
-            for name in order:
-                copier.copy_tensor(tensors[name], begin + offsets[name], checksum=False)
-    return position
+    pieces = tuple(Piece(tensors[tensor], begin + entries[tensor]["data_offsets"][0]) for tensor in order)
+    return PlannedFile(name, begin + position, pieces, lambda crcs: [(0, _header(entries, crcs))])
+
+
+def _header(entries: Mapping[str, Any], crcs: Sequence[int]) -> bytes:
+    """Return the length and the header; its length does not depend on the checksums."""
+    checksums = "".join(f"{crc:08x}" for crc in (_entries_crc(entries), *crcs))
+    header = {"__metadata__": {"format": "pt", CHECKSUMS: checksums}, **entries}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _entries_crc(entries: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(entries, separators=(",", ":")).encode())
+
+
+def _records(path: Path, raw: Any, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors with the checksums that the header gives them."""
+    digits = re.fullmatch(r"(?:[0-9a-f]{8})+", text)
+    crcs = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)] if digits else []
+    if len(crcs) != len(tensors) + 1 or crcs[0] != _entries_crc(raw):
+        raise CorruptCheckpointError(
+            f"The checksums in the header of {path.name} are not those of the tensors that it lists: the header is "
+            f"damaged, or a program changed the tensors and kept the metadata. It should drop {CHECKSUMS!r} then.",
+            file=str(path),
+            offset=8,
+        )
+    found = {}
+    for (name, entry), crc in zip(tensors.items(), crcs[1:], strict=True):
+        [chunk] = entry.chunks
+        record = Record(path, chunk.offset, chunk.nbytes, crc)
+        found[name] = replace(entry, chunks=(replace(chunk, record=record),))
+    return found
 
 
 def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""Writes safetensors files of limited size with Hugging Face's index: ``model.safetensors.index.json``.
+"""Plans safetensors files of limited size with Hugging Face's index: ``model.safetensors.index.json``.
 
 https://huggingface.co/docs/transformers/big_models
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from mmfsdp.checkpoint.copying import Progress
-from mmfsdp.checkpoint.formats.safetensors_file import write_safetensors
+from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.planned_files import PlannedFile
 
-__all__ = ["plan_shards", "write_safetensors_shards"]
+__all__ = ["plan_safetensors_shards", "plan_shards"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -37,43 +36,18 @@ def plan_shards(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def write_safetensors_shards(
-    directory: Path,
-    tensors: Mapping[str, TensorEntry],
-    max_shard_size: int,
-    *,
-    verify: bool = True,
-    progress: Progress | None = None,
-) -> int:
-    """Write the files and their index into a new directory; see ``write_safetensors``.
+def plan_safetensors_shards(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> list[PlannedFile]:
+    """Plan the files and their index; see ``plan_safetensors``.
 
     Args:
-        directory: The directory to create.
         tensors: Name to tensor.
         max_shard_size: Bytes of tensor data per file.
-        verify: Check the stored CRC-32 of every source record.
-        progress: Called with the bytes copied so far and their total.
-
-    Returns:
-        Bytes of tensor data written.
     """
-    directory.mkdir()
-    total = sum(entry.nbytes for entry in tensors.values())
-    files = plan_shards(tensors, max_shard_size)
-    done = 0
-    for file, names in files.items():
-
-        def advance(count: int, _: int, before: int = done) -> None:
-            if progress is not None:
-                progress(before + count, total)
-
-        done += write_safetensors(
-            directory / file, {name: tensors[name] for name in names}, verify=verify, progress=advance
-        )
+    shards = plan_shards(tensors, max_shard_size)
+    files = [plan_safetensors(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
     index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file for file, names in files.items() for name in names},
+        "metadata": {"total_size": sum(entry.nbytes for entry in tensors.values())},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
     }
-    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    (directory / _INDEX).write_text(text, encoding="utf-8")
-    return done
+    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return [*files, PlannedFile(_INDEX, len(text), (), lambda _: [(0, text)])]

@@ -1,53 +1,88 @@
-"""Writes a ``.pth`` file that ``torch.load`` reads with ``weights_only=True`` and ``mmap=True``, without torch."""
+"""Plans ``.pth`` files that ``torch.load`` reads with ``weights_only=True`` and ``mmap=True``, without torch."""
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mmfsdp.checkpoint.casting import CastEntry
-from mmfsdp.checkpoint.copying import Copier, Progress
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickling import PickleWriter
+from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.tree import select_tensors
 
-__all__ = ["distinct_bytes", "write_torch_zip"]
+__all__ = ["Archive", "plan_archive", "plan_torch_zip"]
 
 _ROOT = "archive"
 
 
-def write_torch_zip(
-    path: Path,
-    tree: Any,
-    tensors: Mapping[str, TensorEntry],
-    *,
-    verify: bool = True,
-    progress: Progress | None = None,
-) -> int:
-    """Write a tree as torch would save it, copying tensor data in constant memory.
+def plan_torch_zip(name: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
+    """Plan a file that holds a tree as torch would save it; see ``plan_archive``.
+
+    Args:
+        name: Its path within the target.
+        tree: Nested content with a ``TensorRef`` for each tensor.
+        tensors: The tensors that the tree refers to.
+    """
+    archive = plan_archive(tree, tensors)
+    return PlannedFile(name, archive.size, archive.pieces(0), lambda crcs: archive.blocks(0, crcs))
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One archive of ``torch.save``, which may be a whole file or part of one."""
+
+    content: Mapping[str, bytes | TensorEntry]
+    """Entry name to its data."""
+    placements: Mapping[str, Placement]
+    """Where each entry goes, from the start of the archive."""
+    directory: int
+    """Where the central directory goes, in bytes from the start of the archive."""
+    size: int
+    """Length in bytes."""
+
+    def pieces(self, base: int) -> tuple[Piece, ...]:
+        """Return the tensor data of an archive that begins at byte ``base`` of its file."""
+        return tuple(
+            Piece(value, base + self.placements[name].offset)
+            for name, value in self.content.items()
+            if isinstance(value, TensorEntry)
+        )
+
+    def blocks(self, base: int, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield everything else and where it goes.
+
+        Args:
+            base: Where the archive begins in its file.
+            crcs: The CRC-32 of each piece.
+        """
+        given = iter(crcs)
+        known: dict[str, int] = {}
+        for name, value in self.content.items():
+            placed = self.placements[name]
+            known[name] = zlib.crc32(value) if isinstance(value, bytes) else next(given)
+            yield base + placed.header, local_header(placed, known[name])
+            if isinstance(value, bytes):
+                yield base + placed.offset, value
+        yield base + self.directory, central_directory(self.placements, known, self.directory)
+
+
+def plan_archive(tree: Any, tensors: Mapping[str, TensorEntry]) -> Archive:
+    """Plan an archive that holds a tree as torch would save it.
 
     Tensors are written whole and packed in row-major order. Names that share all their bytes in the source (tied
     weights) share one storage in the target; views that overlap in part get storages of their own.
 
     Args:
-        path: The file to create; it must not exist.
         tree: Nested content with a ``TensorRef`` for each tensor.
         tensors: The tensors that the tree refers to.
-        verify: Check the stored CRC-32 of every source record.
-        progress: Called with the bytes copied so far and their total.
-
-    Returns:
-        Bytes of tensor data written.
 
     Raises:
         FormatError: The tree holds an object that cannot be pickled here.
-        CorruptCheckpointError: Source data does not match its checksum.
     """
     storages = _storages(tree, tensors)
     content: dict[str, bytes | TensorEntry] = {
@@ -57,33 +92,13 @@ def write_torch_zip(
     for storage in storages.values():
         content.setdefault(f"{_ROOT}/data/{storage.key}", storage.entry)
     content[f"{_ROOT}/version"] = b"3\n"
-
     placements: dict[str, Placement] = {}
     end = 0
     for name, value in content.items():
         placements[name] = place(name, end, len(value) if isinstance(value, bytes) else value.nbytes)
         end = placements[name].end
-    total = sum(value.nbytes for value in content.values() if isinstance(value, TensorEntry))
-    with path.open("xb", buffering=0) as file:
-        os.ftruncate(file.fileno(), end)
-        crcs: dict[str, int] = {}
-        with Copier(file.fileno(), total=total, verify=verify, progress=progress) as copier:
-            for name, value in content.items():
-                placed = placements[name]
-                if isinstance(value, bytes):
-                    crcs[name] = zlib.crc32(value)
-                    _write(file, placed.offset, value)
-                else:
-                    crcs[name] = copier.copy_tensor(value, placed.offset)
-                # Only now is the checksum known that the header in front of the data holds.
-                _write(file, placed.header, local_header(placed, crcs[name]))
-        _write(file, end, central_directory(placements, crcs, end))
-    return total
-
-
-def distinct_bytes(tree: Any, tensors: Mapping[str, TensorEntry]) -> int:
-    """Return the bytes of tensor data that a tree takes when names that share their bytes are written once."""
-    return sum({storage.key: storage.entry.nbytes for storage in _storages(tree, tensors).values()}.values())
+    size = end + len(central_directory(placements, dict.fromkeys(placements, 0), end))
+    return Archive(content, placements, end, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +157,3 @@ def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str
             writer.raw(b"tR")
 
     return PickleWriter(write_tensor).dumps(tree)
-
-
-def _write(file: BinaryIO | Any, offset: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(file.fileno(), view, offset)
-        view, offset = view[count:], offset + count

@@ -1,0 +1,67 @@
+"""Plans ``local`` checkpoints, a file of ``torch.save`` per rank; ``rank_local`` describes the format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmfsdp.checkpoint.cutting import cut, row_box
+from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
+from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
+from mmfsdp.checkpoint.planned_files import PlannedFile
+from mmfsdp.checkpoint.ranks import Ranks
+from mmfsdp.checkpoint.tree import map_leaves, unique_name
+from mmfsdp.errors import FormatError
+
+__all__ = ["plan_rank_local"]
+
+
+def plan_rank_local(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks, save_id: str) -> list[PlannedFile]:
+    """Plan the file of each rank.
+
+    Tensors are divided by rows, as ``fully_shard`` does; those without a dimension are whole on every rank.
+
+    Args:
+        tree: Nested content with a ``TensorRef`` for each tensor.
+        tensors: The tensors that the tree refers to.
+        ranks: How many ranks, and how many of them share the rows.
+        save_id: What every file carries, so that files of two saves are told apart.
+
+    Raises:
+        FormatError: Two paths in the tree are the same text, so a file could not say which one it means.
+    """
+    if not isinstance(tree, dict) or "mmfsdp" in tree:
+        raise FormatError("A checkpoint per rank is a mapping, and its key 'mmfsdp' says what each file is part of.")
+    return [_plan_rank(tree, tensors, rank, ranks, save_id) for rank in range(ranks.count)]
+
+
+def _plan_rank(
+    tree: dict[Any, Any], tensors: Mapping[str, TensorEntry], rank: int, ranks: Ranks, save_id: str
+) -> PlannedFile:
+    boxes: dict[str, dict[str, list[int]]] = {}
+    held: dict[str, TensorEntry] = {}
+
+    def localise(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, TensorRef):
+            return leaf
+        entry = tensors[leaf.name]
+        if not entry.shape:
+            held[leaf.name] = entry
+            return leaf
+        if unique_name(path, boxes) != path:
+            raise FormatError(f"Two tensors lie at {path!r}; a checkpoint per rank could not tell them apart.")
+        offsets, sizes = row_box(entry.shape, ranks.shard(rank), ranks.shards)
+        boxes[path] = {"shape": list(entry.shape), "offsets": list(offsets)}
+        held[leaf.name] = cut(entry, offsets, sizes)
+        return leaf
+
+    content = map_leaves(tree, localise)
+    content["mmfsdp"] = {
+        "format": "rank_local",
+        "version": 1,
+        "world_size": ranks.count,
+        "rank": rank,
+        "save_id": save_id,
+        "tensors": boxes,
+    }
+    return plan_torch_zip(f"rank{rank}.pth", content, held)
