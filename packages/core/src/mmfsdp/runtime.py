@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
@@ -114,10 +115,12 @@ class ShardedModel:
         _sharded[wrapper] = self
 
     def reshard(self) -> None:
-        """Free whatever is gathered. Not collective; ``fsdp1`` does so itself."""
+        """Free whatever is gathered. Not collective."""
         for reference in self._units:
             if (unit := reference()) is not None:
                 unit.reshard()
+        if self.is_fsdp1:
+            _free_flat(self.module)
 
     def owns(self, params: Iterable[torch.Tensor]) -> bool:
         """Tell whether any of ``params`` is a parameter of this model, sharded or gathered."""
@@ -201,6 +204,21 @@ class ShardedModel:
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
         return not self._in_forward and not self._tracker.is_bw
+
+
+def _free_flat(module: nn.Module) -> None:
+    """What torch leaves to the next backward: its root stays gathered after a forward without gradients.
+
+    Shards written meanwhile would not be seen by the next forward. No public function does it.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+            continue  # nothing ran yet
+        if handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.IDLE:
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
 
 
 def _registered(module: nn.Module) -> Iterator[nn.Parameter]:

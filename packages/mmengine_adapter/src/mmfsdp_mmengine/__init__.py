@@ -3,6 +3,7 @@
 from mmfsdp_mmengine.amp import AmpOptimWrapper
 from mmfsdp_mmengine.ddp import MMDistributedDataParallel
 from mmfsdp_mmengine.patches import patch_mmengine
+from mmfsdp_mmengine.ema import EMAHook
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
 from mmfsdp_mmengine.strategy import FSDPStrategy
 from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
@@ -10,6 +11,7 @@ from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
 __all__ = [
     "FSDP_WRAP_POLICIES",
     "AmpOptimWrapper",
+    "EMAHook",
     "FSDPStrategy",
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",

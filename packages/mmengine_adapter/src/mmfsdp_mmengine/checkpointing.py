@@ -14,6 +14,7 @@ from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.checkpoint.save import write_checkpoint
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, FormatError
+from mmfsdp_mmengine.averages import with_averages
 from mmfsdp_mmengine.checkpoint import (
     describe_mismatch,
     load_optimizer_content,
@@ -190,7 +191,8 @@ class CheckpointingStrategy(DDPStrategy):
         Raises:
             CheckpointError: It could not be written; raised on every rank, and what was there before is untouched.
         """
-        content: dict[str, Any] = {"state_dict": self.model_state_dict()}
+        kind: Literal["full", "sharded"] = "full" if self._kind == "full" else "sharded"
+        content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
         if save_optimizer and hasattr(self, "optim_wrapper"):
             content["optimizer"] = self.optim_state_dict()
         if save_param_scheduler and hasattr(self, "param_schedulers"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmengine._strategy
+import mmengine.hooks
 import mmengine.model.wrappers
 from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
+from mmengine.registry import HOOKS as ROOT_HOOKS
 from mmengine.registry import MODEL_WRAPPERS as ROOT_MODEL_WRAPPERS
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from mmengine.registry import STRATEGIES as ROOT_STRATEGIES
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import wrap
 __all__ = [
     "FSDP_WRAP_POLICIES",
     "FUNCTIONS",
+    "HOOKS",
     "MODEL_WRAPPERS",
     "OPTIM_WRAPPERS",
     "STRATEGIES",
@@ -25,6 +28,8 @@ SCOPE = "mmfsdp_mmengine"
 
 FUNCTIONS = Registry("function", parent=ROOT_FUNCTIONS, scope=SCOPE, locations=[SCOPE])
 """Functions registered here are found under the scope ``mmfsdp_mmengine``."""
+HOOKS = Registry("hook", parent=ROOT_HOOKS, scope=SCOPE, locations=[SCOPE])
+"""Hooks of this package."""
 MODEL_WRAPPERS = Registry("model wrapper", parent=ROOT_MODEL_WRAPPERS, scope=SCOPE, locations=[SCOPE])
 """Model wrappers of this package."""
 OPTIM_WRAPPERS = Registry("optimizer wrapper", parent=ROOT_OPTIM_WRAPPERS, scope=SCOPE, locations=[SCOPE])
@@ -61,6 +66,7 @@ def replace_stock(registry: Registry, cls: type) -> None:
     """
     # MMEngine registers its own when its modules are imported, which therefore must not happen later.
     assert mmengine._strategy.FSDPStrategy
+    assert mmengine.hooks.EMAHook
     assert mmengine.model.wrappers.MMDistributedDataParallel
     register(registry, cls)
     registry.parent.register_module(module=cls, force=True)

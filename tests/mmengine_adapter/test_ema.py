@@ -1,0 +1,337 @@
+"""EMAHook: averages of a sharded model are those of stock MMEngine's hook on the unsharded one, and cost one shard."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mmengine.hooks
+import pytest
+import torch
+import torch.nn as nn
+from mmengine.hooks.ema_hook import EMAHook as StockEMAHook
+from mmengine.model import ExponentialMovingAverage
+from mmengine.registry import HOOKS, METRICS, MODELS
+from tests.mmengine_adapter.toy import UNSHARDED, Accuracy, ToyModel, config, run, runner_of, strategy
+
+from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.errors import ConfigError
+from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine import EMAHook
+from mmfsdp_mmengine.checkpoint import safe_globals
+
+
+@MODELS.register_module(force=True)
+class Counting(ToyModel):
+    """Has buffers that training changes, a frozen parameter, a tied one, and predictions with scores."""
+
+    def __init__(self) -> None:
+        super().__init__(scale=True)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("scratch", torch.ones(1), persistent=False)
+        self.blocks[1].fc1.weight = self.blocks[0].fc1.weight
+        self.patch.bias.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, mode: str = "tensor") -> Any:
+        if mode == "loss":
+            self.seen += 1.5
+            self.calls += 1
+            return super().forward(inputs, labels, mode)
+        logits = super().forward(inputs, labels)
+        return [
+            {"label": label, "pred": logit.argmax(), "score": logit.square().sum() + self.seen.sum()}
+            for label, logit in zip(labels, logits, strict=True)
+        ]
+
+
+@MODELS.register_module(force=True)
+class WarmingEMA(ExponentialMovingAverage):
+    """As those of mmdet and mmyolo: a momentum that falls exponentially, and an argument of its own."""
+
+    def __init__(self, model: nn.Module, momentum: float = 0.1, gamma: int = 4, **kwargs: Any) -> None:
+        super().__init__(model=model, momentum=momentum, **kwargs)
+        self.gamma = gamma
+
+    def avg_func(self, averaged_param: torch.Tensor, source_param: torch.Tensor, steps: int) -> None:
+        momentum = (1 - self.momentum) * math.exp(-float(1 + steps) / self.gamma) + self.momentum
+        averaged_param.mul_(1 - momentum).add_(source_param, alpha=momentum)
+
+
+@METRICS.register_module(force=True)
+class Score(Accuracy):
+    """Mean score, which no average of weights can miss."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += [float(sample["score"]) for sample in data_samples]
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"score": sum(results) / len(results)}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ema": {"ema_type": "ExponentialMovingAverage", "momentum": 0.2, "update_buffers": True},
+    "swa": {"ema_type": "StochasticWeightAverage", "interval": 2},
+    "annealing": {"ema_type": "MomentumAnnealingEMA", "momentum": 0.1, "gamma": 3, "begin_iter": 3},
+    "warming": {"ema_type": "WarmingEMA", "update_buffers": True, "begin_epoch": 2},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "replicate": {"sharding_strategy": "NO_SHARD"},
+    "fsdp1": {"engine": "fsdp1"},
+    "flat": {"use_orig_params": False},
+}
+
+
+def settings(folder: Path, world_size: int, hook: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    frozen_flat = changes.get("strategy", {}).get("model_wrapper", {}).get("use_orig_params") is False
+    return config(
+        folder,
+        world_size,
+        **{
+            "model": {"type": "ToyModel" if frozen_flat else "Counting"},
+            "val_evaluator": {"type": "Accuracy" if frozen_flat else "Score"},
+            "custom_hooks": [{"type": "History"}, {"priority": "ABOVE_NORMAL", **hook}],
+            **changes,
+        },
+    )
+
+
+def trained(folder: Path, world_size: int, hook: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    with torch.serialization.safe_globals(safe_globals()):
+        history = run(settings(folder, world_size, hook, **changes))
+    return {"losses": history.losses, "metrics": history.metrics}
+
+
+def stock(rank: int, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        name: trained(folder / name, 1, {"type": StockEMAHook, **case}, strategy=UNSHARDED, **changes)
+        for name, case in CASES.items()
+    }
+
+
+def ours(rank: int, folder: Path, cases: list[str], engine: str, kind: str = "full") -> dict[str, Any]:
+    made = strategy(kind, **ENGINES[engine])
+    return {name: trained(folder / name, 2, {"type": "EMAHook", **CASES[name]}, strategy=made) for name in cases}
+
+
+def load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals(safe_globals()):
+        return torch.load(path, weights_only=True)
+
+
+def check_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for part in ("state_dict", "ema_state_dict"):
+        assert mine[part].keys() == theirs[part].keys()
+        for name, value in theirs[part].items():
+            torch.testing.assert_close(mine[part][name], value, rtol=1e-4, atol=1e-5, msg=f"{part} {name}")
+    assert not torch.equal(mine["state_dict"]["head.weight"], mine["ema_state_dict"]["module.head.weight"])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("stock")
+    [results] = run_ranks(stock, 1, folder)
+    return folder, results
+
+
+class TestParity:
+    """Losses, metrics of the averages and both sets of saved weights, against stock MMEngine in a single process."""
+
+    @pytest.mark.parametrize(
+        ("engine", "cases"),
+        [("fsdp2", list(CASES)), ("replicate", ["ema"]), ("fsdp1", ["ema", "annealing"])],
+        ids=["fsdp2", "replicate", "fsdp1"],
+    )
+    def test_averages(self, tmp_path: Path, reference: Any, engine: str, cases: list[str]) -> None:
+        folder, expected = reference
+        results = run_ranks(ours, 2, tmp_path, cases, engine)
+        assert results[0] == results[1]
+        for name in cases:
+            assert results[0][name]["losses"] == pytest.approx(expected[name]["losses"], rel=1e-4)
+            for mine, theirs in zip(results[0][name]["metrics"], expected[name]["metrics"], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-4)
+            check_close(load(tmp_path / name / "epoch_2.pth"), load(folder / name / "epoch_2.pth"))
+
+
+def resumed(rank: int, folder: Path, engine: str, kind: str, other: str) -> dict[str, Any]:
+    hook = {"type": "EMAHook", **CASES["ema"]}
+    changes = {"train_cfg": {"by_epoch": True, "max_epochs": 3, "val_interval": 1}}
+    whole = trained(folder / "whole", 2, hook, **changes, strategy=strategy(kind, **ENGINES[engine]))
+    changes |= {"load_from": str(folder / "whole" / "epoch_1.pth"), "resume": True}
+    again = trained(folder / "again", 2, hook, **changes, strategy=strategy(other, **ENGINES[engine]))
+    return {"whole": whole, "again": again}
+
+
+def tensors(path: Path, part: str) -> dict[str, Any]:
+    """A part of a checkpoint of any kind, whole."""
+    if path.is_dir():
+        convert(path, path.with_suffix(".all.pth"), keep="all", overwrite=True)
+        path = path.with_suffix(".all.pth")
+    return load(path)[part]
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("engine", "kind", "other"),
+        [
+            ("fsdp2", "full", "local"),
+            ("fsdp2", "local", "full"),
+            ("replicate", "local", "local"),
+            ("fsdp1", "local", "full"),
+            ("flat", "full", "local"),
+        ],
+    )
+    def test_equals_not_having_stopped(self, tmp_path: Path, engine: str, kind: str, other: str) -> None:
+        [found, _] = run_ranks(resumed, 2, tmp_path, engine, kind, other)
+        assert found["again"]["losses"] == found["whole"]["losses"][4:]
+        assert found["again"]["metrics"] == found["whole"]["metrics"][1:]
+        for part in ("state_dict", "ema_state_dict"):
+            whole, again = (tensors(tmp_path / run / "epoch_3.pth", part) for run in ("whole", "again"))
+            assert whole.keys() == again.keys()
+            for name, value in whole.items():
+                assert torch.equal(value, again[name]), name
+        assert again["steps"] == 12
+
+    def test_from_ddp_s_and_stock_s_checkpoints_and_without_averages(self, tmp_path: Path, reference: Any) -> None:
+        folder, _ = reference
+        for found in run_ranks(others, 2, tmp_path, folder):
+            assert found["ddp"] == pytest.approx(found["stock"], rel=1e-4)
+            assert found["module."] == found["stock"]
+            assert found["steps"] == [12, 12, 4]
+
+    def test_weights_without_resuming_start_the_averages(self, tmp_path: Path, reference: Any) -> None:
+        folder, expected = reference
+        for found in run_ranks(validated, 2, tmp_path, folder):
+            assert found["loaded"] == pytest.approx(expected["ema"]["metrics"][-1])
+            assert found["tested"] == found["last"]
+            assert found["tested"] != found["weights"]
+
+
+def others(rank: int, folder: Path, stock_folder: Path) -> dict[str, Any]:
+    """Resume an epoch from checkpoints that others wrote."""
+    hook = {"type": "EMAHook", **CASES["ema"]}
+    saved = stock_folder / "ema" / "epoch_2.pth"
+    content = load(saved)
+    prefixed = folder / "prefixed.pth"
+    without = folder / "without.pth"
+    if rank == 0:
+        folder.mkdir(exist_ok=True)
+        weights = content["state_dict"]
+        torch.save({**content, "state_dict": {f"module.{key}": value for key, value in weights.items()}}, prefixed)
+        torch.save({key: value for key, value in content.items() if key != "ema_state_dict"}, without)
+    torch.distributed.barrier()
+    found: dict[str, Any] = {"steps": []}
+    for name, path, made in (
+        ("stock", saved, strategy()),
+        ("module.", prefixed, strategy()),
+        ("without", without, strategy()),
+        ("ddp", saved, {"type": "DDPStrategy"}),
+    ):
+        changes = {"train_cfg": {"by_epoch": True, "max_epochs": 3}, "load_from": str(path), "resume": True}
+        work = folder / name.strip(".")
+        found[name] = trained(work, 2, hook, **changes, strategy=made)["metrics"][-1]["score"]
+        if name != "ddp":
+            found["steps"].append(int(load(work / "epoch_3.pth")["ema_state_dict"]["steps"]))
+    return found
+
+
+def validated(rank: int, folder: Path, stock_folder: Path) -> dict[str, Any]:
+    hook = {"type": "EMAHook", **CASES["ema"]}
+    loop = {"test_dataloader": "val_dataloader", "test_evaluator": "val_evaluator", "test_cfg": "val_cfg"}
+    made = settings(folder, 2, hook, strategy=strategy())
+    made |= {test: made[val] for test, val in loop.items()}
+    alone = runner_of({**made, "load_from": str(stock_folder / "ema" / "epoch_2.pth")})
+    found = {"loaded": alone.val()}
+    runner = runner_of(made)
+    runner.train()
+    found["last"] = next(h for h in runner.hooks if type(h).__name__ == "History").metrics[-1]
+    found["tested"] = runner.test()
+    raw = runner_of({**made, "custom_hooks": [], "load_from": str(folder / "weights.pth")})
+    if rank == 0:
+        weights = load(folder / "epoch_2.pth")["ema_state_dict"]
+        torch.save({key.removeprefix("module."): value for key, value in weights.items()}, folder / "weights.pth")
+    torch.distributed.barrier()
+    found["weights"] = raw.val()
+    return found
+
+
+def memory(rank: int, folder: Path) -> tuple[int, int, int]:
+    runner = runner_of(settings(folder, 2, {"type": "EMAHook", **CASES["ema"]}, strategy=strategy("local")))
+    runner.train()
+    [hook] = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    shards = [param.to_local() for param in runner.model.parameters() if hasattr(param, "to_local")]
+    shards += [param for param in runner.model.parameters() if not hasattr(param, "to_local")]
+    own = {tensor.untyped_storage().data_ptr(): tensor for tensor in hook.ema_model.module.parameters()}
+    whole = sum(param.numel() * param.element_size() for param in runner.model.parameters())
+    held = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
+    return held, sum(shard.numel() * shard.element_size() for shard in shards), whole
+
+
+def test_costs_one_shard(tmp_path: Path) -> None:
+    found = run_ranks(memory, 2, tmp_path)
+    for held, shard, _ in found:
+        assert held == shard
+    whole = found[0][2]
+    assert sum(held for held, _, _ in found) == pytest.approx(whole, rel=0.01)  # a scalar is on both ranks
+
+
+def test_converts_with_use_ema(tmp_path: Path) -> None:
+    run_ranks(ours, 2, tmp_path, ["ema"], "fsdp2", "local")
+    source = tmp_path / "ema" / "epoch_2.pth"
+    convert(source, tmp_path / "averages.safetensors", use_ema=True)
+    entry = open_layout(tmp_path / "averages.safetensors").tensors["head.weight"]
+    assert tuple(entry.shape) == (5, 16)
+    averages = tensors(source, "state_dict")["head.weight"]
+    convert(source, tmp_path / "averages.pth", use_ema=True)
+    assert torch.equal(load(tmp_path / "averages.pth")["state_dict"]["head.weight"], averages)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": (
+        {"ema_type": "ExponentialMovingAvrage"},
+        "ema_type 'ExponentialMovingAvrage' is not registered in MODELS. Did you mean 'ExponentialMovingAverage'",
+    ),
+    "a model": ({"ema_type": "ToyModel"}, "is <class 'tests.mmengine_adapter.toy.ToyModel'>, not a BaseAveragedModel"),
+    "argument": ({"momentun": 0.1}, "got an unexpected keyword argument 'momentun'. Did you mean 'momentum'"),
+}
+
+
+def refused(rank: int, folder: Path, name: str, made: dict[str, Any]) -> str:
+    runner = runner_of(settings(folder, 2, {"type": "EMAHook", **BAD[name][0]}, strategy=made))
+    try:
+        runner.train()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def without_model(rank: int) -> str:
+    class Runner:
+        model = None
+
+    try:
+        HOOKS.build({"type": "EMAHook"}).before_run(Runner())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class TestRefused:
+    def test_settings(self, tmp_path: Path) -> None:
+        for name, (_, message) in BAD.items():
+            for made in (strategy(), {"type": "DDPStrategy"}):
+                for text in run_ranks(refused, 2, tmp_path, name, made):
+                    assert message in text
+
+    def test_no_model(self) -> None:
+        assert "EMAHook averages a model, but the runner's model is 'NoneType'" in without_model(0)
+
+
+class TestRegistered:
+    def test_in_place_of_the_stock_hook(self) -> None:
+        for name in ("EMAHook", "mmengine.EMAHook", "mmfsdp_mmengine.EMAHook"):
+            assert HOOKS.get(name) is EMAHook
+        assert mmengine.hooks.EMAHook is EMAHook
+        assert issubclass(EMAHook, StockEMAHook)
