@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,3 +345,43 @@ def test_thousands_of_chunks_that_overlap_are_refused(small: Path, tmp_path: Pat
     rewrite(small, add)
     with pytest.raises(CorruptCheckpointError, match=r"'a' and 'a' overlap in __0_0\.distcp"):
         open_layout(small)
+
+
+def test_archives_like_one_already_read_are_checked_all_the_same(tmp_path: Path) -> None:
+    # 200 tensors of few shapes: most are recognised and not parsed.
+    torch.manual_seed(0)
+    shapes = [(3,), (2, 2), (4,), (5000,), (40, 125), ()]
+    state = {f"t{i}": torch.randn(shapes[i % len(shapes)]) for i in range(200)}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    layout = open_layout(tmp_path / "in")
+    data = (tmp_path / "in" / "__0_0.distcp").read_bytes()
+    for name, tensor in state.items():
+        chunk = layout.tensors[name].chunks[0]
+        assert layout.tensors[name].shape == tuple(tensor.shape)
+        assert data[chunk.offset : chunk.offset + chunk.nbytes] == tensor.numpy().tobytes()
+        assert chunk.crc32 == zlib.crc32(tensor.numpy().tobytes())
+    # A byte of what surrounds the data of any of them: as if it were the only one.
+    for name in ("t0", "t7", "t198", "t195"):
+        record = layout.tensors[name].chunks[0].record
+        assert record is not None
+        end = record.offset + record.nbytes
+        flips = {
+            "local header": data.rfind(b"PK\x03\x04", 0, record.offset),
+            "pickle": data.rfind(b"FloatStorage", 0, record.offset),
+            "directory": data.find(b"PK\x01\x02", end),
+            "end record": data.find(b"PK\x05\x06", end),
+        }
+        for place in flips.values():
+            damaged = bytearray(data)
+            damaged[place] ^= 1
+            (tmp_path / "in" / "__0_0.distcp").write_bytes(damaged)
+            with pytest.raises(CorruptCheckpointError, match=rf"'{name}': "):
+                open_layout(tmp_path / "in")
+        # A byte of the data, or of its stored checksum: found when they are compared.
+        crc_at = data.find(struct.pack("<L", record.crc32 or 0), data.find(b"PK\x01\x02", end))
+        for place in (record.offset, crc_at):
+            damaged = bytearray(data)
+            damaged[place] ^= 1
+            (tmp_path / "in" / "__0_0.distcp").write_bytes(damaged)
+            with pytest.raises(CorruptCheckpointError, match=rf"tensor '{name}' .* is damaged"):
+                convert(tmp_path / "in", tmp_path / "out.pth", keep="all")

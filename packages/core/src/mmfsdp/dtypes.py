@@ -88,7 +88,8 @@ def canonical_dtype(dtype: object) -> str:
 
 def itemsize(dtype: object) -> int:
     """Return the bytes that one element of ``dtype`` takes."""
-    return DTYPES[canonical_dtype(dtype)][0]
+    known = DTYPES.get(dtype) if isinstance(dtype, str) else None  # asked for once per tensor, and mostly canonical
+    return (known or DTYPES[canonical_dtype(dtype)])[0]
 
 
 def is_floating_point(dtype: object) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
 from mmfsdp.checkpoint.safe_names import is_safe_attribute, is_safe_name
@@ -33,24 +34,25 @@ class PickledObject:
     """Its name in that module."""
     args: tuple[Any, ...]
     """Positional arguments of the call, or of ``__new__``."""
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     """Keyword arguments of ``__new__``."""
-    called: bool
+    called: bool = False
     """Whether it was called (``__reduce__``) or made with ``__new__`` alone."""
-    elements: list[Any]
+    elements: Sequence[Any] = ()
     """What was appended to it."""
-    items: list[tuple[Any, Any]]
+    items: Sequence[tuple[Any, Any]] = ()
     """What was set on it by key."""
-    state: Any
+    state: Any = None
     """What it was given to restore itself from (``__setstate__`` or ``__dict__``)."""
-    has_state: bool
+    has_state: bool = False
     """Whether there was a state at all."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PickledObject:
+        # A checkpoint can hold a hundred thousand of these: what most lack is the class's.
         self = object.__new__(cls)
-        self.args, self.kwargs, self.called = args, kwargs, False
-        self.elements, self.items = [], []
-        self.state, self.has_state = None, False
+        self.args = args
+        if kwargs:
+            self.kwargs = kwargs
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,12 +62,16 @@ class PickledObject:
         self.state, self.has_state = state, True
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(self.items, list):
+            self.items = []
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        self.elements.append(value)
+        self.extend((value,))
 
     def extend(self, values: Any) -> None:
+        if not isinstance(self.elements, list):
+            self.elements = []
         self.elements.extend(values)
 
     def __repr__(self) -> str:
@@ -132,8 +138,11 @@ def integers(values: Any) -> tuple[int, ...]:
     """Return a ``torch.Size``, list or tuple of a pickle as a tuple; anything but sizes is a ``ValueError``."""
     if isinstance(values, PickledObject) and values.qualname == "Size":
         values = values.args[0]
-    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+    if not isinstance(values, tuple | list):
         raise ValueError(f"{values!r} is not a tuple of sizes")
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{values!r} is not a tuple of sizes")
     return tuple(values)
 
 

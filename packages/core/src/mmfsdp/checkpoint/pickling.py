@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
@@ -171,7 +171,7 @@ class PickleWriter:
         if self._recall_object(value):
             return
         if value.kwargs:
-            self.reduce("copyreg", "__newobj_ex__", (type(value), value.args, value.kwargs))
+            self.reduce("copyreg", "__newobj_ex__", (type(value), value.args, dict(value.kwargs)))
         else:
             self.name(value.module, value.qualname)
             self.save(value.args)
@@ -183,14 +183,14 @@ class PickleWriter:
             self.save(value.state)
             self.raw(b"b")
 
-    def _elements(self, elements: list[Any]) -> None:
+    def _elements(self, elements: Sequence[Any]) -> None:
         if elements:
             self.raw(b"(")
             for element in elements:
                 self.save(element)
             self.raw(b"e")
 
-    def _pairs(self, pairs: list[tuple[Any, Any]]) -> None:
+    def _pairs(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         if pairs:
             self.raw(b"(")
             for key, value in pairs:

@@ -8,8 +8,9 @@ from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles import PickledObject
+from mmfsdp.errors import FormatError
 
-__all__ = ["map_leaves", "select_tensors", "tensor_free_paths", "unique_name"]
+__all__ = ["leaves", "map_leaves", "select_tensors", "tensor_free_paths", "unique_name"]
 
 
 def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -20,6 +21,29 @@ def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
         function: Called as ``function(path, leaf)``, where the path joins ``str(key)`` of the nested keys with ``/``.
     """
     return _Mapper(function).map("", tree)
+
+
+def leaves(tree: Any, limit: int = 10_000_000) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the leaf of everything in a tree, what is shared once for each path to it.
+
+    Args:
+        tree: Nested dicts, lists and tuples, and pickled objects.
+        limit: How many leaves and containers at most.
+
+    Raises:
+        FormatError: There are more, as when a container holds itself.
+    """
+    stack: list[tuple[str, Any]] = [("", tree)]
+    for _ in range(limit):
+        if not stack:
+            return
+        path, value = stack.pop()
+        if isinstance(value, dict | list | tuple | PickledObject):
+            below = [(_join(path, key), child) for key, child in _children(value)]
+            stack.extend(reversed(below))
+        else:
+            yield path, value
+    raise FormatError(f"There are more than {limit} values in this checkpoint, or one that holds itself.")
 
 
 def select_tensors(tree: Any) -> list[str]:
@@ -105,9 +129,9 @@ class _Mapper:
     def _map_pickled(self, path: str, value: PickledObject) -> PickledObject:
         self._done[id(value)] = (value, value)
         value.args = self.map(_join(path, "args"), value.args)
-        value.kwargs = self.map(_join(path, "kwargs"), value.kwargs)
-        value.elements = self.map(_join(path, "elements"), value.elements)
-        value.items = self.map(_join(path, "items"), value.items)
+        for part in ("kwargs", "elements", "items"):
+            if getattr(value, part):  # most have none, and share that
+                setattr(value, part, self.map(_join(path, part), getattr(value, part)))
         if value.has_state:
             value.state = self.map(_join(path, "state"), value.state)
         return value

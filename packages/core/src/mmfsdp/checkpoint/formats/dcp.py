@@ -8,6 +8,7 @@ a tensor is a file of ``torch.save`` in both: torch/distributed/checkpoint/files
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, r
 from mmfsdp.checkpoint.formats.safetensors_index import box_offsets
 from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
+from mmfsdp.checkpoint.formats.similar_archives import SimilarArchives
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.checkpoint.formats.torch_zip import read_archive
+from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
 
@@ -47,7 +51,11 @@ def read_dcp(directory: Path, *, trust: bool = False) -> Layout:
         UnsafePickleError: A pickle names something that is not on the list of safe names.
     """
     metadata = read_dcp_metadata(inside(directory, ".metadata", directory), trust=trust)
-    reader = _Reader(directory, metadata, trust)
+    with OpenFiles() as files:
+        return _read(directory, metadata, _Reader(directory, metadata, trust, files))
+
+
+def _read(directory: Path, metadata: DcpMetadata, reader: _Reader) -> Layout:
     reader.check_extents()
     tree: dict[Any, Any] = {}
     for name in metadata.names:
@@ -66,11 +74,13 @@ def read_dcp(directory: Path, *, trust: bool = False) -> Layout:
 
 
 class _Reader:
-    def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool) -> None:
+    def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool, files: OpenFiles) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self._directory = directory
         self._metadata = metadata
         self._trust = trust
+        self._open = files
+        self._similar = SimilarArchives()
         self._files: dict[str, tuple[Path, int]] = {}
         self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
         for (name, _), location in metadata.locations.items():
@@ -137,7 +147,11 @@ class _Reader:
 
     def _chunk(self, name: str, dtype: str, box: Box, location: Location) -> Chunk:
         path = self._files[location.file][0]
-        if self._is_safetensors(path, location.offset):
+        begin, end = location.offset, location.offset + location.length
+        known = self._similar.find(self._open.descriptor(path), path, begin, end)
+        if known is not None:
+            chunk, found = known.chunk(box[0]), known.dtype
+        elif self._is_safetensors(path, location.offset):
             chunk, found = self._in_safetensors(path, name, box, location)
         else:
             stored = self._load(name, location)
@@ -160,17 +174,20 @@ class _Reader:
     def _load(self, name: str, location: Location) -> Any:
         path = self._files[location.file][0]
         begin, end = location.offset, location.offset + location.length
+        source = self._open.descriptor(path)
         try:
-            return read_tree(path, trust=self._trust, begin=begin, end=end)
+            records = read_records(path, begin, end, source)
+            content = read_archive(path, source, records, trust=self._trust)
         except (CorruptCheckpointError, FormatError, UnsafePickleError) as error:
             raise type(error)(f"{name!r}: {error.message}", **error.context) from error
+        if isinstance(content, StoredTensor):
+            self._similar.remember(source, begin, end, records, content)
+        return content
 
     def _is_safetensors(self, path: Path, offset: int) -> bool:
         if (path, offset) in self._appended:
             return True
-        with path.open("rb") as file:
-            file.seek(offset)
-            return looks_like_safetensors(file.read(9))
+        return looks_like_safetensors(os.pread(self._open.descriptor(path), 9, offset))
 
     def _in_safetensors(self, path: Path, name: str, box: Box, location: Location) -> tuple[Chunk, str]:
         key = path, location.offset

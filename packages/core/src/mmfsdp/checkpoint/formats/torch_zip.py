@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.pickles import read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["read_torch_zip", "read_tree", "whole_layout"]
+__all__ = ["read_archive", "read_torch_zip", "read_tree", "whole_layout"]
 
 
 def read_torch_zip(path: Path, *, trust: bool = False) -> Layout:
@@ -67,19 +67,29 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     return Layout(path, kind, 1, tensors, tree)
 
 
-def read_tree(path: Path, *, trust: bool = False, begin: int = 0, end: int | None = None) -> Any:
+def read_tree(path: Path, *, trust: bool = False) -> Any:
     """Return the nested content of a ``.pth`` file with each tensor replaced by a ``StoredTensor``.
 
     Args:
         path: The file.
         trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
-        begin: Where the archive begins, in bytes, if it is only part of the file.
-        end: Where it ends.
 
     Raises:
         FormatError, UnsafePickleError, CorruptCheckpointError: See ``read_torch_zip``.
     """
-    records = read_records(path, begin, end)
+    with path.open("rb", buffering=0) as file:
+        return read_archive(path, file.fileno(), read_records(path, source=file.fileno()), trust=trust)
+
+
+def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, trust: bool = False) -> Any:
+    """Return the nested content of an archive, which may be only part of a file; see ``read_tree``.
+
+    Args:
+        path: The file.
+        source: Its descriptor.
+        records: The entries of the archive.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+    """
     pickled = [name for name in records if name.endswith("/data.pkl") or name == "data.pkl"]
     if len(pickled) != 1:
         raise FormatError(
@@ -91,14 +101,14 @@ def read_tree(path: Path, *, trust: bool = False, begin: int = 0, end: int | Non
             f"{path.name} is a TorchScript archive. Save the state dict of the module instead.", file=str(path)
         )
     byteorder = records.get(f"{root}byteorder")
-    if byteorder is not None and _read(path, byteorder) != b"little":
+    if byteorder is not None and _read(path, source, byteorder) != b"little":
         raise FormatError(f"{path.name} was written on a big-endian machine.", file=str(path))
 
     def storage(pid: Any) -> Storage:
         return _storage(path, root, records, pid)
 
     return read_pickle(
-        _read(path, records[pickled[0]]),
+        _read(path, source, records[pickled[0]]),
         file=path,
         trust=trust,
         functions=TensorBuilder(path, stored_shards).functions(),
@@ -106,9 +116,8 @@ def read_tree(path: Path, *, trust: bool = False, begin: int = 0, end: int | Non
     )
 
 
-def _read(path: Path, record: ZipRecord) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        data = os.pread(file.fileno(), record.nbytes, record.offset)
+def _read(path: Path, source: int, record: ZipRecord) -> bytes:
+    data = os.pread(source, record.nbytes, record.offset)
     if len(data) != record.nbytes or record.crc32 not in (None, crc32(data)):
         raise CorruptCheckpointError(
             f"Entry {record.name!r} of {path.name} is damaged: its CRC-32 does not match.",

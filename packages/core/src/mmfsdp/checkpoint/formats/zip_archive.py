@@ -6,18 +6,25 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
-import io
 import os
 import struct
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["Placement", "ZipRecord", "central_directory", "local_header", "place", "read_records"]
+__all__ = [
+    "CENTRAL_CRC",
+    "DESCRIPTOR_CRC",
+    "LOCAL_CRC",
+    "Placement",
+    "ZipRecord",
+    "central_directory",
+    "local_header",
+    "place",
+    "read_records",
+]
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -25,9 +32,19 @@ _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 
+LOCAL_CRC = 14
+"""Bytes from the beginning of a local header to its CRC-32."""
+CENTRAL_CRC = 16
+"""Bytes from the beginning of an entry of the central directory to its CRC-32."""
+DESCRIPTOR_CRC = 4
+"""Bytes from the end of the data to the CRC-32 of the descriptor that may follow it."""
+
 _LIMIT_32 = 0xFFFFFFFF  # from here on a 32-bit field says "see zip64"
 _LIMIT_16 = 0xFFFF
+_IN_ZIP64 = 0xFFFFFFFF
 _UTF8 = 0x800
+_DESCRIPTOR = 0x8
+_TAIL = 4096  # bytes: the end records, and all of a small archive's directory
 _DATE = 0x21  # 1980-01-01, the earliest date a zip can say: the same content gives the same bytes
 _ALIGNMENT = 64  # bytes; torch aligns every record so, which mmap=True profits from
 
@@ -44,6 +61,12 @@ class ZipRecord:
     """Length of its data in bytes."""
     crc32: int | None
     """CRC-32 of its data; ``None`` where the writer computed none."""
+    header: int
+    """Offset of its local header in the file, in bytes."""
+    central: int
+    """Offset of its entry of the central directory in the file, in bytes."""
+    descriptor: bool
+    """Whether a descriptor follows its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,86 +88,152 @@ class Placement:
         return self.offset + self.nbytes
 
 
-def read_records(path: Path, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
+def read_records(path: Path, begin: int = 0, end: int | None = None, source: int | None = None) -> dict[str, ZipRecord]:
     """Return the entries of an archive by name, reading only its directory and local headers.
 
     Args:
         path: The file.
         begin: Where the archive begins, in bytes, if it is only part of the file.
         end: Where it ends; at the end of the file by default.
+        source: Descriptor of the file, if it is open.
 
     Raises:
         CorruptCheckpointError: The archive is truncated or its directory is damaged.
         FormatError: An entry is compressed, or encrypted.
     """
-    size = path.stat().st_size if end is None else end
+    if source is None:
+        with path.open("rb", buffering=0) as file:
+            return read_records(path, begin, end, file.fileno())
+    size = os.fstat(source).st_size if end is None else end
     try:
-        with path.open("rb") as whole, zipfile.ZipFile(_Window(whole, begin, size)) as archive:
-            infos = archive.infolist()
-    except (zipfile.BadZipFile, struct.error, ValueError, UnicodeDecodeError, NotImplementedError) as error:
+        start, directory = _read_directory(source, begin, size)
+        entries = list(_entries(directory))
+    except (struct.error, ValueError) as error:  # bytes that are no text are a ValueError
         raise CorruptCheckpointError(
             f"{path.name} is truncated or damaged: its zip directory cannot be read ({error}).", file=str(path)
         ) from error
-    records = {}
-    with path.open("rb", buffering=0) as file:
-        for info in infos:
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise FormatError(
-                    f"Entry {info.filename!r} of {path.name} is compressed or encrypted; torch stores entries as they "
-                    "are. Unpack the archive and save it again with torch.save.",
-                    file=str(path),
-                )
-            # A damaged directory can point before the beginning or past the end.
-            at = begin + info.header_offset
-            header = os.pread(file.fileno(), _LOCAL.size, at) if begin <= at < size else b""
-            if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04"):
-                raise CorruptCheckpointError(
-                    f"The local header of entry {info.filename!r} of {path.name} is damaged.",
-                    file=str(path),
-                    offset=at,
-                )
-            name_length, extra_length = _LOCAL.unpack(header)[-2:]
-            offset = at + _LOCAL.size + name_length + extra_length
-            if offset + info.file_size > size:
-                raise CorruptCheckpointError(
-                    f"Entry {info.filename!r} of {path.name} reaches past the end of the file.",
-                    file=str(path),
-                    offset=offset,
-                )
-            # torch.serialization.set_crc32_options(False) stores 0 for "not computed".
-            crc = info.CRC if info.CRC or info.file_size == 0 else None
-            records[info.filename] = ZipRecord(info.filename, offset, info.file_size, crc)
+    records: dict[str, ZipRecord] = {}
+    for entry in entries:
+        name, at = entry.name, begin + entry.header
+        if entry.method or entry.flags & 1:
+            raise FormatError(
+                f"Entry {name!r} of {path.name} is compressed or encrypted; torch stores entries as they "
+                "are. Unpack the archive and save it again with torch.save.",
+                file=str(path),
+            )
+        # A damaged directory can point before the beginning or past the end.
+        header = os.pread(source, _LOCAL.size, at) if begin <= at < size else b""
+        if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04") or name in records:
+            raise CorruptCheckpointError(
+                f"The local header of entry {name!r} of {path.name} is damaged.", file=str(path), offset=at
+            )
+        name_length, extra_length = _LOCAL.unpack(header)[-2:]
+        offset = at + _LOCAL.size + name_length + extra_length
+        if offset + entry.nbytes > size:
+            raise CorruptCheckpointError(
+                f"Entry {name!r} of {path.name} reaches past the end of the file.", file=str(path), offset=offset
+            )
+        # torch.serialization.set_crc32_options(False) stores 0 for "not computed".
+        crc = entry.crc32 if entry.crc32 or entry.nbytes == 0 else None
+        central, descriptor = start + entry.at, bool(entry.flags & _DESCRIPTOR)
+        records[name] = ZipRecord(name, offset, entry.nbytes, crc, at, central, descriptor)
     return records
 
 
-class _Window(io.RawIOBase):
-    """Part of a file, seen as a file."""
+def _read_directory(source: int, begin: int, end: int) -> tuple[int, bytes]:
+    """Return where the central directory of an archive begins in the file, and its bytes."""
+    first, tail, at = _end_record(source, begin, end)
+    _, _, _, _, count, size, start, _ = _END.unpack_from(tail, at)
+    stop = first + at
+    if at >= _LOCATOR.size and tail.startswith(b"PK\x06\x07", at - _LOCATOR.size):
+        place = begin + _LOCATOR.unpack_from(tail, at - _LOCATOR.size)[2]
+        record = os.pread(source, _END64.size, place) if place <= stop - _LOCATOR.size - _END64.size else b""
+        if not record.startswith(b"PK\x06\x06"):
+            raise ValueError("its zip64 end record is damaged")
+        *_, count, size, start = _END64.unpack(record)
+        stop = place
+    if begin + start + size != stop or _CENTRAL.size * count > size:
+        raise ValueError(f"it does not lie where its end record says, at byte {start}")
+    directory = os.pread(source, size, begin + start)
+    if len(directory) != size:
+        raise ValueError("it is truncated")
+    return begin + start, directory
 
-    def __init__(self, file: BinaryIO, begin: int, end: int) -> None:
-        self._file, self._begin, self._end = file, begin, end
-        self._position = begin
 
-    def seekable(self) -> bool:
-        return True
+def _end_record(source: int, begin: int, end: int) -> tuple[int, bytes, int]:
+    """Return the last bytes of an archive: where they begin in the file, they, and where its end record is in them."""
+    for span in (_TAIL, _TAIL + 0xFFFF):  # at the very end, unless the archive has a comment
+        first = max(begin, end - span)
+        tail = os.pread(source, max(end - first, 0), first)
+        at = tail.rfind(b"PK\x05\x06")
+        if at >= 0 and len(tail) == end - first and len(tail) - at >= _END.size:
+            comment = _END.unpack_from(tail, at)[-1]
+            if at + _END.size + comment == len(tail):
+                return first, tail, at
+    raise ValueError("it has no end record")
 
-    def readable(self) -> bool:
-        return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._position, os.SEEK_END: self._end}[whence]
-        if origin + offset < self._begin:
-            raise ValueError("negative seek position")
-        self._position = origin + offset
-        return self.tell()
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    at: int
+    name: str
+    flags: int
+    method: int
+    crc32: int
+    nbytes: int
+    header: int
 
-    def tell(self) -> int:
-        return self._position - self._begin
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._end - self._position, 0)
-        data = os.pread(self._file.fileno(), left if size < 0 else min(size, left), self._position)
-        self._position += len(data)
-        return data
+def _entries(directory: bytes) -> Iterator[_Entry]:
+    at = 0
+    while at < len(directory):
+        (
+            signature,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            packed,
+            nbytes,
+            name_length,
+            extra_length,
+            comment,
+            _,
+            _,
+            _,
+            header,
+        ) = _CENTRAL.unpack_from(directory, at)
+        name_at = at + _CENTRAL.size
+        following = name_at + name_length + extra_length + comment
+        if signature != b"PK\x01\x02" or following > len(directory):
+            raise ValueError(f"its entry at byte {at} is damaged")
+        if _IN_ZIP64 in (packed, nbytes, header):
+            extra = directory[name_at + name_length : following - comment]
+            packed, nbytes, header = _zip64_values(extra, packed, nbytes, header)
+        name = directory[name_at : name_at + name_length].decode("utf-8" if flags & _UTF8 else "cp437")
+        if packed != nbytes and method == 0:
+            raise ValueError(f"entry {name!r} has two sizes")
+        yield _Entry(at, name, flags, method, crc, nbytes, header)
+        at = following
+
+
+def _zip64_values(extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
+    # The field holds, in this order, those of the values that do not fit into 32 bits.
+    at, values = 0, b""
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = extra[at + 4 : at + 4 + length]
+        at += 4 + length
+    numbers = iter(struct.unpack_from(f"<{len(values) // 8}Q", values))
+    given = [next(numbers, None) if value == _IN_ZIP64 else value for value in (nbytes, packed, header)]
+    if any(value is None for value in given):
+        raise ValueError("a zip64 field is too short")
+    nbytes, packed, header = (value or 0 for value in given)
+    return packed, nbytes, header
 
 
 def place(name: str, header: int, nbytes: int) -> Placement:
