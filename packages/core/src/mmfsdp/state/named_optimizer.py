@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmfsdp.checkpoint.optimizer_forms import unflattened
 from mmfsdp.errors import StateDictError, closest
 
 __all__ = ["by_name", "by_place", "renamed"]
@@ -46,15 +47,20 @@ def by_place(
     Raises:
         StateDictError: It is of none of these forms, of other parameters, or says different things of one group.
     """
-    state_dict = _unflattened(state_dict)
+    state_dict = unflattened(state_dict)
     for key in (_GROUPS, _STATE):
         if key not in state_dict:
             raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
     stored = state_dict[_GROUPS]
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
         return {**state_dict, _STATE: _numbered(state_dict[_STATE])}
-    said = {name: group for group in stored for name in group["params"]}
-    own = {name for group in groups for name in group}
+    said: dict[str, Mapping[str, Any]] = {}
+    for group in stored:
+        for name in group["params"]:
+            if name in said:
+                raise StateDictError(f"The state has {name!r} in two param groups.", fqn=name)
+            said[name] = group
+    own = [name for group in groups for name in group]
     _check_names(own, {**said, **state_dict[_STATE]})
     _check_names(own, said)
     placed: dict[str, int] = {}
@@ -78,7 +84,7 @@ def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     def short(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
 
-    result = {**_unflattened(state_dict)}
+    result = {**unflattened(state_dict)}
     if _STATE in result:
         result[_STATE] = {short(name): entries for name, entries in result[_STATE].items()}
     if _GROUPS in result:
@@ -86,26 +92,14 @@ def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return result
 
 
-def _unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    dotted = (f"{_STATE}.", f"{_GROUPS}.")
-    if not state_dict or not all(isinstance(key, str) and key.startswith(dotted) for key in state_dict):
-        return state_dict
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in state_dict.items():
-        kind, _, rest = key.partition(".")
-        name, _, entry = rest.rpartition(".")
-        (state if kind == _STATE else groups).setdefault(name, {})[entry] = value
-    return {_STATE: state, _GROUPS: [{**settings, "params": [name]} for name, settings in groups.items()]}
-
-
 def _numbered(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The places as numbers: where keys must be strings, they have become ``'0'``, ``'1'``, ..."""
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in state.items()}
 
 
-def _check_names(own: set[str], said: Mapping[str, Any]) -> None:
-    unexpected, missing = sorted(said.keys() - own), sorted(own - said.keys())
+def _check_names(own: Sequence[str], said: Mapping[str, Any]) -> None:
+    known = set(own)
+    unexpected, missing = [name for name in said if name not in known], [name for name in own if name not in said]
     for names, text in (
         (unexpected, "The state is of {}, which the optimizer does not have."),
         (missing, "The optimizer has {}, of which the state says nothing."),
