@@ -225,7 +225,9 @@ def test_manifest(tmp_path: Path) -> None:
     }
     (tmp_path / "rank1.pth").write_bytes(b"two")
     check_manifest(tmp_path, checksums=False)
-    with pytest.raises(CorruptCheckpointError, match=r"rank1\.pth is damaged, or of another save: its CRC-32 is [0-9a-f]{8} \("):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"rank1\.pth is damaged, or of another save: its CRC-32 is [0-9a-f]{8} \("
+    ):
         check_manifest(tmp_path)
     (tmp_path / "rank1.pth").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"rank1\.pth is missing, which manifest\.json lists\."):

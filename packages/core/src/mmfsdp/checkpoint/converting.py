@@ -164,8 +164,10 @@ def convert(
     if ranks is not None and not kind.by_rank:
         raise ConfigError(f"ranks={ranks!r} (--ranks) is for to='dcp' and to='local', not {kind.spellings[0]!r}.")
     rules = NameRules(tuple(include), tuple(exclude), tuple(rename), strip_prefix)
-    layout = source if isinstance(source, Layout) else open_layout(
-        source, trust=trust, reference=reference, format=source_format
+    layout = (
+        source
+        if isinstance(source, Layout)
+        else open_layout(source, trust=trust, reference=reference, format=source_format)
     )
     _refuse_own_files(layout, target)
     overflows = _Overflows()

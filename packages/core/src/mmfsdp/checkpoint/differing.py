@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.numeric import require_numpy
 from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.parts import model_key, part_tensors
-from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.checkpoint.tree import leaves
 from mmfsdp.errors import ConfigError, FormatError
 
 __all__ = ["DiffReport", "Difference", "diff"]
@@ -208,12 +208,4 @@ def _others(one: Layout, two: Layout) -> tuple[Difference, ...]:
 
 
 def _plain(layout: Layout) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-
-    def visit(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, TensorRef):
-            leaves[path] = leaf
-        return leaf
-
-    map_leaves(layout.tree, visit)
-    return leaves
+    return {path: leaf for path, leaf in leaves(layout.tree) if not isinstance(leaf, TensorRef)}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmfsdp.checkpoint.casting import CastEntry, chosen_dtypes
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.planned_files import PlannedFile
 from mmfsdp.checkpoint.ranks import Ranks
 from mmfsdp.checkpoint.renaming import NameRules
-from mmfsdp.checkpoint.selection import Part, named_tensors, select
+from mmfsdp.checkpoint.selection import Part, Selection, named_tensors, select
 from mmfsdp.checkpoint.targets import Content, Target
 from mmfsdp.checkpoint.tree import tensor_free_paths
 
@@ -72,6 +73,8 @@ def intended(
         ConfigError, FormatError: See ``convert``.
     """
     selection = select(layout, part, rules, use_ema=use_ema)
+    if part.keep != "model":
+        selection = _with_states(selection, layout, target)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     casts = chosen_dtypes(dtype, stored)
@@ -104,6 +107,18 @@ def intended(
         dropped=dropped,
         notes=selection.notes,
     )
+
+
+def _with_states(selection: Selection, layout: Layout, target: Target) -> Selection:
+    """Give optimizer state the form that users of the target expect; a file of tensors alone keeps the source's."""
+    if target.tensors_only:
+        return selection
+    if target.optimizer_names:
+        tree, notes = states_by_name(selection.tree, layout)
+    else:
+        tree, notes = states_by_place(selection.tree), ()
+    part = tree if selection.part is selection.tree else next(iter(tree.values()), selection.part)
+    return replace(selection, tree=tree, part=part, notes=(*selection.notes, *notes))
 
 
 def _counter(name: str, overflow: Callable[[str, int], None]) -> Callable[[str, int], None]:
