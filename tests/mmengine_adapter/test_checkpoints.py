@@ -122,7 +122,7 @@ class TestFull:
         run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("full")})
         with torch.serialization.safe_globals(SAFE):
             content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
-        assert {"state_dict", "optimizer", "param_schedulers", "message_hub", "meta"} == {*content}
+        assert {"state_dict", "optimizer", "param_schedulers", "message_hub", "meta", "progress"} == {*content}
         assert {"seed", "epoch", "iter", "cfg", "mmengine"} <= {*content["meta"]}
         model = MODELS.build({"type": "ToyModel"})
         model.load_state_dict(content["state_dict"])

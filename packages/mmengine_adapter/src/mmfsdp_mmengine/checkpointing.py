@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mmengine
+import torch
 from mmengine._strategy import DDPStrategy
 from mmengine.utils import get_git_hash
 
@@ -24,25 +26,40 @@ from mmfsdp_mmengine.checkpoint import (
     with_own_counters,
 )
 from mmfsdp_mmengine.pending import PendingWeights
+from mmfsdp_mmengine.progress import own_random_state, random_states
+from mmfsdp_mmengine.randomness import random_state, restore_random_state
 
-__all__ = ["CheckpointingStrategy"]
+__all__ = ["CheckpointingStrategy", "Resumed"]
 
 _NO_PREFIX = [(r"^module.", "")]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resumed checkpoint says beside weights and optimizers, for whoever runs the training loop."""
+
+    progress: dict[str, Any]
+    seed: int
+    """What this rank's generators began with."""
+    random_state: torch.Tensor | None
+    """This rank's generators; None if the checkpoint is of another number of ranks."""
 
 
 class CheckpointingStrategy(DDPStrategy):
     """The part of `FSDPStrategy` that deals with checkpoints.
 
     Args:
-        kind: ``full`` or ``local``: what is saved.
+        kind: ``full``, ``local`` or ``sharded``: what is saved.
         **kwargs: Arguments of MMEngine's DDPStrategy.
     """
 
-    def __init__(self, kind: Literal["full", "local"], **kwargs: Any) -> None:
+    def __init__(self, kind: Literal["full", "local", "sharded"], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._kind = kind
         self._randomness: dict[str, Any]  # set by MMEngine
         self._pending: PendingWeights | None = None
+        self._paused_at: torch.Tensor | None = None
+        self._resumed: Resumed | None = None
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights under their own names. Collective: every rank.
@@ -165,6 +182,7 @@ class CheckpointingStrategy(DDPStrategy):
         if wanted["param_schedulers"]:
             self.load_scheduler_state_dict(content.pop("param_schedulers"))
         self._resume_seed(content["meta"].get("seed"))
+        self._resume_progress(content.pop("progress", None))
         if hasattr(self, "optim_wrapper"):
             self._count_iterations(content["meta"]["iter"])
         return content
@@ -181,7 +199,7 @@ class CheckpointingStrategy(DDPStrategy):
         """Save a checkpoint, whole or not at all. Collective: every rank; it is complete when any returns.
 
         Args:
-            filename: The file, or for ``local`` the directory.
+            filename: The file, or for ``local`` and ``sharded`` the directory.
             save_optimizer: Whether to save the optimizer wrapper's state.
             save_param_scheduler: Whether to save the schedulers' state.
             extra_ckpt: More content. Not changed.
@@ -195,6 +213,13 @@ class CheckpointingStrategy(DDPStrategy):
         content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
         if save_optimizer and hasattr(self, "optim_wrapper"):
             content["optimizer"] = self.optim_state_dict()
+            content["progress"] = {
+                "random_states": random_states(
+                    self.model,
+                    random_state() if self._paused_at is None else self._paused_at,
+                    whole=self._kind == "full",
+                )
+            }
         if save_param_scheduler and hasattr(self, "param_schedulers"):
             content["param_schedulers"] = self.scheduler_state_dict()
         content |= extra_ckpt or {}
@@ -205,9 +230,35 @@ class CheckpointingStrategy(DDPStrategy):
             "mmengine": mmengine.__version__ + get_git_hash(),
         }
         if callback is not None:
-            does_call = self._kind == "local" or self.rank == 0
+            does_call = self._kind != "full" or self.rank == 0
             on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None), share=False)
         write_checkpoint(filename, content, self.model, kind=self._kind)
+
+    def pause_randomness(self) -> None:
+        """Remember the random numbers of training while something else draws some."""
+        self._paused_at = random_state()
+
+    def continue_randomness(self) -> None:
+        """Go on with what `pause_randomness` remembered."""
+        if self._paused_at is not None:
+            restore_random_state(self._paused_at)
+            self._paused_at = None
+
+    def take_resumed(self) -> Resumed | None:
+        """Return what `resume` found for the training loop, once."""
+        resumed, self._resumed = self._resumed, None
+        return resumed
+
+    def _resume_progress(self, progress: dict[str, Any] | None) -> None:
+        if progress is None:
+            return
+        mine = own_random_state(self.model, progress)
+        self._resumed = Resumed(progress, self.seed, mine)
+        if mine is None:
+            self.logger.info(
+                f"The checkpoint was saved by {progress['random_states'].shape[0]} ranks, these are {self.world_size}: "
+                "random number generators are not restored, everything else is."
+            )
 
     def _count_iterations(self, done: int) -> None:
         if getattr(self.optim_wrapper, "_accumulative_counts", 1) <= 1:

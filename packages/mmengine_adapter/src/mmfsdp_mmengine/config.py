@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from mmfsdp.compat import ARGUMENTS
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp_mmengine.functions import build_check_fn, build_function, build_policy
 
-__all__ = ["StateDictSettings", "activation_arguments", "plain", "state_dict_settings", "wrapper_arguments"]
+__all__ = ["StateDictSettings", "activation_arguments", "named", "plain", "state_dict_settings", "wrapper_arguments"]
 
-_KINDS: dict[str, Literal["full", "local"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "local"}
+_KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
 
 
 def plain(value: Any) -> Any:
@@ -29,6 +30,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
         return type(value)(plain(item) for item in value)
     return value
+
+
+def named(value: Any) -> Any:
+    """Return a copy of a config value that can be written: what is no plain data is replaced by its name."""
+    if isinstance(value, Mapping):
+        return {key: named(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(named(item) for item in value)
+    if value is None or isinstance(value, str | int | float | complex):
+        return value
+    if isinstance(value, set | frozenset):
+        return [named(item) for item in value]
+    if isinstance(value, partial):
+        return f"partial({named(value.func)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
 
 
 def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
@@ -104,8 +122,9 @@ def activation_arguments(value: Any) -> Any:
 class StateDictSettings:
     """What a strategy's ``state_dict_cfg`` means."""
 
-    kind: Literal["full", "local"]
-    """``full``: one file with whole tensors. ``local``: a directory with a file per rank."""
+    kind: Literal["full", "local", "sharded"]
+    """``full``: one file with whole tensors. ``local``: a directory with a file per rank. ``sharded``: a directory of
+    torch's distributed checkpoint."""
     state_dict_type: StateDictType
     """The same in torch's words."""
 
@@ -114,7 +133,7 @@ def state_dict_settings(value: Any) -> StateDictSettings:
     """Return the meaning of ``state_dict_cfg``.
 
     Args:
-        value: ``'full'``, ``'local'``, or a dict of ``state_dict_type`` (enum member or its name),
+        value: ``'full'``, ``'local'``, ``'sharded'``, or a dict of ``state_dict_type`` (enum member or its name),
             ``state_dict_config`` and ``optim_state_dict_config`` (an object, a class, or a dict with ``type``), any
             of which may be left out. Not changed.
 
@@ -122,15 +141,16 @@ def state_dict_settings(value: Any) -> StateDictSettings:
         ConfigError: It is something else, or its parts contradict each other.
     """
     if isinstance(value, str):
-        if value not in ("full", "local"):
+        if value not in _KINDS.values():
             raise ConfigError(
-                f"state_dict_cfg is 'full', 'local' or a dict, got {value!r}.{closest(value, ('full', 'local'))}",
+                f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r}."
+                f"{closest(value, _KINDS.values())}",
                 config="state_dict_cfg",
             )
         return StateDictSettings(_KINDS[value.upper()], StateDictType[f"{value.upper()}_STATE_DICT"])
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"state_dict_cfg is 'full', 'local' or a dict, got {value!r} (type {type(value).__name__}).",
+            f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r} (type {type(value).__name__}).",
             config="state_dict_cfg",
         )
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
@@ -150,7 +170,9 @@ def state_dict_settings(value: Any) -> StateDictSettings:
 
 def _kind_of(value: Any, setting: str) -> str:
     """``FULL``, ``LOCAL`` or ``SHARDED``, from an enum member, a config object or class, or their names."""
+    arguments: dict[str, Any] = {}
     if isinstance(value, Mapping):
+        arguments = {key: item for key, item in value.items() if key != "type"}
         value = value.get("type")
     if not isinstance(value, str | StateDictType):
         value = value if isinstance(value, type) else type(value)
@@ -160,13 +182,20 @@ def _kind_of(value: Any, setting: str) -> str:
     else:
         infix = "Optim" if setting.startswith("optim") else ""
         accepted = {f"{kind.title()}{infix}StateDictConfig": kind for kind in _KINDS}
-        assert all(hasattr(torch_fsdp, known) or known.startswith("Local") for known in accepted)
     if name not in accepted:
         raise ConfigError(
             f"state_dict_cfg.{setting} {name!r} is not known.{closest(name, accepted)} "
             f"Accepted: {', '.join(accepted)}.",
             config=f"state_dict_cfg.{setting}",
         )
+    # What they ask for (offloading, the first rank alone) is how it is done here anyway: only misspelt ones matter.
+    known = [field.name for field in fields(getattr(torch_fsdp, name))] if name.endswith("Config") else []
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(
+                f"{name} has no argument {key!r}.{closest(key, known)} Accepted: {', '.join(known) or 'none'}.",
+                config=f"state_dict_cfg.{setting}.{key}",
+            )
     return accepted[name]
 
 

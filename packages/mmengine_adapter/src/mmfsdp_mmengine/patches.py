@@ -2,23 +2,33 @@
 
 - ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper.
   Users' scripts call ``Runner.from_cfg`` of the class that they imported before the config was read.
+- ``find_latest_checkpoint`` believes ``last_checkpoint``, whatever became of what it names.
+- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on.
+- ``Config.pretty_text``, which is logged and saved, fails on functions and devices, as ``model_wrapper`` may hold.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import mmengine.runner
+import mmengine.runner._flexible_runner
+import mmengine.runner.runner
 import torch
 import torch.nn as nn
+from mmengine.config import Config
 from mmengine.dist import is_distributed
 from mmengine.model import is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS
-from mmengine.runner import Runner
+from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
+from mmfsdp_mmengine.config import named
 from mmfsdp_mmengine.distributed import start_process_group
+from mmfsdp_mmengine.latest import find_latest_checkpoint
 from mmfsdp_mmengine.runner import let_shard
 
 __all__ = ["patch_mmengine"]
@@ -28,6 +38,15 @@ def patch_mmengine() -> None:
     """Replace what this module says; doing so twice changes nothing."""
     _replace(Runner, "setup_env", _setup_env)
     _replace(Runner, "wrap_model", _wrap_model)
+    for module in (mmengine.runner, mmengine.runner.runner, mmengine.runner._flexible_runner):
+        module.find_latest_checkpoint = find_latest_checkpoint
+    if FlexibleRunner.from_cfg.__module__ != __name__:
+        FlexibleRunner.from_cfg = classmethod(_from_cfg(FlexibleRunner.from_cfg.__func__))
+    if _stock_pretty_text.fget is not None and Config.pretty_text is _stock_pretty_text:
+        Config.pretty_text = property(_pretty_text, doc=_stock_pretty_text.__doc__)
+
+
+_stock_pretty_text: property = Config.__dict__["pretty_text"]
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -59,3 +78,26 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         return stock(self, model_wrapper_cfg, model)
 
     return wrap_model
+
+
+def _from_cfg(stock: Callable[..., FlexibleRunner]) -> Callable[..., FlexibleRunner]:
+    @wraps(stock)
+    def from_cfg(cls: type[FlexibleRunner], cfg: Any) -> FlexibleRunner:
+        if cfg.get("env_cfg") is None:
+            cfg = copy.deepcopy(cfg)
+            cfg["env_cfg"] = {"dist_cfg": {"backend": "nccl"}}
+        runner = stock(cls, cfg)
+        runner._compile = cfg.get("compile", False)
+        return runner
+
+    from_cfg.__module__ = __name__
+    return from_cfg
+
+
+def _pretty_text(self: Config) -> str:
+    stock = _stock_pretty_text.fget
+    assert stock is not None
+    try:
+        return str(stock(self))
+    except SyntaxError:
+        return str(stock(Config(named(self.to_dict()))))

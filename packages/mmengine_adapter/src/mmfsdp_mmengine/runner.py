@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn as nn
+from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, FlexibleRunner, Runner
 
 from mmfsdp_mmengine.config import plain
@@ -63,6 +64,12 @@ class ShardingRunner(Runner):
             strategy.param_schedulers = self.param_schedulers
 
 
+class _Strategy(FSDPStrategy):
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """The runner has one."""
+        return MMLogger.get_current_instance()
+
+
 def let_shard(runner: Runner, model_wrapper: Any) -> None:
     """Turn a runner into a `ShardingRunner`. Collective: every rank.
 
@@ -72,16 +79,15 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     """
     cls = type(runner)
     runner.__class__ = type(cls.__name__, (ShardingRunner, cls), {"__doc__": cls.__doc__})
+    randomness = dict(runner._randomness_cfg)
+    assert runner.seed is not None
+    base_seed = runner.seed - (runner.rank if randomness.get("diff_rank_seed") else 0)
     with kept_randomness():  # the runner has seeded the generators already, and used them
-        runner.strategy = FSDPStrategy(
+        runner.strategy = _Strategy(
             work_dir=runner.work_dir,
             model_wrapper=plain(model_wrapper),
             state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
             sync_bn=runner.cfg.get("sync_bn"),
-            env_kwargs={
-                "launcher": runner.launcher,
-                "randomness": {**runner._randomness_cfg, "seed": runner.seed},
-            },
-            log_kwargs={"name": runner.experiment_name},
+            env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
         )
-    runner.strategy.logger = runner.logger
+    runner.strategy._randomness = randomness  # without a seed, a checkpoint's is taken silently

@@ -1,0 +1,206 @@
+"""Resuming at any step equals never having stopped, with dropout, augmentations and shuffling."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from mmengine.registry import DATASETS, MODELS
+from mmengine.runner import FlexibleRunner, Runner
+from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
+
+from mmfsdp import model_state_dict
+from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine.latest import find_latest_checkpoint
+from mmfsdp_mmengine.randomness import kept_randomness, random_state, restore_random_state
+
+_runs = itertools.count()
+
+
+@MODELS.register_module(force=True)
+class DropoutModel(ToyModel):
+    """Drops inputs."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, mode: str = "tensor") -> Any:
+        return super().forward(F.dropout(inputs, 0.3, self.training), labels, mode)
+
+
+@DATASETS.register_module(force=True)
+class NoisyData(ToyData):
+    """Augments with the numbers of every generator, and notes which images training saw."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        item = super().__getitem__(index)
+        shift = random.gauss(0, 0.1) + np.random.normal(0, 0.1) + torch.randn(()) * 0.1
+        return {"inputs": item["inputs"] + shift, "labels": item["labels"]}
+
+
+def loader(world_size: int, workers: int, sampler: str, shuffle: bool = True) -> dict[str, Any]:
+    return {
+        "batch_size": 8 // world_size,
+        "num_workers": workers,
+        "dataset": {"type": "NoisyData"},
+        "sampler": {"type": sampler, "shuffle": shuffle},
+        "collate_fn": {"type": "default_collate"},
+    }
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "epoch": {"type": "EpochBasedTrainLoop", "max_epochs": 2, "val_interval": 1},
+    "iter": {"type": "IterBasedTrainLoop", "max_iters": 8, "val_interval": 3},
+}
+
+
+def resumed_runs(
+    rank: int, folder: Path, world_size: int, case: dict[str, Any], steps: list[int]
+) -> list[tuple[Any, ...]]:
+    """The run that is not interrupted, which saves at every second step, and those that go on from ``steps``."""
+    results = []
+    # The ranks of tests are daemons, which may not start the workers of a data loader.
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+    for step in [0, *steps]:
+        settings = config(
+            folder / ("whole" if step == 0 else f"from{step}"),
+            world_size,
+            model={"type": "DropoutModel"},
+            train_dataloader=loader(world_size, case["workers"], case["sampler"]),
+            val_dataloader=loader(world_size, 0, "DefaultSampler", shuffle=False),
+            train_cfg=LOOPS[case["loop"]],
+            randomness={"seed": case["seed"], "diff_rank_seed": True} if case["seed"] else {"seed": None},
+            param_scheduler=[
+                {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 6},
+                {"type": "CosineAnnealingMomentum", "eta_min": 0.8, "by_epoch": False, "begin": 1, "T_max": 6},
+            ],
+            default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 2, "by_epoch": False}},
+            strategy=strategy(case["kind"], engine=case["engine"]),
+            experiment_name=f"resuming{next(_runs)}",
+        )
+        if step:
+            settings |= {"load_from": str(folder / "whole" / f"iter_{step}.pth"), "resume": True}
+        if case["plain"]:
+            wrapper = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY, "engine": case["engine"]}
+            settings |= {"model_wrapper_cfg": wrapper, "launcher": "pytorch", "state_dict_cfg": case["kind"]}
+            del settings["strategy"]
+            runner: Any = Runner.from_cfg(Config(settings))
+        else:
+            runner = FlexibleRunner.from_cfg(Config(settings))
+        random.seed(rank + 10 * step)  # a process that starts again has other numbers
+        runner.train()
+        weights = model_state_dict(runner.model, rank0_only=False)
+        history = next(hook for hook in runner.hooks if isinstance(hook, History))
+        total = sum(float(value.double().sum()) for value in weights.values())
+        logged = [float(value) for value in runner.message_hub.get_scalar("train/loss").data[0]]
+        results.append((history.losses, total, history.metrics, runner.optim_wrapper.get_momentum(), logged[-2:]))
+    return results
+
+
+def case(
+    loop: str, sampler: str, workers: int, engine: str, kind: str, plain: bool, seed: int | None
+) -> dict[str, Any]:
+    return {
+        "loop": loop,
+        "sampler": sampler,
+        "workers": workers,
+        "engine": engine,
+        "kind": kind,
+        "plain": plain,
+        "seed": seed,
+    }
+
+
+CASES = {
+    "epoch-0": case("epoch", "DefaultSampler", 0, "fsdp2", "full", False, 5),
+    "epoch-2-local-fsdp1": case("epoch", "DefaultSampler", 2, "fsdp1", "local", False, None),
+    "epoch-plain": case("epoch", "DefaultSampler", 0, "fsdp2", "local", True, None),
+    "iter-0-local": case("iter", "InfiniteSampler", 0, "fsdp2", "local", False, None),
+    "iter-2-plain": case("iter", "InfiniteSampler", 2, "fsdp1", "full", True, 5),
+}
+
+
+class TestExact:
+    @pytest.mark.parametrize("name", CASES)
+    def test_equals_not_having_stopped(self, tmp_path: Path, name: str) -> None:
+        # Steps 2 and 6 are in the middle of epochs, 4 is the last of the first one.
+        steps = [2, 4, 6] if name == "epoch-0" else [4] if name == "iter-2-plain" else [6]
+        for [whole, *resumed] in run_ranks(resumed_runs, 2, tmp_path, 2, CASES[name], steps):
+            losses, total, metrics, momentum, logged = whole
+            assert len(losses) == 8
+            # Saved before the validation of their step, which only the loop over epochs makes up for.
+            validated = (3, 6, 8) if CASES[name]["loop"] == "iter" else (5, 8)
+            for step, found in zip(steps, resumed, strict=True):
+                after = metrics[sum(at <= step for at in validated) :]
+                assert found == (losses[step:], total, after, momentum, logged), step
+
+
+def by_iteration(**changes: Any) -> dict[str, Any]:
+    checkpoint = {"type": "CheckpointHook", "interval": 2, "by_epoch": False}
+    return {"strategy": strategy("local"), "default_hooks": {"checkpoint": checkpoint}, **changes}
+
+
+class TestOtherWorldSize:
+    def test_in_the_middle_of_an_epoch(self, tmp_path: Path) -> None:
+        [whole, _] = run_ranks(train, 2, tmp_path / "whole", 2, by_iteration())
+        saved = tmp_path / "whole" / "iter_2.pth"
+        for world_size, log_level in ((1, "INFO"), (4, "WARNING")):
+            changes = by_iteration(load_from=str(saved), resume=True, log_level=log_level)
+            resumed = run_ranks(train, world_size, tmp_path / str(world_size), world_size, changes)[0]
+            assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
+        [log] = (tmp_path / "1").glob("*/*.log")
+        assert (
+            log.read_text().count("was saved by 2 ranks, these are 1: random number generators are not restored") == 1
+        )
+
+
+class TestAutoResume:
+    """``resume=True`` without ``load_from``."""
+
+    def test_goes_on_from_the_newest_complete_checkpoint(self, tmp_path: Path) -> None:
+        [whole, _] = run_ranks(train, 2, tmp_path, 2, by_iteration())
+        last = tmp_path / "last_checkpoint"
+        assert last.read_text() == str(tmp_path / "iter_8.pth")
+        # As a machine leaves it that went down while MMEngine's own strategy saved.
+        (tmp_path / "iter_8.pth" / "rank1.pth").unlink()
+        os.truncate(tmp_path / "iter_6.pth" / "rank0.pth", 2000)
+        torch.save({"state_dict": {}, "meta": {}}, tmp_path / "best.pth")
+        resumed = run_ranks(train, 2, tmp_path, 2, by_iteration(resume=True))
+        assert [result["losses"] for result in resumed] == [whole["losses"][4:]] * 2
+        logs = "".join(path.read_text() for path in tmp_path.glob("*/*.log"))
+        assert "iter_4.pth, the newest complete one, is resumed." in logs
+        assert "last_checkpoint names " in logs
+
+    def test_finds_it_without_a_note_and_nothing_where_there_is_nothing(self, tmp_path: Path) -> None:
+        assert find_latest_checkpoint(str(tmp_path)) is None
+        torch.save({"state_dict": {"a": torch.ones(1)}, "meta": {}, "optimizer": {}}, tmp_path / "epoch_1.pth")
+        torch.save({"a": torch.ones(1)}, tmp_path / "weights.pth")
+        assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "epoch_1.pth")
+        (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_2.pth"))
+        assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "epoch_1.pth")
+        # What is named is taken at its word if it can be read: resuming then says what it lacks.
+        (tmp_path / "last_checkpoint").write_text(str(tmp_path / "weights.pth"))
+        assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "weights.pth")
+
+
+class TestRandomState:
+    def test_every_generator_comes_back(self) -> None:
+        def draw() -> list[float]:
+            return [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), torch.rand(()).item()]
+
+        random.gauss(0, 1)  # half of a pair is kept for the next call
+        np.random.normal()
+        state = random_state()
+        first = draw()
+        assert draw() != first
+        restore_random_state(state)
+        with kept_randomness():
+            assert draw() == first
+        assert draw() == first
+        assert state.dtype == torch.uint8
