@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -107,25 +106,18 @@ def _print_tree(layout: Layout, depth: int, as_json: bool) -> None:
 
 
 def _print_tables(layout: Layout, limit: int) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    # Names are what one looks for: without a terminal nothing may be cut to fit a width.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tensor", overflow="fold")
-    table.add_column("dtype")
-    table.add_column("shape")
-    table.add_column("chunks", justify="right")
-    table.add_column("bytes", justify="right")
     entries = list(layout.tensors.values())
     shown = entries[: limit or None]
+    rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
     for entry in shown:
-        table.add_row(
-            escape(entry.name), entry.dtype, _shape(entry.shape), str(len(entry.chunks)), human_bytes(entry.nbytes)
+        chunks = str(len(entry.chunks))
+        rows.append((entry.name, entry.dtype, _shape(entry.shape), chunks, human_bytes(entry.nbytes)))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for name, dtype, shape, chunks, size in rows:
+        line = (
+            f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}  {chunks:>{widths[3]}}  {size:>{widths[4]}}"
         )
-    console.print(table)
+        typer.echo(line)
     if len(shown) < len(entries):
         typer.echo(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
     _print_totals(layout)
