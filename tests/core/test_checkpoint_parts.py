@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint import copying
+from mmfsdp.checkpoint import copying, crc, writing
 from mmfsdp.checkpoint.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.extents import Run, byte_runs
-from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
+from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.tracking import Tracker
+from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 
@@ -93,7 +98,8 @@ print(crc._implementation().__module__)
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
-    assert crc32_combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
+    for combine in (crc32_combine, crc._combined):
+        assert combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
 
 
 @pytest.mark.parametrize("broken", [(), ("_copy_file_range",), ("_copy_file_range", "_sendfile")])
@@ -115,7 +121,7 @@ def test_copying_falls_back(
     seen: list[int] = []
     with (
         (tmp_path / "target").open("xb") as file,
-        copying.Copier(total=len(data), progress=lambda done, _: seen.append(done)) as copier,
+        copying.Copier(Tracker(len(data), lambda done, _: seen.append(done))) as copier,
     ):
         assert copier.copy_tensor(entry, file.fileno(), 10) == zlib.crc32(data)
     assert (tmp_path / "target").read_bytes() == b"\0" * 10 + data
@@ -127,10 +133,104 @@ def test_a_file_that_shrinks_while_it_is_copied(tmp_path: Path) -> None:
     entry = TensorEntry("w", "uint8", (9,), (Chunk(tmp_path / "source", 0, 9, (0,), (9,)),))
     with (
         (tmp_path / "target").open("xb") as file,
-        copying.Copier(total=9) as copier,
+        copying.Copier(Tracker()) as copier,
         pytest.raises(CorruptCheckpointError, match=r"source is truncated: it ends within tensor 'w'\."),
     ):
         copier.copy_tensor(entry, file.fileno(), 0)
+
+
+def tensors(file: Path, count: int, nbytes: int) -> list[TensorEntry]:
+    """Make tensors of random bytes in one file, each a record with a checksum."""
+    data = os.urandom(count * nbytes)
+    file.write_bytes(data)
+    entries = []
+    for i in range(count):
+        record = Record(file, i * nbytes, nbytes, zlib.crc32(data[i * nbytes : (i + 1) * nbytes]))
+        chunk = Chunk(file, record.offset, nbytes, (0,), (nbytes,), record=record)
+        entries.append(TensorEntry(f"t{i}", "uint8", (nbytes,), (chunk,)))
+    return entries
+
+
+def planned(entries: list[TensorEntry], files: int) -> list[PlannedFile]:
+    """Plan files with the tensors one after the other, and their checksums at the end."""
+    parts = [entries[i::files] for i in range(files)]
+    plans = []
+    for i, part in enumerate(parts):
+        ends = list(itertools.accumulate(entry.nbytes for entry in part))
+        pieces = tuple(Piece(entry, end - entry.nbytes) for entry, end in zip(part, ends, strict=True))
+
+        def blocks(crcs: Sequence[int], end: int = ends[-1]) -> list[tuple[int, bytes]]:
+            return [(end, json.dumps(crcs).encode().ljust(4000))]
+
+        plans.append(PlannedFile(f"f{i}", ends[-1] + 4000, pieces, blocks))
+    return plans
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_what_is_written_does_not_depend_on_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool) -> None:
+    entries = tensors(tmp_path / "source", 60, 30_000)
+    monkeypatch.setattr(writing, "_BATCH", 100_000)
+    for method in ("copy_file_range", "sendfile", "buffers"):
+        if method != "copy_file_range":
+            monkeypatch.setattr(copying, f"_{'copy_file_range' if method == 'sendfile' else 'sendfile'}", not_here)
+        for jobs in (1, 2, 7):
+            seen: list[tuple[int, int]] = []
+            target = tmp_path / f"{method}{jobs}"
+            threads = threading.active_count()
+            found = write_files(
+                target,
+                planned(entries, 3),
+                jobs=jobs,
+                fsync=fsync,
+                progress=lambda *count, seen=seen: seen.append(count),
+            )
+            assert threading.active_count() == threads
+            assert seen == sorted(seen)
+            assert seen[-1] == (1_800_000, 1_800_000)
+            for name, entry in found.items():
+                written = (target / name).read_bytes()
+                assert written == (tmp_path / "copy_file_range1" / name).read_bytes()
+                assert (entry.size, entry.crc32) == (len(written), zlib.crc32(written))
+    source = (tmp_path / "source").read_bytes()
+    assert (tmp_path / "buffers7" / "f1").read_bytes()[30_000:60_000] == source[120_000:150_000]
+
+
+def not_here(*_: Any) -> int:
+    raise OSError(errno.EXDEV, "not here")
+
+
+class Cancelled(BaseException):
+    """Such as KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_what_fails_in_one_thread_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int) -> None:
+    entries = tensors(tmp_path / "source", 400, 30_000)
+    monkeypatch.setattr(writing, "_BATCH", 60_000)
+    threads = threading.active_count()
+    seen: list[int] = []
+
+    def cancel(done: int, _: int) -> None:
+        seen.append(done)
+        if len(seen) == 5:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        write_files(tmp_path / "a", planned(entries, 2), jobs=jobs, fsync=True, progress=cancel)
+    assert len(seen) == 5
+    assert threading.active_count() == threads
+
+    with (tmp_path / "source").open("r+b") as file:
+        file.seek(20 * 30_000)
+        byte = file.read(1)[0]
+        file.seek(20 * 30_000)
+        file.write(bytes([byte ^ 1]))
+    seen.clear()
+    with pytest.raises(CorruptCheckpointError, match=r"tensor 't20' in source is damaged"):
+        write_files(tmp_path / "b", planned(entries, 2), jobs=jobs, progress=lambda done, _: seen.append(done))
+    assert len(seen) < 100  # of 400
+    assert threading.active_count() == threads
+    write_files(tmp_path / "c", planned(entries, 2), jobs=jobs, verify=False)
 
 
 def test_atomic_file(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def convert_command(
         bool, typer.Option("--no-verify", help="Do not compare the source's stored checksums with its data.")
     ] = False,
     no_fsync: Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the output is on disk.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Threads that copy; one per processor by default, four at most.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and say what would be written; write nothing.")
     ] = False,
@@ -114,6 +117,7 @@ def convert_command(
                 verify=not no_verify,
                 verify_output=verify,
                 fsync=not no_fsync,
+                jobs=jobs,
                 dry_run=dry_run,
                 progress=progress,
                 source_format=source_format,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
-from mmfsdp.checkpoint.copying import Progress
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.intent import Intent, intended
@@ -22,6 +21,7 @@ from mmfsdp.checkpoint.renaming import NameRules
 from mmfsdp.checkpoint.saves import check_save
 from mmfsdp.checkpoint.selection import Part
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
+from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import ConfigError
 
@@ -93,6 +93,7 @@ def convert(
     verify: bool = True,
     verify_output: bool = False,
     fsync: bool = True,
+    jobs: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     source_format: str | None = None,
@@ -135,6 +136,7 @@ def convert(
             over the source.
         verify_output: Read the output before it appears, and compare every tensor with the source.
         fsync: Wait until the output is on disk.
+        jobs: Threads that copy; by default one per processor, four at most. The output does not depend on it.
         dry_run: Check and report everything that can be known without writing.
         progress: Called with the bytes copied so far and the bytes to copy. What it raises cancels the conversion.
         source_format: What ``source`` is, if it is not to be told from its content; see ``open_layout``.
@@ -154,6 +156,8 @@ def convert(
         CheckpointError: The disk of the target is too small, or the target is a directory that holds other things.
     """
     began = time.perf_counter()
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs={jobs} (--jobs) does not make sense; use 1 or more.")
     target = Path(target)
     if publish and (keep not in (None, "model") or drop):
         raise ConfigError(f"publish=True (--publish) writes the weights; it cannot go with keep={keep!r}.")
@@ -194,7 +198,7 @@ def convert(
         check_replaceable(target)
         temporary = temporary_sibling(target)
         try:
-            entries = write_files(temporary, intent.planned, verify=verify, progress=progress)
+            entries = write_files(temporary, intent.planned, verify=verify, progress=progress, jobs=jobs, fsync=fsync)
             if kind.directory:
                 write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
             if verify_output:

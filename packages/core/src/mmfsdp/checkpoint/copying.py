@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.crc import crc32_combine
+from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.checkpoint.tracking import Tracker
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["Copier", "Progress"]
+__all__ = ["Copier"]
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes copied so far and the bytes to copy in total."""
-
-_PIECE = 64 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
+_PIECE = 16 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
 _BLOCK = 1 << 20  # bytes per read where data passes through here: fits the second-level cache
 
 # What says "not between these files", rather than "this went wrong".
@@ -30,21 +26,19 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 
 
 class Copier:
-    """Copies tensors into open files, in constant memory.
+    """Copies tensors into open files, in constant memory, for one thread at a time.
 
     Args:
-        total: Bytes that will be copied, for ``progress``.
-        verify: Compare every source record that has a CRC-32 with it, once, before its first byte is copied.
-        progress: Called after each piece; what it raises stops the copy.
+        tracker: Told of each piece that was copied; what it raises stops the copy.
+        verified: Where to note the source records whose CRC-32 was compared: every one that has a CRC-32 is compared
+            with it by the first thread that meets it here, before that copies any of it. Without one nothing is
+            compared.
     """
 
-    def __init__(self, *, total: int, verify: bool = True, progress: Progress | None = None) -> None:
-        self._total = total
-        self._verify = verify
-        self._progress = progress
-        self._done = 0
+    def __init__(self, tracker: Tracker, *, verified: set[object] | None = None) -> None:
+        self._tracker = tracker
+        self._verified = verified
         self._files = OpenFiles()
-        self._verified: set[tuple[Path, int, int]] = set()
         self._methods = [_copy_file_range, _sendfile] if hasattr(os, "copy_file_range") else [_sendfile]
         self._buffer = memoryview(bytearray(_BLOCK))
 
@@ -70,7 +64,7 @@ class Copier:
         Raises:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
         """
-        if self._verify:
+        if self._verified is not None:
             for chunk in entry.chunks:
                 if chunk.record is not None:
                     self._check(chunk.record, entry.name)
@@ -97,8 +91,8 @@ class Copier:
             for block in converted_blocks(files, entry):
                 _write(target, block, at)
                 at += len(block)
-                crc = zlib.crc32(block, crc)
-                self._advance(len(block))
+                crc = crc32(block, crc)
+                self._tracker.advance(len(block))
         return crc
 
     def _copy(self, run: Run, target: int, at: int, name: str) -> None:
@@ -113,7 +107,7 @@ class Copier:
             if count == 0:
                 raise _truncated(run.file, name, run.source + done)
             done += count
-            self._advance(count)
+            self._tracker.advance(count)
 
     def _copy_piece(self, source: int, target: int, source_at: int, target_at: int, length: int) -> int:
         while self._methods:
@@ -135,13 +129,13 @@ class Copier:
                 raise _truncated(run.file, name, run.source)
             _write(target, memoryview(block), position)
             position += len(block)
-            crc = zlib.crc32(block, crc)
-            self._advance(len(block))
+            crc = crc32(block, crc)
+            self._tracker.advance(len(block))
         return crc
 
     def _check(self, record: Record, name: str) -> None:
         key = (record.file, record.offset, record.nbytes)
-        if record.crc32 is None or key in self._verified:
+        if record.crc32 is None or self._verified is None or key in self._verified:
             return
         self._verified.add(key)
         found = self._crc32(record.file, record.offset, record.nbytes, name, 0)
@@ -160,14 +154,10 @@ class Copier:
             count = os.preadv(source, [view], offset)
             if count == 0:
                 raise _truncated(file, name, offset)
-            crc = zlib.crc32(view[:count], crc)
+            crc = crc32(view[:count], crc)
             offset += count
+            self._tracker.advance(0)
         return crc
-
-    def _advance(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 def _copy_file_range(source: int, target: int, source_at: int, target_at: int, length: int) -> int:

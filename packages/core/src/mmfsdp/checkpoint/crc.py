@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from types import ModuleType
 
 __all__ = ["crc32", "crc32_combine"]
 
@@ -31,14 +31,19 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
 
 @cache
 def _implementation() -> _Crc32:
+    import zlib
+
+    return getattr(_isal(), "crc32", zlib.crc32)
+
+
+@cache
+def _isal() -> ModuleType | None:
     # Imported when it is first needed: commands that read no data start without it.
     try:
         from isal import isal_zlib
     except ImportError:
-        import zlib
-
-        return zlib.crc32
-    return cast(_Crc32, isal_zlib.crc32)
+        return None
+    return isal_zlib
 
 
 def crc32_combine(first: int, second: int, length: int) -> int:
@@ -49,6 +54,13 @@ def crc32_combine(first: int, second: int, length: int) -> int:
         second: CRC-32 of the second.
         length: Length of the second in bytes.
     """
+    combine = getattr(_isal(), "crc32_combine", None)  # since 1.7
+    if combine is not None:
+        return int(combine(first, second, length))
+    return _combined(first, second, length)
+
+
+def _combined(first: int, second: int, length: int) -> int:
     power = 0
     while length:
         if length & 1:

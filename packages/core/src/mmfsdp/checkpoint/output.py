@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.atomic import refuse_missing_parent
 from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.copying import Progress
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.checkpoint.verifying import verify
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 

@@ -1,23 +1,40 @@
-"""Writes planned files: copies tensor data to its places, then puts around it what depends on its checksums."""
+"""Writes planned files: threads copy tensor data to its places, then comes around it what depends on its checksums."""
 
 from __future__ import annotations
 
 import heapq
 import os
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
-from mmfsdp.checkpoint.copying import Copier, Progress
-from mmfsdp.checkpoint.crc import crc32_combine
+from mmfsdp.checkpoint.copying import Copier
+from mmfsdp.checkpoint.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.flushing import Flusher
 from mmfsdp.checkpoint.manifest import FileEntry
-from mmfsdp.checkpoint.planned_files import PlannedFile
+from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.tracking import Progress, StoppedError, Tracker
 
-__all__ = ["write_files"]
+__all__ = ["default_jobs", "write_files"]
+
+_BATCH = 16 << 20  # bytes of tensors that are one piece of work
+
+
+def default_jobs() -> int:
+    """Return the number of threads that copy if nobody says: more than four hardly help, memory is the limit."""
+    return min(4, os.cpu_count() or 1)
 
 
 def write_files(
-    target: Path, files: Sequence[PlannedFile], *, verify: bool = True, progress: Progress | None = None
+    target: Path,
+    files: Sequence[PlannedFile],
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    fsync: bool = False,
 ) -> dict[str, FileEntry]:
     """Create the files of a target, in constant memory.
 
@@ -25,7 +42,9 @@ def write_files(
         target: The file to create, or the directory to create them in; it must not exist.
         files: What they hold.
         verify: Check the stored CRC-32 of every source record.
-        progress: Called with the bytes of tensor data copied so far and their total.
+        progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
+        jobs: Threads that copy; ``default_jobs()`` by default. What is written does not depend on it.
+        fsync: Begin to bring the data to disk while it is written. It is there only after a sync of one's own.
 
     Returns:
         Size and CRC-32 of each file by name: what a manifest says, without having read them again.
@@ -35,21 +54,68 @@ def write_files(
     """
     if [file.name for file in files] != [""]:
         target.mkdir()
-    entries: dict[str, FileEntry] = {}
-    with Copier(total=sum(file.nbytes for file in files), verify=verify, progress=progress) as copier:
-        for file in files:
-            with (target / file.name if file.name else target).open("xb", buffering=0) as opened:
-                entries[file.name] = _write_file(opened.fileno(), file, copier)
-    return entries
+    paths = [target / file.name if file.name else target for file in files]
+    for file, path in zip(files, paths, strict=True):
+        with path.open("xb") as created:
+            os.truncate(created.fileno(), file.size)
+    tracker = Tracker(sum(file.nbytes for file in files), progress)
+    count = jobs or default_jobs()
+    with ExitStack() as stack:
+        if fsync:
+            stack.enter_context(Flusher(paths))
+        idle: SimpleQueue[Copier] = SimpleQueue()
+        verified: set[object] = set()
+        for _ in range(count):
+            idle.put(stack.enter_context(Copier(tracker, verified=verified if verify else None)))
+        pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
+        try:
+            copies = [
+                [pool.submit(_copy, idle, tracker, path, batch) for batch in _batches(file.pieces)]
+                for file, path in zip(files, paths, strict=True)
+            ]
+            entries = {}
+            for file, path, parts in zip(files, paths, copies, strict=True):
+                crcs = [crc for part in parts for crc in part.result()]
+                entries[file.name] = _complete(path, file, crcs)
+            return entries
+        except BaseException as error:  # an interrupt too: nothing may be left running
+            tracker.stop(error)
+            pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(error, StoppedError) and tracker.failure is not None:
+                raise tracker.failure from None
+            raise
 
 
-def _write_file(descriptor: int, file: PlannedFile, copier: Copier) -> FileEntry:
-    os.ftruncate(descriptor, file.size)
-    crcs = [copier.copy_tensor(piece.entry, descriptor, piece.at) for piece in file.pieces]
+def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    begin = size = 0
+    for place, piece in enumerate(pieces, start=1):
+        size += piece.entry.nbytes
+        if size >= _BATCH:
+            yield pieces[begin:place]
+            begin, size = place, 0
+    if begin < len(pieces):
+        yield pieces[begin:]
+
+
+def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Sequence[Piece]) -> list[int]:
+    copier = idle.get()
+    try:
+        # Each thread opens the file for itself: one way of copying moves the position that a descriptor has.
+        with path.open("r+b", buffering=0) as opened:
+            return [copier.copy_tensor(piece.entry, opened.fileno(), piece.at) for piece in pieces]
+    except BaseException as error:
+        tracker.stop(error)
+        raise
+    finally:
+        idle.put(copier)
+
+
+def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
     written: list[_Stretch] = []
-    for offset, block in file.blocks(crcs):
-        _write(descriptor, offset, block)
-        written.append((offset, len(block), zlib.crc32(block)))
+    with path.open("r+b", buffering=0) as opened:
+        for offset, block in file.blocks(crcs):
+            _write(opened.fileno(), offset, block)
+            written.append((offset, len(block), crc32(block)))
     pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
     return FileEntry(file.size, _joined(heapq.merge(pieces, written), file.size))
 
@@ -61,9 +127,9 @@ def _joined(stretches: Iterable[_Stretch], size: int) -> int:
     """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
     crc = position = 0
     for offset, length, own in stretches:
-        crc = crc32_combine(zlib.crc32(bytes(offset - position), crc), own, length)
+        crc = crc32_combine(crc32(bytes(offset - position), crc), own, length)
         position = offset + length
-    return zlib.crc32(bytes(size - position), crc)
+    return crc32(bytes(size - position), crc)
 
 
 def _write(descriptor: int, offset: int, data: bytes) -> None:
