@@ -183,7 +183,7 @@ class TestStateDictConfig:
             ("local", "local"),
             ({}, "local"),
             ({"state_dict_type": "FULL_STATE_DICT"}, "full"),
-            ({"state_dict_type": "SHARDED_STATE_DICT"}, "local"),
+            ({"state_dict_type": "SHARDED_STATE_DICT"}, "sharded"),
             ({"state_dict_config": {"type": "FullStateDictConfig", "offload_to_cpu": True}}, "full"),
             (
                 {
@@ -211,7 +211,7 @@ class TestStateDictConfig:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ("ful", r"'full', 'local' or a dict, got 'ful'\. Did you mean 'full'\?"),
+            ("ful", r"'full', 'local', 'sharded' or a dict, got 'ful'\. Did you mean 'full'\?"),
             (3, r"got 3 \(type int\)"),
             ({"state_dict_typ": "FULL"}, r"has no setting 'state_dict_typ'\. Did you mean 'state_dict_type'"),
             ({"state_dict_type": "FULL"}, r"state_dict_cfg.state_dict_type 'FULL' is not known"),

@@ -34,7 +34,9 @@ _STATISTICS = ("min", "max", "mean", "current")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
 
 
-def optimizer_content(model: nn.Module, optim_wrapper: Any, kind: Literal["full", "local"]) -> dict[str, Any]:
+def optimizer_content(
+    model: nn.Module, optim_wrapper: Any, kind: Literal["full", "local", "sharded"]
+) -> dict[str, Any]:
     """Return an optimizer wrapper's state as MMEngine saves it, whole or sharded. Collective: every rank.
 
     What the wrapper itself adds, such as ``loss_scaler`` and ``base_param_settings``, is kept.
@@ -43,10 +45,12 @@ def optimizer_content(model: nn.Module, optim_wrapper: Any, kind: Literal["full"
         model: The sharded model.
         optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
         kind: ``full``: whole tensors, and an empty dict on all ranks but the first. ``local``: each rank's own.
+            ``sharded``: each rank's own, too, parameters by name.
     """
     contents = {}
     for name, wrapper in optim_wrappers_of(optim_wrapper).items():
-        state = optim_state_dict(model, wrapper.optimizer, "full" if kind == "full" else "sharded")
+        form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
+        state = optim_state_dict(model, wrapper.optimizer, form, by_name=kind == "sharded")
         own = {key: value for key, value in wrapper.state_dict().items() if key not in ("state", "param_groups")}
         contents[name] = {**state, **own} if state else {}
     return contents.get("", contents)

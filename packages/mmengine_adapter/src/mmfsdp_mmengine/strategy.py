@@ -39,8 +39,9 @@ class FSDPStrategy(CheckpointingStrategy):
         skip_init_weights: Build the model without memory for its parameters and leave them to ``load_from`` or
             ``resume``. Training before anything was loaded is refused.
         state_dict_cfg: ``'local'``: a checkpoint is a directory with a file per rank. ``'full'``: one file, as
-            MMEngine's DDPStrategy writes it. Or a dict of ``state_dict_type``, ``state_dict_config`` and
-            ``optim_state_dict_config`` in torch's words. Either kind loads whatever this says, on any number of ranks.
+            MMEngine's DDPStrategy writes it. ``'sharded'``: a directory of torch's distributed checkpoint.
+            Or a dict of ``state_dict_type``, ``state_dict_config`` and ``optim_state_dict_config`` in torch's words.
+            Any kind loads whatever this says, on any number of ranks.
         activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``; or
             core's settings, such as ``'full'`` or ``dict(mode='ops')``.
         **kwargs: Arguments of MMEngine's DDPStrategy.
