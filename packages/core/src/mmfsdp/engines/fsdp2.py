@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
 
 from mmfsdp.dtypes import to_torch
 from mmfsdp.engines.base import PrepareUnit, WrapRoot
+from mmfsdp.engines.calling import called_parts, keep_class_name
 from mmfsdp.engines.casting import compute_in_full_precision
 from mmfsdp.planning.schema import ShardPlan, ShardUnit, UnitPrecision
 
@@ -47,11 +48,14 @@ class Fsdp2Engine:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
         named = dict(model.named_parameters())
         offload = _offload_policy(plan, mesh)
+        first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
             named = dict(model.named_parameters()) if unit.is_root or plan.ignored_params else named
             ignored = {named[param.fqn] for param in plan.ignored_params}
-            modules = [model.get_submodule(fqn) for fqn in unit.fqns]
+            units = [model.get_submodule(fqn) for fqn in unit.fqns]
+            modules = units if unit.is_root else [part for module in units for part in called_parts(module)]
+            first_called[unit.fqn] = modules[0]
             if unit.precision.full_precision:
                 for module in modules:
                     compute_in_full_precision(module)
@@ -64,10 +68,12 @@ class Fsdp2Engine:
                 ignored_params=ignored or None,
             )
             for module in modules:
+                keep_class_name(module)
+            for module in units:
                 for name in unit.forward_methods:
                     if callable(getattr(module, name, None)):
                         register_fsdp_forward_method(module, name)
-        _set_prefetching(model, plan)
+        _set_prefetching(model, plan, first_called)
         return model
 
 
@@ -97,10 +103,10 @@ def _offload_policy(plan: ShardPlan, mesh: DeviceMesh) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=plan.pin_memory and mesh.device_type != "cpu")
 
 
-def _set_prefetching(model: nn.Module, plan: ShardPlan) -> None:
+def _set_prefetching(model: nn.Module, plan: ShardPlan, first_called: dict[str, nn.Module]) -> None:
     order = {fqn: place for place, (fqn, _) in enumerate(model.named_modules())}
     units = sorted((unit for unit in plan.units if unit.params), key=lambda unit: order[unit.fqn])
-    modules = [model.get_submodule(unit.fqn) for unit in units]
+    modules = [first_called[unit.fqn] for unit in units]
     for place, module in enumerate(modules):
         if not isinstance(module, FSDPModule):
             continue
