@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from mmengine.logging import MMLogger
-from mmengine.model import BaseModel, is_model_wrapper
+from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, STRATEGIES
 from tests.mmengine_adapter.toy import Block, ToyModel
@@ -342,32 +340,3 @@ def batch_of(rank: int, as_type: str) -> str:
     except TypeError as error:
         return str(error)
     return f"trained 2 predicted {len(model.val_step(batch))}"
-
-
-class Unused(BaseModel):
-    """Has parameters that no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(2, 2)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor, mode: str = "tensor") -> Any:
-        return {"loss": self.used(inputs).sum()}
-
-
-def anomalous(rank: int) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    MMLogger.get_current_instance().addHandler(handler)
-    model = MMDistributedDataParallel(
-        Unused(), detect_anomalous_params=True, find_unused_parameters=True, device_ids=[0], output_device=0
-    )
-    model.train_step({"inputs": torch.ones(1, 2)}, OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
-    return [line for line in lines if "unused" in line]
-
-
-def test_ddp_names_parameters_that_the_loss_does_not_reach() -> None:
-    for lines in run_ranks(anomalous, 2):
-        assert len(lines) == 2

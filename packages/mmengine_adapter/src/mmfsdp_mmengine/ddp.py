@@ -8,6 +8,8 @@ import mmengine.model
 import torch
 import torch.nn as nn
 
+from mmfsdp.reachability import LossReach
+from mmfsdp_mmengine.anomalies import unreached_logged
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.steps import forward_batch, forwards_reach, overrides
 
@@ -34,7 +36,7 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         """Preprocess, forward in mode ``'loss'``, and update parameters. Collective: every rank.
 
-        A model's own ``train_step`` is run in place of that; ``detect_anomalous_params`` does not see its loss.
+        A model's own ``train_step`` is run in place of that.
 
         Args:
             data: A batch from the data loader.
@@ -43,11 +45,22 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
         Returns:
             The losses to log.
         """
+        if not self.detect_anomalous_params:
+            return self._train_step(data, optim_wrapper)
+        with unreached_logged(LossReach(self.module), optim_wrapper):
+            return self._train_step(data, optim_wrapper)
+
+    def _train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         if overrides(self.module, "train_step"):
             with forwards_reach(self, self.module, through_wrapper=True):
-                log_vars: dict[str, torch.Tensor] = self.module.train_step(data, optim_wrapper)
-            return log_vars
-        log_vars = super().train_step(data, optim_wrapper)
+                own_vars: dict[str, torch.Tensor] = self.module.train_step(data, optim_wrapper)
+            return own_vars
+        with optim_wrapper.optim_context(self):
+            data = self.module.data_preprocessor(data, True)
+            losses = self._run_forward(data, "loss")
+        log_vars: dict[str, torch.Tensor]
+        loss, log_vars = self.module.parse_losses(losses)
+        optim_wrapper.update_params(loss)
         return log_vars
 
     def _run_forward(self, data: Any, mode: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
+from mmengine.device import get_device
 from mmengine.dist import infer_launcher, is_distributed
 from mmengine.model import is_model_wrapper
 from mmengine.optim import BaseOptimWrapper, OptimWrapper
@@ -24,6 +25,7 @@ from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
 from mmfsdp_mmengine.structure import structure_of
+from mmfsdp_mmengine.sync_bn import synchronise_batch_norm
 
 __all__ = ["FSDPStrategy"]
 
@@ -141,6 +143,10 @@ class FSDPStrategy(CheckpointingStrategy):
             return built
         built = super().build_model(model)
         return built
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Return the model with its batch norm layers as ``sync_bn`` says: see `synchronise_batch_norm`."""
+        return synchronise_batch_norm(model, self.sync_bn, get_device(), self.world_size)
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
         """Return an optimizer wrapper; see MMEngine's `BaseStrategy.build_optim_wrapper`.

@@ -11,6 +11,9 @@ from mmengine.model import BaseDataPreprocessor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from mmfsdp import FullyShardedDataParallel
+from mmfsdp.buffers import keep_buffers_alike
+from mmfsdp.reachability import LossReach
+from mmfsdp_mmengine.anomalies import unreached_logged
 from mmfsdp_mmengine.config import wrapper_arguments
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.steps import forward_batch, forwards_reach, overrides
@@ -40,6 +43,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
             ``'bf16'``.
         param_init_fn: A function of one module, its name, or ``dict(type=..., **arguments)``.
         use_orig_params: ``False`` selects engine ``fsdp1``.
+        broadcast_buffers: Give all ranks the first one's buffers before each forward, as DistributedDataParallel does.
+        detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
         **kwargs: Further arguments of torch's class by their names of any version, ``engine``, ``config`` and
             ``activation_checkpointing``: see `mmfsdp.compat.translate_arguments`.
 
@@ -59,6 +64,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         mixed_precision: Any = None,
         param_init_fn: Any = None,
         use_orig_params: bool = True,
+        broadcast_buffers: bool = False,
+        detect_anomalous_params: bool = False,
         **kwargs: Any,
     ) -> None:
         arguments = wrapper_arguments(
@@ -74,6 +81,10 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
             **kwargs,
         )
         super().__init__(module, **arguments)
+        self.detect_anomalous_params = detect_anomalous_params
+        self._reach: LossReach | None = None
+        if broadcast_buffers:
+            keep_buffers_alike(self)
         device = next((param.device for param in self.parameters()), torch.device("cpu"))
         for part in self.modules():
             if isinstance(part, BaseDataPreprocessor):
@@ -94,6 +105,14 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         Raises:
             TypeError: The data preprocessor returned neither a dict nor a list or tuple.
         """
+        if not self.detect_anomalous_params:
+            return self._train_step(data, optim_wrapper)
+        if self._reach is None:
+            self._reach = LossReach(self)
+        with unreached_logged(self._reach, optim_wrapper):
+            return self._train_step(data, optim_wrapper)
+
+    def _train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         if overrides(self.module, "train_step"):
             with self._forwards_reach():
                 log_vars: dict[str, torch.Tensor] = self._model.train_step(data, optim_wrapper)
