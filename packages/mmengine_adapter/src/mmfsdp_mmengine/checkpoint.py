@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader
+from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
 from mmfsdp.checkpoint.load import read_checkpoint
@@ -30,6 +31,15 @@ __all__ = [
     "with_own_counters",
 ]
 
+_IMPLEMENTATION = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+    "decoupled_weight_decay",
+    "param_names",
+}
 _STATISTICS = ("min", "max", "mean", "current")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
 
@@ -74,12 +84,32 @@ def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mappin
             f"The checkpoint holds the optimizers {sorted(map(str, contents))}, the config has {sorted(wrappers)}."
         )
     for name, wrapper in wrappers.items():
+        _check_settings(name, wrapper.optimizer, contents[name])
+    for name, wrapper in wrappers.items():
         state = {key: value for key, value in contents[name].items() if key in ("state", "param_groups")}
         own = {key: value for key, value in contents[name].items() if key not in state}
         load_optim_state_dict(model, wrapper.optimizer, state)
         if own:
             # The wrapper knows how to load what it added; its optimizer gets back what it just got.
             wrapper.load_state_dict({**own, **wrapper.optimizer.state_dict()})
+
+
+def _check_settings(name: str, optimizer: Optimizer, content: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer with other settings; torch would take it and fail, or not, in a later step."""
+    groups = content.get("param_groups") or [{}]
+    theirs = {key for key in groups[0] if not key.startswith(("initial_", "base_"))} - _IMPLEMENTATION
+    mine = {*optimizer.defaults, "params"} - _IMPLEMENTATION
+    # One side alone may have more: versions of torch add settings.
+    if theirs - mine and mine - theirs:
+        raise StateDictError(
+            f"The checkpoint's optimizer{f' {name!r}' if name else ''} has the settings {_listed(theirs - mine)}, "
+            f"where {type(optimizer).__name__} has {_listed(mine - theirs)}: it was another one. Configure the "
+            "optimizer that was saved, or start from the weights alone with load_from and resume=False."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def read_content(filename: str, map_location: Any = "cpu") -> dict[str, Any]:

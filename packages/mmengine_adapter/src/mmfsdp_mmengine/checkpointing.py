@@ -15,7 +15,7 @@ from mmengine.utils import get_git_hash
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.checkpoint.save import write_checkpoint
 from mmfsdp.collective import on_all_ranks, scope_of
-from mmfsdp.errors import ConfigError, FormatError
+from mmfsdp.errors import ConfigError, FormatError, StateDictError
 from mmfsdp_mmengine.averages import with_averages
 from mmfsdp_mmengine.checkpoint import (
     describe_mismatch,
@@ -25,6 +25,7 @@ from mmfsdp_mmengine.checkpoint import (
     revised_keys,
     with_own_counters,
 )
+from mmfsdp_mmengine.optim import optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.progress import own_random_state, random_states
 from mmfsdp_mmengine.randomness import random_state, restore_random_state
@@ -156,6 +157,7 @@ class CheckpointingStrategy(DDPStrategy):
 
         Raises:
             FormatError: The checkpoint holds weights only.
+            StateDictError: It is of other optimizers; nothing is loaded then.
             CheckpointError: It cannot be read; raised on every rank.
         """
         self.logger.info(f"Resume checkpoint from {filename}")
@@ -172,6 +174,12 @@ class CheckpointingStrategy(DDPStrategy):
                     f"Training cannot be resumed from {filename}: it holds no {' and no '.join(map(repr, missing))}. "
                     "To start from its weights use load_from without resume.",
                     file=str(filename),
+                )
+            saved = content.get("progress", {}).get("optimizers", {}) if wanted["optimizer"] else {}
+            if saved and saved != (mine := self._optimizer_classes()):
+                raise StateDictError(
+                    f"{filename} was saved with the optimizers {saved}, the config has {mine}. Configure those, or "
+                    "start from its weights alone with load_from and resume=False."
                 )
             if callback is not None:
                 callback(content)
@@ -218,7 +226,8 @@ class CheckpointingStrategy(DDPStrategy):
                     self.model,
                     random_state() if self._paused_at is None else self._paused_at,
                     whole=self._kind == "full",
-                )
+                ),
+                "optimizers": self._optimizer_classes(),
             }
         if save_param_scheduler and hasattr(self, "param_schedulers"):
             content["param_schedulers"] = self.scheduler_state_dict()
@@ -248,6 +257,10 @@ class CheckpointingStrategy(DDPStrategy):
         """Return what `resume` found for the training loop, once."""
         resumed, self._resumed = self._resumed, None
         return resumed
+
+    def _optimizer_classes(self) -> dict[str, str]:
+        wrappers = optim_wrappers_of(self.optim_wrapper)
+        return {name or "optimizer": type(wrapper.optimizer).__name__ for name, wrapper in wrappers.items()}
 
     def _resume_progress(self, progress: dict[str, Any] | None) -> None:
         if progress is None:

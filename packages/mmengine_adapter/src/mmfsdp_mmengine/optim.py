@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn as nn
-from mmengine.optim import OptimWrapper, OptimWrapperDict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from mmengine.optim import OptimWrapperDict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp import ShardPlan, clip_grad_norm_, load_optim_state_dict
+from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.clipping import clip_globally
 
 __all__ = ["OptimizerBinding", "optim_wrappers_of"]
 
@@ -43,6 +42,7 @@ class OptimizerBinding:
 
     def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
         names = {id(param): name for name, param in model.named_parameters()}
+        _check_owners(optim_wrappers_of(optim_wrapper), names)
         self.optim_wrapper = optim_wrapper
         self._wrappers = optim_wrappers_of(optim_wrapper)
         self._groups: dict[str, list[list[str]]] = {}
@@ -83,7 +83,24 @@ class OptimizerBinding:
             wrapper.optimizer.state.clear()
             if key in self._states:
                 load_optim_state_dict(model, wrapper.optimizer, self._states[key])
-            _clip_globally(wrapper, model)
+            clip_globally(wrapper, model)
+
+
+def _check_owners(wrappers: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Refuse a parameter that is in several places: it would be stepped twice."""
+    owners: dict[int, str] = {}
+    for key, wrapper in wrappers.items():
+        for group in wrapper.optimizer.param_groups:
+            for param in group["params"]:
+                if (other := owners.get(id(param))) is not None:
+                    who = f"twice by {key!r}" if other == key else f"by both {other!r} and {key!r}"
+                    raise ConfigError(
+                        f"Parameter {names.get(id(param), '(not of the model)')!r} is held {who} of the "
+                        "OptimWrapperDict, and would be updated twice. Leave it in one.",
+                        fqn=names.get(id(param)),
+                        config=f"optim_wrapper.{key}".rstrip("."),
+                    )
+                owners[id(param)] = key
 
 
 def _flat_names(plan: ShardPlan, params: Mapping[str, nn.Parameter]) -> dict[str, str]:
@@ -108,36 +125,3 @@ def _check_flat(plan: ShardPlan, flat: Mapping[str, str], groups: list[list[str]
                 f"optimizer treats {first.fqn!r} and {other.fqn!r} of it differently. Set use_orig_params=True.",
                 fqn=unit.fqn,
             )
-
-
-def _clip_globally(wrapper: Any, model: nn.Module) -> None:
-    if not getattr(wrapper, "clip_grad_kwargs", None):
-        return
-    if wrapper.clip_func is torch.nn.utils.clip_grad_value_:
-        wrapper.clip_func = _clip_value
-        return
-    if wrapper.clip_func is not torch.nn.utils.clip_grad_norm_:
-        return  # the user's own
-    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
-
-    def clip(params: Any, max_norm: float, norm_type: Any = 2.0, error_if_nonfinite: bool = False, **_: Any) -> Any:
-        return clip_grad_norm_(
-            model if is_fsdp1 else params, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
-        )
-
-    wrapper.clip_func = clip
-    if is_fsdp1 and type(wrapper)._clip_grad is OptimWrapper._clip_grad:
-        # MMEngine clips where gradients are; with FSDP1 a rank may have none, and the others would wait for it.
-        def clip_grad() -> None:
-            norm = clip([], **wrapper.clip_grad_kwargs)
-            wrapper.message_hub.update_scalar(f"train/{wrapper.grad_name}", float(norm))
-
-        wrapper._clip_grad = clip_grad
-
-
-def _clip_value(params: list[torch.Tensor], clip_value: float, **_: Any) -> None:
-    """Elementwise, so each rank clips what it holds."""
-    for param in params:
-        if param.grad is not None:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            local.clamp_(-float(clip_value), float(clip_value))
