@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+import mmfsdp
 from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.errors import IncompleteCheckpointError
 from mmfsdp.testing import run_ranks
 
 
@@ -84,3 +87,42 @@ def test_channels_last_weights_take_their_order_from_a_reference(tmp_path: Path,
     found, truth = (torch.load(tmp_path / name)["state_dict"] for name in ("out.pth", "truth.pth"))
     assert not torch.load(tmp_path / "start.pth")["state_dict"]["conv.weight"].is_contiguous()
     assert torch.equal(found["conv.weight"], truth["conv.weight"])
+    if use_orig_params:
+        for loaded in run_ranks(load, 2, tmp_path):
+            assert torch.equal(loaded, truth["conv.weight"])
+
+
+def load(rank: int, directory: Path) -> torch.Tensor:
+    model = mmfsdp.shard(Model())
+    # The model's shapes alone do not tell the order: a guess could be wrong.
+    with pytest.raises(IncompleteCheckpointError, match=r"conv\.weight"):
+        mmfsdp.load_checkpoint(directory / "epoch_1.pth", model)
+    mmfsdp.load_checkpoint(directory / "epoch_1.pth", model, reference=directory / "start.pth")
+    return mmfsdp.model_state_dict(model, rank0_only=False)["conv.weight"]
+
+
+def resume(rank: int, directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+    from mmfsdp_mmengine import FSDPStrategy
+
+    strategy = FSDPStrategy(work_dir=str(directory), model_wrapper={})
+    strategy.prepare(Model(), optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1.0}}, param_scheduler=None)
+    content = strategy.resume(str(directory / "epoch_1.pth"), resume_param_scheduler=False)
+    optimizer = strategy.optim_wrapper.optimizer
+    weights = mmfsdp.model_state_dict(strategy.model, rank0_only=False)
+    state = mmfsdp.optim_state_dict(strategy.model, optimizer, rank0_only=False, by_name=True)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    return weights, state["state"], content["meta"]["iter"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_resumes_from_them(tmp_path: Path, use_orig_params: bool) -> None:
+    run_ranks(save, 2, tmp_path, use_orig_params, False)
+    truth = torch.load(tmp_path / "truth.pth")["state_dict"]
+    weights, state, done = run_ranks(resume, 3, tmp_path)[0]
+    assert done == 5
+    assert weights.keys() == truth.keys()
+    for name, tensor in truth.items():
+        assert torch.equal(weights[name], tensor), name
+        assert state[name]["exp_avg"].shape == tensor.shape
+        assert state[name]["exp_avg"].any()

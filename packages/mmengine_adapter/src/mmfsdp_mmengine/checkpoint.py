@@ -16,7 +16,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
-from mmfsdp.checkpoint.load import read_checkpoint
+from mmfsdp.checkpoint.load import read_checkpoint, reference_of
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.optim import optim_wrappers_of
@@ -112,19 +112,21 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def read_content(filename: str, map_location: Any = "cpu") -> dict[str, Any]:
+def read_content(filename: str, map_location: Any = "cpu", model: nn.Module | None = None) -> dict[str, Any]:
     """Return a checkpoint's content, with the weights under ``'state_dict'``. Not collective.
 
     Args:
         filename: A local file or directory of any kind that core reads, or any URL or model zoo name that MMEngine
             loads. Tensors of local ones stay on disk until they are copied into the model.
         map_location: Where tensors that come from elsewhere are put.
+        model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
 
     Raises:
         CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint`.
     """
     if not _REMOTE.match(filename):
-        content = read_checkpoint(Path(filename).expanduser(), safe_globals=safe_globals())
+        reference = None if model is None else reference_of(model)
+        content = read_checkpoint(Path(filename).expanduser(), safe_globals=safe_globals(), reference=reference)
     else:
         with torch.serialization.safe_globals(safe_globals()):
             content = CheckpointLoader.load_checkpoint(filename, _location(map_location))

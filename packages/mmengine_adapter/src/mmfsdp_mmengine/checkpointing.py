@@ -125,7 +125,7 @@ class CheckpointingStrategy(DDPStrategy):
         self.logger.info(f"Load checkpoint from {filename}")
 
         def read() -> dict[str, Any]:
-            content = read_content(str(filename), map_location)
+            content = read_content(str(filename), map_location, self.model)
             if callback is not None:
                 callback(content)
             return content

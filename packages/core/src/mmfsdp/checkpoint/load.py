@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from mmfsdp.checkpoint.parts import MODEL_KEYS
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, FormatError
-from mmfsdp.runtime import ShardedModel, sharded_model
+from mmfsdp.runtime import sharded_model
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 from mmfsdp.state.stored import stored_tensors, whole_value
 
-__all__ = ["load_checkpoint", "read_checkpoint"]
+__all__ = ["load_checkpoint", "read_checkpoint", "reference_of"]
 
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 _PREFIX = "module."
@@ -38,6 +39,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     safe_globals: Iterable[Any] = (),
+    reference: str | Path | Layout | None = None,
 ) -> tuple[dict[str, Any], LoadReport]:
     """Load a checkpoint of any kind and world size into a sharded model. Collective: every rank.
 
@@ -50,6 +52,7 @@ def load_checkpoint(
         optimizer: Built from its parameters; loaded if given.
         strict: Raise if keys or shapes do not match.
         safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
+        reference: See `mmfsdp.checkpoint.open_layout`; by default `reference_of` the model.
 
     Returns:
         The rest of the content, and what of the model did not match.
@@ -61,7 +64,7 @@ def load_checkpoint(
     state = sharded_model(model)
 
     def read() -> dict[str, Any]:
-        content = read_checkpoint(path, safe_globals=safe_globals, reference=_layout_of(state))
+        content = read_checkpoint(path, safe_globals=safe_globals, reference=reference or reference_of(model))
         for key, what in (("state_dict", "weights"), ("optimizer", "optimizer state")):
             if key not in content and (key == "state_dict" or optimizer is not None):
                 found = ", ".join(repr(name) for name in sorted(map(str, content))[:8]) or "nothing"
@@ -170,10 +173,16 @@ def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
     return content
 
 
-def _layout_of(state: ShardedModel) -> Layout:
-    """The model's own shapes and names, for checkpoints that do not say them."""
+def reference_of(model: nn.Module) -> Layout:
+    """Return a sharded model's own names and shapes, for checkpoints that do not say them. Not collective.
+
+    Weights that may have been in channels-last order when they were saved are left out: how they lie in a flat
+    parameter cannot be told from the shape.
+    """
     tensors: dict[str, TensorEntry] = {}
-    for place, param in enumerate(state.plan.all_params()):
+    for place, param in enumerate(sharded_model(model).plan.all_params()):
+        if len(param.shape) in (4, 5) and param.shape[1] > 1 and math.prod(param.shape[2:]) > 1:
+            continue
         whole = Chunk(Path("the model"), place, param.nbytes, (0,) * len(param.shape), param.shape)
         for name in (param.fqn, *param.aliases):
             tensors[name] = TensorEntry(name, param.dtype, param.shape, (whole,))
