@@ -1,0 +1,63 @@
+"""Checkpoints to convert: DCP directories as four ranks write them, what DCP's safetensors writer leaves, small tensors.
+
+Run as ``python benchmarks/checkpoint_data.py KIND PATH BYTES``, so that what measures imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+RANKS = 4
+ROWS, COLUMNS = 4096, 1024  # 16 MiB in float32
+SMALL = 25_000  # elements: 100 kB
+
+
+def _state(kind: str, nbytes: int, rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(rank)
+
+    def sharded(rows: int, columns: int) -> DTensor:
+        return DTensor.from_local(torch.randn(rows // RANKS, columns), mesh, [Shard(0)])
+
+    if kind == "small":
+        return {"model": {f"layers.{i}.weight": sharded(RANKS, SMALL // RANKS) for i in range(nbytes // (4 * SMALL))}}
+    if kind == "names":
+        return {"model": {f"layers.{i}.weight": sharded(RANKS * (1 + i % 7), 4) for i in range(nbytes)}}
+    names = [f"layers.{i}.weight" for i in range(max(1, nbytes // (4 * ROWS * COLUMNS)))]
+    state: dict[str, Any] = {"model": {name: sharded(ROWS, COLUMNS) for name in names}}
+    if kind == "optimizer":
+        moments = {name: {key: sharded(ROWS, COLUMNS) for key in ("exp_avg", "exp_avg_sq")} for name in names}
+        state["optimizer"] = {"state": moments, "param_groups": [{"lr": 0.1, "params": names}]}
+    return state
+
+
+def _rank(rank: int, kind: str, path: str, nbytes: int, store: str) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    state = _state(kind, nbytes, rank)
+    if kind == "huggingface":
+        writer = HuggingFaceStorageWriter(path=path, save_distributed=True)
+        dcp.save(state["model"], storage_writer=writer)
+    else:
+        dcp.save(state, checkpoint_id=path)
+        if rank == 0:
+            torch.save({}, Path(path).with_name(f"{Path(path).name}.meta.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (sys.argv[1], sys.argv[2], int(sys.argv[3]), f"{folder}/store"), RANKS)
