@@ -85,6 +85,13 @@ def cli_alone(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """Train ten families of real models, sharded and not, and compare: about five minutes on two cores."""
+    install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
+    session.run("python", "-m", "pytest", "tests/models", *session.posargs)
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation site into docs/_build/html; a warning is an error."""
     install(session, CORE, ADAPTER, CLI, "-r", "docs/requirements.txt")
