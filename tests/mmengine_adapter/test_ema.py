@@ -178,6 +178,7 @@ class TestResume:
         [
             ("fsdp2", "full", "local"),
             ("fsdp2", "local", "full"),
+            ("fsdp2", "sharded", "sharded"),
             ("replicate", "local", "local"),
             ("fsdp1", "local", "full"),
             ("flat", "full", "local"),

@@ -17,6 +17,7 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.runtime import sharded_model
 from mmfsdp.state import LoadReport
 from mmfsdp.state.local_view import LocalView, exchanged
+from mmfsdp.state.stored import whole_value
 from mmfsdp_mmengine.checkpoint import with_own_counters
 
 __all__ = ["ShardAverages", "averaged_model_class", "with_averages"]
@@ -123,7 +124,7 @@ class ShardAverages:
         with torch.no_grad():
             for name, value in self._own().items():
                 if name in own and isinstance(value, torch.Tensor):
-                    value.copy_(own[name])
+                    value.copy_(whole_value(own[name]))
         return report
 
     def follow(self) -> None:
