@@ -1,4 +1,4 @@
-"""Checkpoints to convert: DCP directories as four ranks write them, what DCP's safetensors writer leaves, small tensors.
+"""Checkpoints to convert: DCP of four ranks, what DCP's safetensors writer leaves, optimizer state, small tensors.
 
 Run as ``python benchmarks/checkpoint_data.py KIND PATH BYTES``, so that what measures imports no torch.
 """
