@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import mmfsdp
 from mmfsdp.errors import IncompleteCheckpointError, StateDictError
@@ -98,6 +100,24 @@ def test_distributed_checkpoints_of_torch(form: str, tmp_path: Path) -> None:
             moments = {place: moments[place] for place in state}
         assert equal(moments, state)
         assert rest == ({} if form in ("app", "by place") else {"epoch": 3})
+
+
+def placed_saves(rank: int, path: str) -> dict[str, torch.Tensor]:
+    """Save weights as hybrid, tensor-parallel and 2-D sharding place them."""
+    weights = Spare(1).state_dict()
+    mesh = init_device_mesh("cpu", (2, 2))
+    forms: list[list[Placement]] = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]]
+    placed = {
+        name: distribute_tensor(value, mesh, forms[place % 3]) if value.dim() == 2 else value
+        for place, (name, value) in enumerate(weights.items())
+    }
+    dcp.save({"model": placed}, checkpoint_id=path)
+    return dict(weights)
+
+
+def test_any_placement(tmp_path: Path) -> None:
+    want = run_ranks(placed_saves, 4, str(tmp_path))[0]
+    assert equal(run_ranks(load, 3, "fsdp2", str(tmp_path), False)[0][0][0], want)
 
 
 def write_index(folder: Path, weights: dict[str, torch.Tensor], kind: str) -> None:
