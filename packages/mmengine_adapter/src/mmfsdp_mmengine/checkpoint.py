@@ -60,7 +60,7 @@ def optimizer_content(
     contents = {}
     for name, wrapper in optim_wrappers_of(optim_wrapper).items():
         form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
-        state = optim_state_dict(model, wrapper.optimizer, form, by_name=kind == "sharded")
+        state = optim_state_dict(model, wrapper.optimizer, form, by_name=kind == "sharded", param_names=True)
         own = {key: value for key, value in wrapper.state_dict().items() if key not in ("state", "param_groups")}
         contents[name] = {**state, **own} if state else {}
     return contents.get("", contents)

@@ -66,7 +66,7 @@ def save_checkpoint(
     content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
     if optimizer is not None:
         by_name = kind == "sharded"
-        content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name)
+        content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
     return write_checkpoint(path, {**content, **extra}, model, kind=kind, overwrite=overwrite, blocking=blocking)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from mmfsdp.checkpoint.optimizer_forms import unflattened
 from mmfsdp.errors import StateDictError, closest
 
-__all__ = ["by_name", "by_place", "renamed"]
+__all__ = ["by_name", "by_place", "renamed", "with_names"]
 
 _REBUILD = "Build the optimizer as it was built when the state was saved."
-_STATE, _GROUPS = "state", "param_groups"
+_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
 
 
 def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -30,8 +30,20 @@ def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> d
     named_groups = []
     for group, own in zip(state_dict[_GROUPS], groups, strict=True):
         names |= dict(zip(group["params"], own, strict=True))
-        named_groups.append({**group, "params": list(own)})
+        settings = {key: value for key, value in group.items() if key != _NAMES}
+        named_groups.append({**settings, "params": list(own)})
     return {_STATE: {names[place]: value for place, value in state_dict[_STATE].items()}, _GROUPS: named_groups}
+
+
+def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by place whose groups also hold the names, under ``'param_names'`` as torch has it.
+
+    Args:
+        state_dict: By place. Not changed.
+        groups: The names in each param group, in the order of the places.
+    """
+    named = [{**group, _NAMES: list(own)} for group, own in zip(state_dict[_GROUPS], groups, strict=True)]
+    return {**state_dict, _GROUPS: named}
 
 
 def by_place(
@@ -53,7 +65,13 @@ def by_place(
             raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
     stored = state_dict[_GROUPS]
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
-        return {**state_dict, _STATE: _numbered(state_dict[_STATE])}
+        placed_state = {**state_dict, _STATE: _numbered(state_dict[_STATE])}
+        named = [group.get(_NAMES) for group in stored]
+        if named == [*map(list, groups)] or not _same_sizes(named, groups):
+            known = {name for group in settings for name in group}
+            return {**placed_state, _GROUPS: [_without_unknown_names(group, known) for group in stored]}
+        state_dict = by_name(placed_state, named)  # the same parameters in another order
+        stored = state_dict[_GROUPS]
     said: dict[str, Mapping[str, Any]] = {}
     for group in stored:
         for name in group["params"]:
@@ -90,6 +108,19 @@ def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     if _GROUPS in result:
         result[_GROUPS] = [{**group, "params": [*map(short, group["params"])]} for group in result[_GROUPS]]
     return result
+
+
+def _same_sizes(named: Sequence[Any], groups: Sequence[Sequence[str]]) -> bool:
+    """Tell whether groups hold names of the same parameters, and as many each, as the optimizer's."""
+    if not all(isinstance(own, list) for own in named):
+        return False
+    sizes = [len(own) for own in named] == [len(own) for own in groups]
+    return sizes and {name for own in named for name in own} == {name for own in groups for name in own}
+
+
+def _without_unknown_names(stored: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    # An optimizer that was built without names would have them from now on.
+    return {key: value for key, value in stored.items() if key != _NAMES or _NAMES in known}
 
 
 def _numbered(state: Mapping[Any, Any]) -> dict[Any, Any]:

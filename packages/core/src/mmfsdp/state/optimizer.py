@@ -36,6 +36,7 @@ def optim_state_dict(
     rank0_only: bool = True,
     cpu_offload: bool = True,
     by_name: bool = False,
+    param_names: bool = False,
 ) -> dict[str, Any]:
     """Return the optimizer's state in the format of ``Optimizer.state_dict()``. Collective: every rank.
 
@@ -47,6 +48,8 @@ def optim_state_dict(
         cpu_offload: For ``full``: return CPU tensors.
         by_name: Parameters by their FQN, in ``state`` and in ``params`` of the groups, instead of by their place; the
             form of torch's ``get_optimizer_state_dict``.
+        param_names: Put the FQNs into the groups too, under ``'param_names'``, as torch does for an optimizer that is
+            built from ``named_parameters()``.
 
     Raises:
         StateDictError: ``kind`` is neither.
@@ -61,6 +64,8 @@ def optim_state_dict(
         sharded = optimizer.state_dict()
         if by_name:
             sharded = named_optimizer.by_name(sharded, _names_in_groups(state, optimizer))
+    if param_names and not by_name:
+        sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
     if kind == "sharded":
         return sharded
     values = {
@@ -101,7 +106,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh), share=False)
-    groups = groups_by_name(state, optimizer) if state.is_fsdp1 else _names_in_groups(state, optimizer)
+    groups = _groups_of(state, optimizer)
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
 
     def check() -> dict[str, Any]:
@@ -126,6 +131,10 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
         optimizer.load_state_dict({**fitting, "state": placed})
 
     return load
+
+
+def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
+    return groups_by_name(state, optimizer) if state.is_fsdp1 else _names_in_groups(state, optimizer)
 
 
 def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
