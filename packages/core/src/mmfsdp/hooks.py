@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.guards import watch_optimizers
 from mmfsdp.runtime import ShardedModel
@@ -41,6 +42,7 @@ def install(state: ShardedModel, module: nn.Module) -> None:
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(functools.partial(_average, me))
     if not state.is_fsdp1:
+        _begin_at_root(module)
         original = type(module).named_parameters
 
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -53,6 +55,23 @@ def install(state: ShardedModel, module: nn.Module) -> None:
         for name in state.plan.root.forward_methods:
             setattr(module, name, _as_forward(getattr(module, name), me))
     watch_optimizers()
+
+
+def _begin_at_root(root: nn.Module) -> None:
+    """Let units be called before their root ever was: torch takes the first module that runs for the root."""
+    reference = weakref.ref(root)
+    handles: list[Any] = []
+
+    def begin(unit: nn.Module, args: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        if isinstance(live := reference(), FSDPModule):
+            live._get_fsdp_state()._lazy_init()  # no public function does it
+
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule) and unit is not root:
+            handles.append(unit.register_forward_pre_hook(begin, prepend=True))
 
 
 def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:

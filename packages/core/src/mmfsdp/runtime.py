@@ -12,6 +12,7 @@ torch accepts, without a word, several uses that leave weights untrained or rank
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 
@@ -156,7 +157,8 @@ class ShardedModel:
         if error is not None:
             self._recover(error)
         elif not torch.is_grad_enabled():
-            self.reshard()  # no backward will do it
+            if not self._in_forward:  # a method that runs forward itself still computes
+                self.reshard()  # no backward will do it
         elif not self.is_fsdp1 and not self.gathered:
             whole = {id(param) for param in self.whole_params}
             self.gathered = {
@@ -174,7 +176,8 @@ class ShardedModel:
         explain_forward_error(error, self)
         reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
         if reset is not None:
-            reset()
+            with contextlib.suppress(AttributeError):  # nothing ran yet, so there is nothing to reset
+                reset()
         self.reshard()
 
     def _set_sync(self, sync: bool) -> None:
