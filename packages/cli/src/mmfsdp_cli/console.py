@@ -20,12 +20,14 @@ _SECONDS_PER_LINE = 5.0
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn errors of the library and of the operating system into a line on stderr and an exit code."""
-    from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError, MmfsdpError
+    from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError, MmfsdpError, PlanError
 
     try:
         yield
     except MmfsdpError as error:
-        usage = isinstance(error, ConfigError | CheckpointNotFoundError | FormatError) or _target_exists(error)
+        usage = isinstance(error, ConfigError | PlanError | CheckpointNotFoundError | FormatError) or _target_exists(
+            error
+        )
         _complain(str(error), _USAGE if usage else _FAILED)
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
-from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
+from mmfsdp_cli.modelling import reference_of
+from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport
@@ -83,6 +84,8 @@ def convert_command(
     ] = False,
     trust: Trust = False,
     reference: Reference = None,
+    model: ModelName = None,
+    model_arguments: ModelArguments = None,
     as_json: JsonReport = False,
 ) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
@@ -123,7 +126,7 @@ def convert_command(
                 source_format=source_format,
                 to=to,
                 ranks=ranks,
-                reference=reference,
+                reference=reference_of(reference, model, model_arguments),
             )
         if as_json:
             typer.echo(json.dumps(report.describe(), indent=1))

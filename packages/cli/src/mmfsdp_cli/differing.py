@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import count_progress, reporting_errors
-from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
+from mmfsdp_cli.modelling import reference_of
+from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import DiffReport
@@ -31,6 +32,8 @@ def diff_command(
     limit: Annotated[int, typer.Option(min=0, help="Lines per kind of difference; 0 shows all.")] = 20,
     trust: Trust = False,
     reference: Reference = None,
+    model: ModelName = None,
+    model_arguments: ModelArguments = None,
     as_json: JsonReport = False,
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
@@ -50,7 +53,7 @@ def diff_command(
                 ignore_dtypes=ignore_dtypes,
                 trust=trust,
                 progress=progress,
-                reference=reference,
+                reference=reference_of(reference, model, model_arguments),
             )
         if as_json:
             typer.echo(json.dumps(report.describe(), indent=1))

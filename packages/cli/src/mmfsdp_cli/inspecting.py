@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
-from mmfsdp_cli.options import CheckpointPath, Reference, Trust
+from mmfsdp_cli.modelling import reference_of
+from mmfsdp_cli.options import CheckpointPath, ModelArguments, ModelName, Reference, Trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import Layout, TensorEntry
@@ -28,6 +29,8 @@ def inspect_command(
     ] = False,
     trust: Trust = False,
     reference: Reference = None,
+    model: ModelName = None,
+    model_arguments: ModelArguments = None,
 ) -> None:
     """Show the tensors of a checkpoint and what else it holds. Without --stats no tensor data is read.
 
@@ -38,7 +41,7 @@ def inspect_command(
     with reporting_errors():
         from mmfsdp.checkpoint import find_tensor, open_layout
 
-        layout = open_layout(path, trust=trust, reference=reference)
+        layout = open_layout(path, trust=trust, reference=reference_of(reference, model, model_arguments))
         if stats and tensor is not None:
             _print_statistics(layout, tensor, as_json)
         elif tensor is not None:

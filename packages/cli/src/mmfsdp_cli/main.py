@@ -12,6 +12,7 @@ from mmfsdp_cli.converting import convert_command
 from mmfsdp_cli.differing import diff_command
 from mmfsdp_cli.formats import formats_command
 from mmfsdp_cli.inspecting import inspect_command
+from mmfsdp_cli.planning import plan_command
 from mmfsdp_cli.verifying import verify_command
 
 __all__ = ["app", "main"]
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Inspect, convert, verify and compare checkpoints, without torch.",
+    help="Inspect, convert, verify and compare checkpoints, without torch; look at plans and configs, without ranks.",
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
     "or argument is wrong.",
 )
@@ -32,6 +33,7 @@ app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("diff")(diff_command)
 app.command("formats")(formats_command)
+app.command("plan")(plan_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
-from mmfsdp_cli.options import CheckpointPath, JsonReport, Reference, Trust
+from mmfsdp_cli.modelling import reference_of
+from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
 __all__ = ["verify_command"]
 
@@ -19,6 +20,8 @@ def verify_command(
     jobs: Annotated[int, typer.Option(min=1, help="Files, or parts of one, to read at the same time.")] = 1,
     trust: Trust = False,
     reference: Reference = None,
+    model: ModelName = None,
+    model_arguments: ModelArguments = None,
 ) -> None:
     """Check structure, coverage of every tensor, file sizes, checksums and manifest.
 
@@ -28,7 +31,13 @@ def verify_command(
         from mmfsdp.checkpoint import verify
 
         with byte_progress(quiet=as_json) as progress:
-            report = verify(path, trust=trust, jobs=jobs, progress=progress, reference=reference)
+            report = verify(
+                path,
+                trust=trust,
+                jobs=jobs,
+                progress=progress,
+                reference=reference_of(reference, model, model_arguments),
+            )
         if as_json:
             typer.echo(json.dumps(report.describe(), indent=1))
         else:

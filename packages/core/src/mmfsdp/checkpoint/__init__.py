@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.detect import open_layout
     from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
+    from mmfsdp.checkpoint.model_layout import layout_of_model
     from mmfsdp.checkpoint.parts import find_tensor
+    from mmfsdp.checkpoint.ranks import Ranks
     from mmfsdp.checkpoint.statistics import TensorStatistics, tensor_statistics
     from mmfsdp.checkpoint.summarising import TreeNode, tensor_tree
     from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
@@ -26,6 +28,7 @@ __all__ = [
     "FormatInfo",
     "Layout",
     "Problem",
+    "Ranks",
     "TargetExistsError",
     "TensorEntry",
     "TensorStatistics",
@@ -36,6 +39,7 @@ __all__ = [
     "diff",
     "find_tensor",
     "known_formats",
+    "layout_of_model",
     "open_layout",
     "tensor_statistics",
     "tensor_tree",
@@ -50,6 +54,7 @@ _MODULES = {
     "FormatInfo": "catalogue",
     "Layout": "layout",
     "Problem": "verifying",
+    "Ranks": "ranks",
     "TargetExistsError": "atomic",
     "TensorEntry": "layout",
     "TensorStatistics": "statistics",
@@ -60,6 +65,7 @@ _MODULES = {
     "diff": "differing",
     "find_tensor": "parts",
     "known_formats": "catalogue",
+    "layout_of_model": "model_layout",
     "open_layout": "detect",
     "tensor_statistics": "statistics",
     "tensor_tree": "summarising",

@@ -1,0 +1,114 @@
+"""``mmfsdp-cli plan``: how a model would be sharded, for any number of ranks, without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmfsdp_cli.charts import bar_chart
+from mmfsdp_cli.console import reporting_errors
+from mmfsdp_cli.modelling import key_values, model_of
+from mmfsdp_cli.options import ModelArguments
+from mmfsdp_cli.settings import read_settings, with_settings
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from mmfsdp import ShardPlan
+    from mmfsdp.compat import Translated
+    from mmfsdp.readers import ReadConfig
+
+__all__ = ["mesh_of", "plan_command"]
+
+
+def plan_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="package.module:factory, or the path of an MMEngine config.")
+    ],
+    ranks: Annotated[
+        str, typer.Option(metavar="N|RxS", help="For how many ranks; 2x4 is two replicas of four shards.")
+    ] = "8",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings as JSON, TOML or YAML. By default those of an MMEngine config, if MODEL is one."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP."),
+    ] = None,
+    model_arguments: ModelArguments = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the units as a tree of modules.")] = False,
+    chart: Annotated[bool, typer.Option("--chart", help="Show the bytes of units as bars.")] = False,
+    other: Annotated[
+        Path | None, typer.Option("--diff", metavar="FILE", help="Show what other settings would change.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show how a model would be sharded. Its weights take no memory, and no process is started.
+
+    Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong.
+    """
+    if sum((tree, chart, as_json, other is not None)) > 1:
+        raise typer.BadParameter("give one of --tree, --chart, --json and --diff")
+    wanted = key_values(changes, "--set")
+    with reporting_errors():
+        built, source = model_of(model, model_arguments)
+        plan = _plan(built, ranks, _settings(source, config, wanted))
+        if other is not None:
+            difference = plan.diff(_plan(built, ranks, _settings(None, other, wanted)))
+            typer.echo(difference or "The plans are the same.")
+        elif as_json:
+            typer.echo(plan.to_json())
+        elif chart:
+            typer.echo(bar_chart(plan))
+        else:
+            typer.echo(plan.tree() if tree else plan.table())
+
+
+def mesh_of(ranks: str) -> int | tuple[int, int]:
+    """Return the number of ranks that ``8`` stands for, or the (replicate, shard) pair of ``2x4``.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    from mmfsdp.checkpoint import Ranks
+
+    mesh = Ranks.parse(ranks)
+    return (mesh.replicas, mesh.shards) if "x" in ranks else mesh.count
+
+
+def _settings(source: ReadConfig | None, config: Path | None, changes: dict[str, Any]) -> Translated:
+    from mmfsdp import ShardConfig
+    from mmfsdp.compat import Translated
+
+    if config is None and source is not None:
+        means = source.settings()
+        if not changes:
+            return means
+        settings = with_settings(means.config.to_dict(), changes)
+        replaced = any(path.split(".")[0] == "wrap" for path in changes)
+        return Translated(
+            ShardConfig.from_dict(settings),
+            None if replaced else means.policy,
+            means.param_init_fn,
+            means.check_fn,
+            means.ignored_modules,
+            means.ignored_params,
+        )
+    return Translated(ShardConfig.from_dict(with_settings({} if config is None else read_settings(config), changes)))
+
+
+def _plan(model: nn.Module, ranks: str, means: Translated) -> ShardPlan:
+    import mmfsdp
+
+    return mmfsdp.plan(
+        model,
+        means.config,
+        mesh_of(ranks),
+        policy=means.policy,
+        check_fn=means.check_fn,
+        ignored_modules=means.ignored_modules,
+        ignored_params=means.ignored_params,
+    )

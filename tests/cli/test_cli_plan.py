@@ -1,0 +1,93 @@
+"""``mmfsdp-cli plan``: the plan of core, for models by name, settings from files and from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+import mmfsdp
+from mmfsdp_cli.main import app
+
+HERE = "tests.cli.test_cli_plan"
+BLOCKS = ("--set", "wrap.kind=module_class", "--set", "wrap.classes=Block")
+
+
+class Block(nn.Sequential):
+    """A unit."""
+
+
+def build(width: int = 4, depth: int = 2) -> nn.Module:
+    assert isinstance(width, int)
+    return nn.Sequential(*(Block(nn.Linear(width, width)) for _ in range(depth)), nn.Linear(width, 3))
+
+
+def plan(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", f"{HERE}:build", *map(str, words)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def wrapped(**settings: object) -> dict[str, object]:
+    return {"wrap": {"kind": "module_class", "classes": "Block"}, **settings}
+
+
+def test_it_is_the_plan_of_core() -> None:
+    truth = mmfsdp.plan(build(8, 3), wrapped(), 5)
+    arguments = ("--ranks", 5, *BLOCKS, "--model-arg", "width=8", "--model-arg", "depth=3")
+    assert plan(*arguments) == (0, f"{truth.table()}\n", "")
+    assert plan(*arguments, "--tree") == (0, f"{truth.tree()}\n", "")
+    assert mmfsdp.ShardPlan.from_json(plan(*arguments, "--json")[1]) == truth
+
+
+def test_settings_from_files(tmp_path: Path) -> None:
+    truth = mmfsdp.plan(build(), wrapped(sharding="HYBRID_SHARD", precision={"param_dtype": "bfloat16"}), (2, 4))
+    (tmp_path / "a.json").write_text(json.dumps(wrapped(sharding="HYBRID_SHARD")))
+    (tmp_path / "a.toml").write_text('sharding = "HYBRID_SHARD"\n[wrap]\nkind = "module_class"\nclasses = "Block"\n')
+    (tmp_path / "a.yaml").write_text("sharding: HYBRID_SHARD\nwrap: {kind: module_class, classes: Block}\n")
+    for name in ("a.json", "a.toml", "a.yaml"):
+        config = ("--config", tmp_path / name)
+        code, text, _ = plan(*config, "--set", "precision.param_dtype=bfloat16", "--ranks", "2x4", "--json")
+        assert (code, mmfsdp.ShardPlan.from_json(text)) == (0, truth)
+        assert plan(*config, "--diff", tmp_path / "a.json", "--ranks", "2x4")[1] == "The plans are the same.\n"
+    old, new = mmfsdp.plan(build(), {}, (1, 8)), mmfsdp.plan(build(), wrapped(sharding="HYBRID_SHARD"), (1, 8))
+    assert plan("--diff", tmp_path / "a.json", "--ranks", "1x8")[1] == f"{old.diff(new)}\n"
+
+
+def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = plan(*BLOCKS, "--ranks", 3, "--model-arg", "width=64", "--chart")[1].splitlines()
+    bars = {line.split("  ")[0].strip(): line.count("█") for line in lines if "█" in line}
+    assert bars["0"] == bars["1"] > 10 * bars["(root)"] > 0
+    assert bars["2 ranks"] > bars["rank 2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "0"), "ranks='0' (--ranks) does not say how many ranks"),
+        (("--set", "sharding.strateg=FULL_SHARD"), "ShardConfig.sharding.strateg: unknown setting 'strateg'. Did you"),
+        (("--set", "sharding=FULL_SHARD", "--set", "sharding.shard_size=2"), "[config='sharding']"),
+        (("--set", "sharding.strategy=HYBRID_SHARD"), "[config='sharding.shard_size']"),
+        (("--set", "wrap.kind=module_class", "--set", "wrap.classes=Blok"), "Did you mean 'Block'?"),
+        (("--config", "nowhere.json"), "There is no file 'nowhere.json'"),
+        (("--config", "README.md"), "README.md is neither .json nor .toml nor .yaml"),
+        (("--model-arg", "width=wide"), "build(width='wide') failed: AssertionError"),
+        (("--tree", "--json"), "give one of --tree, --chart, --json and --diff"),
+    ],
+)
+def test_wrong_settings(words: tuple[str, ...], message: str) -> None:
+    code, out, err = plan(*words)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: assert not {'torch', 'rich'} & {*sys.modules}"
+    for command in ("plan",):
+        done = subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
