@@ -86,7 +86,7 @@ def cli_alone(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
-    """Train ten families of real models, sharded and not, and compare: about five minutes on two cores."""
+    """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
     install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
     session.run("python", "-m", "pytest", "tests/models", *session.posargs)
 
