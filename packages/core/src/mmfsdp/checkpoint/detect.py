@@ -16,6 +16,7 @@ from mmfsdp.checkpoint.formats.torch_index import read_torch_index
 from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read_torch_legacy
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
 from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.open_files import refuse_special
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError, closest
 
 __all__ = ["open_layout"]
@@ -53,6 +54,16 @@ def open_layout(
         CorruptCheckpointError: It is damaged.
     """
     path = Path(path)
+    try:
+        return _open(path, trust, reference, format)
+    except RecursionError as error:
+        raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
+    except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
+        raise CorruptCheckpointError(f"{path.name} cannot be read: {error}.", file=str(path)) from error
+
+
+def _open(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None, format: str | None) -> Layout:
+    refuse_special(path)
     if format is not None and path.exists():
         return _open_as(format, path, trust, reference)
     if path.is_dir():

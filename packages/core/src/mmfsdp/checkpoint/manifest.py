@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.crc import crc32
+from mmfsdp.checkpoint.open_files import refuse_special
+from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = [
@@ -25,6 +27,7 @@ MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
 
 _FORMAT = "mmfsdp.manifest"
+_LIMIT = 200_000_000  # bytes
 _BLOCK = 1 << 20  # bytes: fits the second-level cache
 
 
@@ -90,11 +93,14 @@ def read_manifest(directory: Path) -> Manifest:
         CorruptCheckpointError: It is damaged.
     """
     path = directory / MANIFEST_NAME
+    refuse_special(path, directory=False)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and path.stat().st_size > _LIMIT:
+            raise ValueError("it is too large")
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{directory.name} has no {MANIFEST_NAME}.", file=str(path)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged: {error}.", file=str(path)) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise FormatError(f"{MANIFEST_NAME} is not a manifest of mmfsdp.", file=str(path))
@@ -165,7 +171,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     files = {}
     for name, entry in content["files"].items():
         size, crc = entry["size"], entry.get("crc32")
-        if type(size) is not int or not isinstance(crc, str | None) or Path(name).name != name:
+        if type(size) is not int or size < 0 or not isinstance(crc, str | None) or Path(name).name != name:
             raise ValueError(f"the entry of {name!r} is malformed")
         files[name] = FileEntry(size, None if crc is None else int(crc, 16))
     if not isinstance(content["save_id"], str) or type(content["world_size"]) is not int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import collections
 import io
+import mmap
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
+from mmfsdp.checkpoint.pickle_limits import check_limits
 from mmfsdp.checkpoint.safe_names import is_safe_attribute, is_safe_name
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
@@ -119,8 +121,13 @@ def read_pickle(
 
     Raises:
         UnsafePickleError: It names something that is not on the list of safe names.
-        CorruptCheckpointError: It is not a pickle, or it ends early.
+        CorruptCheckpointError: It is not a pickle, it ends early, or it was made to exhaust the machine.
     """
+    if isinstance(data, bytes):
+        check_limits(data, file)
+    else:
+        with mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            check_limits(mapped, file, data.tell())
     reader = _Unpickler(data, file, trust, functions or {}, persistent)
     try:
         return reader.load()

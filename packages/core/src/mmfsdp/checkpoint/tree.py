@@ -19,6 +19,9 @@ def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
     Args:
         tree: Nested dicts, lists and tuples. Pickled objects are walked too, and changed in place.
         function: Called as ``function(path, leaf)``, where the path joins ``str(key)`` of the nested keys with ``/``.
+
+    Raises:
+        FormatError: Something holds itself, or is nested deeper than 100 levels.
     """
     return _Mapper(function).map("", tree)
 
@@ -90,6 +93,7 @@ def _children(tree: Any) -> Iterator[tuple[object, Any]]:
         yield from ((key, getattr(tree, key)) for key in _PARTS if getattr(tree, key))
 
 
+_DEPTH = 100  # levels of containers
 _PARTS = ("args", "kwargs", "elements", "items", "state")
 
 
@@ -98,12 +102,23 @@ class _Mapper:
         self._function = function
         # The originals are kept beside the copies, so that no id is reused while mapping.
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._holders: set[int] = set()
 
     def map(self, path: str, value: Any) -> Any:
         if not isinstance(value, dict | list | tuple | PickledObject):
             return self._function(path, value)
+        if id(value) in self._holders:
+            raise FormatError(f"What is at {path[:200]!r} holds itself. No checkpoint is like this.")
         if id(value) in self._done:
             return self._done[id(value)][1]
+        if len(self._holders) == _DEPTH:
+            raise FormatError(f"There are more than {_DEPTH} levels above {path[:200]!r}. No checkpoint is like this.")
+        self._holders.add(id(value))
+        mapped = self._map_container(path, value)
+        self._holders.remove(id(value))
+        return mapped
+
+    def _map_container(self, path: str, value: Any) -> Any:
         if isinstance(value, PickledObject):
             return self._map_pickled(path, value)
         if isinstance(value, dict):

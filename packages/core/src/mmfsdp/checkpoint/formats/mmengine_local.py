@@ -16,6 +16,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_sections import Known, Section, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.rank_local import rank_files
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
@@ -24,8 +25,6 @@ from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["is_mmengine_local", "read_mmengine_local"]
-
-_RANK_FILE = re.compile(r"rank(\d+)\.pth")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ def is_mmengine_local(directory: Path) -> bool:
     Raises:
         FormatError, CorruptCheckpointError: The file cannot be read at all.
     """
-    tree = read_tree(_files(directory)[min(_files(directory))], trust=True)
+    files = rank_files(directory)
+    tree = read_tree(files[min(files)], trust=True)
     return isinstance(tree, dict) and "mmfsdp" not in tree
 
 
@@ -90,12 +90,8 @@ class _Resolved:
     entry: TensorEntry
 
 
-def _files(directory: Path) -> dict[int, Path]:
-    return {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_FILE.fullmatch(entry.name))}
-
-
 def _read_ranks(directory: Path, trust: bool) -> list[_Rank]:
-    present = _files(directory)
+    present = rank_files(directory)
     ranks = []
     world_size = None
     for number in sorted(present):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
@@ -24,10 +25,10 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manif
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["is_rank_local", "read_rank_local"]
+__all__ = ["is_rank_local", "rank_files", "read_rank_local"]
 
 _MAX_RANKS = 1_000_000  # more is damage, or malice
-_RANK_FILE = re.compile(r"rank(\d+)\.pth")
+_RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,26 @@ def is_rank_local(directory: Path) -> bool:
     return any(_RANK_FILE.fullmatch(entry.name) for entry in directory.iterdir())
 
 
+def rank_files(directory: Path) -> dict[int, Path]:
+    """Return the files of a directory that are named like those of ranks, by rank.
+
+    Raises:
+        FormatError: One is a link out of the directory, or no file.
+        CorruptCheckpointError: Two are of one rank.
+    """
+    found: dict[int, Path] = {}
+    for name in sorted(entry.name for entry in directory.iterdir()):
+        match = _RANK_FILE.fullmatch(name)
+        if match is None:
+            continue
+        path = inside(directory, name, directory)
+        number = int(match[1])
+        if number in found:
+            raise CorruptCheckpointError(f"{found[number].name} and {name} are both of rank {number}.", file=str(path))
+        found[number] = path
+    return found
+
+
 def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
     """Read the layout of a ``local`` checkpoint.
 
@@ -57,7 +78,7 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
         FormatError: The files were written by something else, such as stock MMEngine.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
-    present = {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_FILE.fullmatch(entry.name))}
+    present = rank_files(directory)
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
     first = present[min(present)]
     world_size = _header(first, read_tree(first, trust=True))["world_size"]

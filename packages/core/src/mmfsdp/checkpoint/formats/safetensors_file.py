@@ -18,6 +18,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
@@ -70,7 +71,7 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
         raw = file.read(length)
     data = begin + 8 + length
     try:
-        header = json.loads(raw)
+        header = parse_json(raw)
         if not isinstance(header, dict):
             raise ValueError("not an object")
         metadata = header.pop("__metadata__", {})

@@ -6,7 +6,6 @@ is in the header, under ``DCP_SHARDING_INFO``: torch/distributed/checkpoint/_hf_
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from mmfsdp.checkpoint.formats.safetensors_file import read_entries, read_safetensors
 from mmfsdp.checkpoint.formats.shard_index import combined, inside, read_index
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["SHARDING_INFO", "box_offsets", "read_safetensors_directory", "read_safetensors_index"]
@@ -89,7 +89,7 @@ def box_offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int,
             file=str(file),
         )
     try:
-        content = json.loads(metadata[SHARDING_INFO])
+        content = parse_json(metadata[SHARDING_INFO])
         offsets = {name: tuple(value["saved_offsets"]) for name, value in content.items()}
         if any(type(number) is not int or not 0 <= number < 1 << 62 for value in offsets.values() for number in value):
             raise ValueError("offsets are not numbers")

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.open_files import refuse_special
+from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["combined", "inside", "read_index"]
@@ -28,10 +29,11 @@ def read_index(path: Path) -> dict[str, Path]:
         CorruptCheckpointError: It is not JSON.
         IncompleteCheckpointError: A file that it names is missing.
     """
+    refuse_special(path, directory=False)
     if path.stat().st_size > _LIMIT:
         raise FormatError(f"{path.name} is too large to be an index of shards.", file=str(path))
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path.name} is damaged: {error}.", file=str(path)) from error
     shards = content.get("weight_map") if isinstance(content, dict) else None
@@ -57,7 +59,7 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         origin: That file, for messages.
 
     Raises:
-        FormatError: The name leads out of the directory.
+        FormatError: The name leads out of the directory, or is not that of a file.
     """
     path = directory / name
     parts = Path(name).parts
@@ -71,6 +73,7 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         raise FormatError(
             f"{origin.name} names the file {name!r}, which is a link out of its directory.", file=str(path)
         )
+    refuse_special(path, directory=False)
     return path
 
 

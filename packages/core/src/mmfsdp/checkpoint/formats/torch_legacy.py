@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.formats.sharded_tensors import stored_shards
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, TensorBuilder
 from mmfsdp.checkpoint.formats.torch_zip import whole_layout
 from mmfsdp.checkpoint.layout import Layout, Record
-from mmfsdp.checkpoint.pickles import read_pickle
+from mmfsdp.checkpoint.pickles import StandIn, read_pickle
 from mmfsdp.dtypes import itemsize
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
@@ -71,7 +71,7 @@ def read_torch_legacy_tree(path: Path, *, trust: bool = False) -> Any:
 
 def _read_content(file: BinaryIO, path: Path, trust: bool, storage: Callable[[str, str | None, int], Storage]) -> Any:
     def persistent(pid: Any) -> Any:
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], type | StandIn):
             return pid[1]  # a class, with its source
         if not (isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and isinstance(pid[1], StorageClass)):
             raise FormatError(f"{path.name} refers to a storage of an unknown kind.", file=str(path))
