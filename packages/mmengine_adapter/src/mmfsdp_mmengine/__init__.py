@@ -1,6 +1,7 @@
 """mmfsdp for MMEngine: importing this package registers its classes in place of the stock ones."""
 
 from mmfsdp_mmengine.amp import AmpOptimWrapper
+from mmfsdp_mmengine.checkpoint_hook import CheckpointHook
 from mmfsdp_mmengine.ddp import MMDistributedDataParallel
 from mmfsdp_mmengine.ema import EMAHook
 from mmfsdp_mmengine.patches import patch_mmengine
@@ -12,6 +13,7 @@ from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
 __all__ = [
     "FSDP_WRAP_POLICIES",
     "AmpOptimWrapper",
+    "CheckpointHook",
     "DistSamplerSeedHook",
     "EMAHook",
     "FSDPStrategy",

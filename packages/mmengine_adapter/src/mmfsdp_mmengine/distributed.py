@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -94,6 +96,13 @@ def _first_machine(launcher: str, world_size: int) -> str:
 
 def _leave() -> None:
     """Gloo's threads abort a process that ends while others still talk to it: wait for them, but not for the dead."""
+    if getattr(sys, "last_value", None) is not None:
+        # Its error is printed. The others wait for this rank in a collective, and leaving the group would wait for
+        # them: end now, so that the launcher stops them.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             if "gloo" in str(dist.get_backend_config()):

@@ -3,13 +3,13 @@
 - ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper.
   Users' scripts call ``Runner.from_cfg`` of the class that they imported before the config was read.
 - ``find_latest_checkpoint`` believes ``last_checkpoint``, whatever became of what it names.
-- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on.
+- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; ``FlexibleRunner.__init__``,
+  which it calls, makes up for it.
 - ``Config.pretty_text``, which is logged and saved, fails on functions and devices, as ``model_wrapper`` may hold.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -40,8 +40,7 @@ def patch_mmengine() -> None:
     _replace(Runner, "wrap_model", _wrap_model)
     for module in (mmengine.runner, mmengine.runner.runner, mmengine.runner._flexible_runner):
         module.find_latest_checkpoint = find_latest_checkpoint
-    if FlexibleRunner.from_cfg.__module__ != __name__:
-        FlexibleRunner.from_cfg = classmethod(_from_cfg(FlexibleRunner.from_cfg.__func__))
+    _replace(FlexibleRunner, "__init__", _init)
     if _stock_pretty_text.fget is not None and Config.pretty_text is _stock_pretty_text:
         Config.pretty_text = property(_pretty_text, doc=_stock_pretty_text.__doc__)
 
@@ -80,18 +79,14 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return wrap_model
 
 
-def _from_cfg(stock: Callable[..., FlexibleRunner]) -> Callable[..., FlexibleRunner]:
-    @wraps(stock)
-    def from_cfg(cls: type[FlexibleRunner], cfg: Any) -> FlexibleRunner:
-        if cfg.get("env_cfg") is None:
-            cfg = copy.deepcopy(cfg)
-            cfg["env_cfg"] = {"dist_cfg": {"backend": "nccl"}}
-        runner = stock(cls, cfg)
-        runner._compile = cfg.get("compile", False)
-        return runner
+def _init(stock: Callable[..., None]) -> Callable[..., None]:
+    def init(self: FlexibleRunner, *args: Any, **kwargs: Any) -> None:
+        kwargs["env_cfg"] = kwargs.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        if kwargs.get("cfg") is not None:
+            kwargs.setdefault("compile", kwargs["cfg"].get("compile", False))
+        stock(self, *args, **kwargs)
 
-    from_cfg.__module__ = __name__
-    return from_cfg
+    return init
 
 
 def _pretty_text(self: Config) -> str:
