@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.selection import Part
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
 from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.checkpoint.writing import write_files
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import CheckpointError, ConfigError
 
 __all__ = ["ConversionReport", "convert"]
 
@@ -205,6 +205,11 @@ def convert(
                 check_output(temporary, intent.written, trust=trust, progress=progress)
             final = published_path(target, temporary) if publish else target
             commit(temporary, final, overwrite=overwrite, fsync=fsync)
+        except OSError as error:  # a full disk, most likely
+            discard(temporary)
+            raise CheckpointError(
+                f"{target.name} cannot be written: {error.strerror or error}.", file=error.filename or str(target)
+            ) from error
         except BaseException:  # an interrupt must not leave a half-written file either
             discard(temporary)
             raise
