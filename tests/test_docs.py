@@ -1,4 +1,4 @@
-"""Runs the Python of README.md and docs/, and checks its command lines against `mmfsdp-cli --help`."""
+"""Runs the Python and the commands of README.md and docs/, and checks command lines against `mmfsdp-cli --help`."""
 
 from __future__ import annotations
 
@@ -59,12 +59,22 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
         code = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(code)] = code
+    for block in blocks(page, "console"):
+        if "$ mmfsdp-cli" in block.text:
+            call = f'__import__("console_blocks").check({block.text!r})'
+            lines[block.line - 1] = f'if __name__ == "__main__": {call}'
     script = tmp_path / f"page_{page.stem}.py"  # a script named like a package would hide it
     script.write_text("\n".join(lines))
     directory = tmp_path / "cwd"
     directory.mkdir()
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=directory, capture_output=True, text=True, timeout=SECONDS, check=False
+        [sys.executable, str(script)],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     assert done.returncode == 0, f"{name(page)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
