@@ -47,6 +47,8 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
             super()._save_checkpoint_with_step(runner, step, meta)
 
     def _save_best_checkpoint(self, runner: Any, metrics: Mapping[str, Any]) -> None:
+        if not self.save_best or not hasattr(self, "file_backend"):
+            return  # a validation without training has nothing to save
         with self._saving({"epoch": runner.epoch, "iter": runner.iter}):
             super()._save_best_checkpoint(runner, metrics)
 
