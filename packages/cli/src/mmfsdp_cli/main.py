@@ -10,6 +10,7 @@ import typer
 from mmfsdp_cli import __version__
 from mmfsdp_cli.converting import convert_command
 from mmfsdp_cli.differing import diff_command
+from mmfsdp_cli.doctoring import doctor_command
 from mmfsdp_cli.formats import formats_command
 from mmfsdp_cli.inspecting import inspect_command
 from mmfsdp_cli.planning import plan_command
@@ -34,6 +35,7 @@ app.command("verify")(verify_command)
 app.command("diff")(diff_command)
 app.command("formats")(formats_command)
 app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
 
 
 def _print_version(wanted: bool) -> None:

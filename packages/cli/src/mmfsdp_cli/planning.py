@@ -55,9 +55,9 @@ def plan_command(
     wanted = key_values(changes, "--set")
     with reporting_errors():
         built, source = model_of(model, model_arguments)
-        plan = _plan(built, ranks, _settings(source, config, wanted))
+        plan = _plan(built, ranks, _settings(built, source, config, wanted))
         if other is not None:
-            difference = plan.diff(_plan(built, ranks, _settings(None, other, wanted)))
+            difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
             typer.echo(difference or "The plans are the same.")
         elif as_json:
             typer.echo(plan.to_json())
@@ -79,12 +79,12 @@ def mesh_of(ranks: str) -> int | tuple[int, int]:
     return (mesh.replicas, mesh.shards) if "x" in ranks else mesh.count
 
 
-def _settings(source: ReadConfig | None, config: Path | None, changes: dict[str, Any]) -> Translated:
+def _settings(model: nn.Module, source: ReadConfig | None, config: Path | None, changes: dict[str, Any]) -> Translated:
     from mmfsdp import ShardConfig
     from mmfsdp.compat import Translated
 
     if config is None and source is not None:
-        means = source.settings()
+        means = source.settings(model)
         if not changes:
             return means
         settings = with_settings(means.config.to_dict(), changes)

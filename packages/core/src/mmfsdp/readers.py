@@ -31,8 +31,11 @@ class ReadConfig(Protocol):
             ConfigError: It cannot be built; the context has the setting.
         """
 
-    def settings(self) -> Translated:
-        """Return how it says that the model is sharded.
+    def settings(self, model: nn.Module) -> Translated:
+        """Return how it says that its model is sharded.
+
+        Args:
+            model: What `model` returned: named classes are looked up in it.
 
         Raises:
             ConfigError: A setting is wrong; the context has it.

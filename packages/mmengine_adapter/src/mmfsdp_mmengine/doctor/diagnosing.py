@@ -1,0 +1,93 @@
+"""`diagnose()`: from an MMEngine config to what there is to know about it, and the plan that it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn as nn
+
+from mmfsdp import ShardPlan, plan
+from mmfsdp.compat import Translated, translate_arguments
+from mmfsdp.errors import MmfsdpError
+from mmfsdp.findings import LEVELS, Diagnosis, Finding
+from mmfsdp_mmengine.config import wrapper_arguments
+from mmfsdp_mmengine.doctor import models, running, sharding, state, training
+from mmfsdp_mmengine.doctor.subject import Subject, sharding_of
+from mmfsdp_mmengine.reading import build_model, sharding_settings
+
+__all__ = ["FINDINGS", "RANKS", "diagnose"]
+
+RANKS = 8
+"""For how many ranks to plan where nothing says it."""
+
+FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+    *running.FINDINGS,
+    *sharding.FINDINGS,
+    *models.FINDINGS,
+    *training.FINDINGS,
+    *state.FINDINGS,
+)
+"""Everything that is looked for: functions from a subject to findings."""
+
+
+def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | None = None) -> Diagnosis:
+    """Return what there is to know about a config. Not collective; needs no device and starts nothing.
+
+    Args:
+        path: The config's file, for the report.
+        settings: Its content. Not changed.
+        mesh: For how many ranks to plan, or (replicate, shard) of them. Default: what ``device_mesh`` says, else 8.
+    """
+    model: nn.Module | None = None
+    found: list[Finding] = []
+    try:
+        model = build_model(settings)
+    except MmfsdpError as error:
+        found.append(Finding("error", str(error.context.get("config", "model")), error.message))
+    whole, refused = _plan(settings, model, mesh)
+    subject = Subject(settings, sharding_of(settings), model, whole)
+    for look in FINDINGS:
+        found += look(subject)
+    if refused is not None:
+        path_of_it = sharding.setting_of(subject, refused)
+        if not any(item.level == "error" and item.path.startswith(path_of_it) for item in found):
+            found.append(Finding("error", path_of_it, refused.message))
+    found.sort(key=lambda item: LEVELS.index(item.level))
+    return Diagnosis(path, tuple(found), whole, subject.sharding is None and whole is not None)
+
+
+def _plan(
+    settings: dict[str, Any], model: nn.Module | None, mesh: int | tuple[int, int] | None
+) -> tuple[ShardPlan | None, MmfsdpError | None]:
+    """The plan of the config, or of what it is advised to say; or why there is none."""
+    if model is None:
+        return None, None
+    try:
+        if sharding_of(settings) is not None:
+            means = sharding_settings(settings, model)
+        else:
+            means = translate_arguments(**wrapper_arguments(model, **running.advised_wrapper(model)))
+        planned = plan(
+            model,
+            means.config,
+            _mesh(settings, means, mesh),
+            policy=means.policy,
+            check_fn=means.check_fn,
+            ignored_modules=means.ignored_modules,
+            ignored_params=means.ignored_params,
+        )
+    except MmfsdpError as error:
+        return None, error
+    return planned, None
+
+
+def _mesh(settings: dict[str, Any], means: Translated, given: int | tuple[int, int] | None) -> int | tuple[int, int]:
+    found = sharding_of(settings)
+    mesh = found.arguments.get("device_mesh") if found is not None else None
+    shape = mesh.get("mesh_shape") if isinstance(mesh, dict) else None
+    if given is None and shape is not None:
+        return tuple(shape) if isinstance(shape, list | tuple) else shape
+    ranks = RANKS if given is None else given
+    hybrid = "HYBRID" in means.config.sharding.strategy and means.config.sharding.shard_size is None
+    return (1, ranks) if hybrid and isinstance(ranks, int) else ranks  # one machine

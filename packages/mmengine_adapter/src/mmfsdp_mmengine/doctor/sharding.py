@@ -1,0 +1,210 @@
+"""Findings about the wrapper's and the strategy's arguments, in every vocabulary that they may be written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.nn as nn
+from mmengine.registry import DefaultScope
+
+from mmfsdp.compat import ARGUMENTS, translate_arguments
+from mmfsdp.errors import MmfsdpError
+from mmfsdp.findings import Finding
+from mmfsdp_mmengine.config import activation_arguments, state_dict_settings, wrapper_arguments
+from mmfsdp_mmengine.doctor.running import advised_wrapper
+from mmfsdp_mmengine.doctor.subject import Subject, name_of
+from mmfsdp_mmengine.reading import OWN_ARGUMENTS
+
+__all__ = ["FINDINGS", "setting_of"]
+
+_SETTINGS = {"strategy": "sharding_strategy", "shard_size": "sharding_strategy", "wrap": "auto_wrap_policy"}
+
+
+def setting_of(subject: Subject, error: MmfsdpError) -> str:
+    """Return the config's path for what an error of the planner names in its own words."""
+    path = subject.sharding.path if subject.sharding is not None else "model"
+    named = str(error.context.get("config", "")).removeprefix("model_wrapper.").removeprefix("strategy.")
+    if named.startswith("activation_checkpointing") and subject.argument("activation_checkpointing") is None:
+        return f"strategy.{named}"
+    for part in reversed(named.split(".")):
+        if part in _SETTINGS or part in ARGUMENTS:
+            named = _SETTINGS.get(part, part)
+            break
+    return f"{path}.{named}".rstrip(".")
+
+
+def wrong_arguments(subject: Subject) -> Iterator[Finding]:
+    """Arguments that the wrapper refuses, one by one."""
+    if subject.sharding is None:
+        return
+    for name, value in subject.sharding.arguments.items():
+        own = name in OWN_ARGUMENTS and name not in ARGUMENTS
+        if own or name in ("module", "process_group", "device_mesh"):
+            continue
+        try:
+            with DefaultScope.overwrite_default_scope(subject.scope):
+                translate_arguments(**wrapper_arguments(subject.model or nn.Module(), **{name: value}))
+        except MmfsdpError as error:
+            if subject.model is not None or name != "auto_wrap_policy":
+                yield Finding("error", f"{subject.sharding.path}.{name}", error.message)
+    for name, check in (("activation_checkpointing", activation_arguments), ("state_dict_cfg", state_dict_settings)):
+        if name in subject.sharding.strategy:
+            try:
+                check(subject.sharding.strategy[name])
+            except MmfsdpError as error:
+                yield Finding("error", f"strategy.{error.context.get('config', name)}", error.message)
+
+
+def strategy_words(subject: Subject) -> Iterator[Finding]:
+    """NO_SHARD, and hybrid sharding without saying how many ranks share."""
+    if subject.sharding is None or (given := subject.argument("sharding_strategy")) is None:
+        return
+    path, word = f"{subject.sharding.path}.sharding_strategy", name_of(getattr(given, "name", given)).upper()
+    meshed = subject.argument("device_mesh") is not None or subject.argument("process_group") is not None
+    if word == "NO_SHARD":
+        yield Finding("changed", path, "engine 'replicate'; gradients are averaged.", "FSDP1 units of whole weights.")
+    elif "HYBRID" in word and not meshed:
+        yield Finding(
+            "warning",
+            path,
+            "ranks of one machine shard together, as LOCAL_WORLD_SIZE of the launcher says; without it this is an "
+            "error. A mesh says it for any launcher.",
+            "on the CPU ranks were not synchronised at all, without a word.",
+            "device_mesh=dict(mesh_shape=(2, 8), mesh_dim_names=('replicate', 'shard'))",
+        )
+
+
+def no_policy(subject: Subject) -> Iterator[Finding]:
+    """The whole model is one unit."""
+    given = [subject.argument(name) for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy", "config")]
+    if subject.sharding is None or subject.model is None or any(item is not None for item in given):
+        return
+    advice = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
+    yield Finding(
+        "warning",
+        f"{subject.sharding.path}.auto_wrap_policy",
+        "without a policy the whole model is one unit, and every rank gathers all of it at once.",
+        "the same.",
+        advice,
+    )
+
+
+def words_of_arguments(subject: Subject) -> Iterator[Finding]:
+    """Forms of arguments that MMEngine's wrapper changed, misread or refused."""
+    if subject.sharding is None:
+        return
+    path = subject.sharding.path
+    for name in ("mixed_precision", "auto_wrap_policy", "param_init_fn", "process_group"):
+        if isinstance(subject.argument(name), Mapping) and not _is_policy_of_names(subject.argument(name)):
+            yield Finding(
+                "changed",
+                f"{path}.{name}",
+                "the dict is copied.",
+                "its entries were taken out, so that building from the config a second time failed.",
+            )
+    policy = subject.argument("auto_wrap_policy")
+    if isinstance(policy, Mapping) and _is_policy_of_names(policy):
+        yield Finding(
+            "changed",
+            f"{path}.auto_wrap_policy",
+            "CustomPolicy and module classes by name are accepted.",
+            "CustomPolicy was refused, and so were classes by name.",
+        )
+    for name in ("ignored_modules", "ignored_parameters", "ignored_states"):
+        if subject.argument(name):
+            yield Finding(
+                "changed",
+                f"{path}.{name}",
+                "names and patterns are accepted; gradients are averaged over ranks.",
+                "names failed, and gradients were not averaged: each rank trained these on its own.",
+            )
+    if subject.argument("fsdp_auto_wrap_policy") is not None:
+        yield Finding("ok", f"{path}.fsdp_auto_wrap_policy", "torch 1.11's name of auto_wrap_policy; accepted.")
+    if subject.argument("use_orig_params") is False:
+        yield Finding(
+            "warning",
+            f"{path}.use_orig_params",
+            "engine 'fsdp1' with one flat parameter per unit. Settings for parts of one are refused.",
+            "weight decay and learning rates for single parameters applied to whole units, in silence.",
+            "use_orig_params=True",
+        )
+
+
+def recomputing(subject: Subject) -> Iterator[Finding]:
+    """Activation checkpointing without changing names."""
+    if subject.sharding is None:
+        return
+    for path, value in (
+        ("strategy.activation_checkpointing", subject.sharding.strategy.get("activation_checkpointing")),
+        (f"{subject.sharding.path}.activation_checkpointing", subject.argument("activation_checkpointing")),
+    ):
+        if value is not None:
+            yield Finding(
+                "changed",
+                path,
+                "parameters keep their names; check_fn takes arguments; more modes, such as 'ops'.",
+                "parameters were renamed (_checkpoint_wrapped_module), so that paramwise_cfg and checkpoints did not "
+                "match, and check_fn as a dict was given wrong arguments.",
+            )
+
+
+def sync_bn(subject: Subject) -> Iterator[Finding]:
+    """The strategy's and the plain Runner's ``sync_bn``."""
+    if subject.sharding is None:
+        return
+    place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
+    if place.get("sync_bn") is not None:
+        path = "strategy.sync_bn" if subject.sharding.strategy else "sync_bn"
+        yield Finding("changed", path, "batch norm layers are converted.", "ignored by FSDPStrategy.")
+
+
+def without_memory(subject: Subject) -> Iterator[Finding]:
+    """``skip_init_weights`` needs weights from elsewhere."""
+    if subject.sharding is None or not subject.sharding.strategy.get("skip_init_weights"):
+        return
+    if not subject.settings.get("load_from") and not subject.settings.get("resume"):
+        yield Finding(
+            "error",
+            "strategy.skip_init_weights",
+            "training with weights that were never made is refused.",
+            "init_weights ran all the same.",
+            "load_from = 'weights.pth'",
+        )
+        return
+    yield Finding(
+        "changed",
+        "strategy.skip_init_weights",
+        "takes no memory for parameters; buffers are real.",
+        "init_weights ran all the same, models that read tensors while building failed, and buffers were garbage.",
+    )
+
+
+def two_places(subject: Subject) -> Iterator[Finding]:
+    """Activation checkpointing is set both in the strategy and in its wrapper."""
+    name = "activation_checkpointing"
+    if subject.sharding is None or not subject.sharding.strategy:
+        return
+    if subject.sharding.strategy.get(name) is not None and subject.argument(name) is not None:
+        yield Finding("error", f"strategy.{name}", "set in model_wrapper too. Set it once.")
+
+
+def _is_policy_of_names(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    classes = value.get("module_classes") or value.get("transformer_layer_cls") or ()
+    named = isinstance(classes, str) or any(isinstance(item, str) for item in classes)
+    return named or name_of(value.get("type")) == "CustomPolicy"
+
+
+FINDINGS = (
+    wrong_arguments,
+    strategy_words,
+    no_policy,
+    words_of_arguments,
+    recomputing,
+    sync_bn,
+    without_memory,
+    two_places,
+)
+"""What is looked for here."""

@@ -1,0 +1,245 @@
+"""Findings about optimizers: clipping, accumulation, parameter groups, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
+
+from mmfsdp.dtypes import canonical_dtype
+from mmfsdp.errors import MmfsdpError, closest
+from mmfsdp.findings import Finding
+from mmfsdp_mmengine.amp import AmpOptimWrapper
+from mmfsdp_mmengine.config import plain
+from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
+from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
+
+__all__ = ["FINDINGS"]
+
+_UNEVEN = ("LBFGS", "Adafactor")
+
+
+def clipping(subject: Subject) -> Iterator[Finding]:
+    """Clipping by norm was by the norm of a rank's own shard."""
+    for path, wrapper in _wrappers(subject):
+        given = wrapper.get("clip_grad")
+        if isinstance(given, Mapping) and given.get("type", "norm") == "norm":
+            yield Finding(
+                "changed",
+                f"{path}.clip_grad",
+                "clipped by the norm of the whole model, which is also what is logged.",
+                "each rank clipped by the norm of its own shard: parameters differed from DDP's. A max_norm that was "
+                "tuned with it may be too small now.",
+            )
+
+
+def accumulation(subject: Subject) -> Iterator[Finding]:
+    """Accumulation communicated in every step."""
+    for path, wrapper in _wrappers(subject):
+        if wrapper.get("accumulative_counts", 1) > 1:
+            yield Finding(
+                "changed",
+                f"{path}.accumulative_counts",
+                "communicates in the last step only. Save at multiples of it.",
+                "communicated in every step.",
+            )
+
+
+def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
+    """Names of wrappers, constructors and optimizers that no registry has; optimizers that shards break."""
+    with DefaultScope.overwrite_default_scope(subject.scope):
+        for path, wrapper in _wrappers(subject):
+            optimizer = wrapper.get("optimizer")
+            kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+            for where, given, registry in (
+                (f"{path}.type", wrapper.get("type"), OPTIM_WRAPPERS),
+                (f"{path}.constructor", wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS),
+                (f"{path}.optimizer.type", kind, OPTIMIZERS),
+            ):
+                if isinstance(given, str) and class_of(given, registry) is None:
+                    hint = closest(name_of(given), registry.module_dict)
+                    yield Finding("error", where, f"{given!r} is not registered.{hint}")
+            if subject.sharding is not None and name_of(kind) in _UNEVEN:
+                yield Finding(
+                    "warning",
+                    f"{path}.optimizer.type",
+                    f"torch's {name_of(kind)} computes on whole parameters, and fails on shards of uneven size.",
+                    advice="optimizer=dict(type='AdamW', ...)",
+                )
+
+
+def parameter_groups(subject: Subject) -> Iterator[Finding]:
+    """Groups are those of the whole model; the optimizer is really built, from weights without memory."""
+    if subject.sharding is None or subject.model is None:
+        return
+    given = subject.settings.get("optim_wrapper")
+    if not isinstance(given, Mapping) or any(True for _ in unknown_optimizers(subject)):
+        return
+    try:
+        with DefaultScope.overwrite_default_scope(subject.scope):
+            built = build_optim_wrapper(subject.model, _plainest(given))
+        OptimizerBinding(subject.model, built)
+    except MmfsdpError as error:
+        yield Finding("error", str(error.context.get("config", "optim_wrapper")), error.message)
+        return
+    except Exception as error:  # a constructor of the user's
+        yield Finding("error", "optim_wrapper", f"It cannot be built: {type(error).__name__}: {error}")
+        return
+    groups = [group["params"] for one in optim_wrappers_of(built).values() for group in one.optimizer.param_groups]
+    yield from _of_flat_parameters(subject, groups)
+    for name in ("paramwise_cfg", "constructor"):
+        if given.get(name):
+            yield Finding(
+                "changed",
+                f"optim_wrapper.{name}",
+                f"groups are those of the whole model: {len(groups)} here.",
+                "names had prefixes and shapes were flat: layer decay and multipliers for norms, biases and names "
+                "missed their parameters in silence (149 of 152 groups in MAE's fine-tuning).",
+            )
+
+
+def keys_without_match(subject: Subject) -> Iterator[Finding]:
+    """``custom_keys`` that are in no parameter's name."""
+    given = subject.settings.get("optim_wrapper")
+    paramwise = given.get("paramwise_cfg") if isinstance(given, Mapping) else None
+    keys = paramwise.get("custom_keys") if isinstance(paramwise, Mapping) else None
+    if subject.model is None or not isinstance(keys, Mapping):
+        return
+    names = [name for name, _ in subject.model.named_parameters()]
+    for key in keys:
+        if not any(key in name for name in names):
+            parts = {part for name in names for part in (name, *name.split("."))}
+            yield Finding(
+                "warning",
+                f"optim_wrapper.paramwise_cfg.custom_keys[{key!r}]",
+                f"no parameter has this in its name.{closest(key, parts)}",
+            )
+
+
+def several_optimizers(subject: Subject) -> Iterator[Finding]:
+    """OptimWrapperDict."""
+    given = subject.settings.get("optim_wrapper")
+    several = isinstance(given, Mapping) and "optimizer" not in given and any(path for path in _wrappers(subject))
+    if several and subject.sharding is not None:
+        yield Finding(
+            "changed",
+            "optim_wrapper",
+            "several optimizers, each with its own clipping, accumulation and schedulers.",
+            "OptimWrapperDict failed, and so did its schedulers.",
+        )
+        if not given or not given.get("constructor"):
+            yield Finding(
+                "error",
+                "optim_wrapper.constructor",
+                "several optimizers need a constructor that says which parameters each has.",
+                advice="constructor='MultiOptimWrapperConstructor'  # yours, in OPTIM_WRAPPER_CONSTRUCTORS",
+            )
+
+
+def mixed_precision(subject: Subject) -> Iterator[Finding]:
+    """Autocast, low precision of the wrapper, and gradient scaling."""
+    plan = subject.plan
+    for path, wrapper in _wrappers(subject) if subject.sharding is not None else ():
+        kind = class_of(wrapper.get("type", "OptimWrapper"), OPTIM_WRAPPERS)
+        name = name_of(wrapper.get("type", "OptimWrapper"))
+        amp = name == "AmpOptimWrapper" or (isinstance(kind, type) and issubclass(kind, AmpOptimWrapper))
+        if plan is not None and plan.needs_grad_scaler and not amp:
+            yield Finding(
+                "error",
+                f"{path}.type",
+                "mixed_precision computes in float16, whose small gradients become zero without a gradient scaler: "
+                "refused before the first step.",
+                advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)  # or param_dtype='bfloat16'",
+            )
+        if not amp:
+            continue
+        yield Finding(
+            "changed",
+            f"{path}.type",
+            "runs on the CPU too; the scaler fits the engine, and its scale is resumed.",
+            "refused on the CPU, lost the loss scale on resume, and took the plain scaler if named with a scope.",
+        )
+        low = [unit.precision.param_dtype for unit in plan.units if unit.precision.param_dtype] if plan else []
+        cast = canonical_dtype(wrapper["dtype"]) if wrapper.get("dtype") else None
+        if low and cast is not None and cast not in low:
+            yield Finding(
+                "warning",
+                f"{path}.dtype",
+                f"autocast in {cast} over parameters that are gathered in {low[0]}. Use one.",
+                advice=f"dtype={low[0]!r}",
+            )
+    for path, wrapper in _wrappers(subject):
+        if name_of(wrapper.get("type")) == "ApexOptimWrapper" and subject.sharding is not None:
+            yield Finding(
+                "warning",
+                f"{path}.type",
+                "apex changes optimizers and models that it knows; sharded ones are not tested.",
+                advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)",
+            )
+
+
+def built_already(subject: Subject) -> Iterator[Finding]:
+    """Schedulers that are objects, in configs that are Python."""
+    given = subject.settings.get("param_scheduler")
+    items = given if isinstance(given, list | tuple) else [given]
+    if subject.sharding is not None and any(
+        item is not None and not isinstance(item, Mapping | list | tuple) for item in items
+    ):
+        yield Finding("changed", "param_scheduler", "built schedulers are kept.", "rebuilt, and then dropped.")
+
+
+def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Path and config of each optimizer wrapper."""
+    given = subject.settings.get("optim_wrapper")
+    if not isinstance(given, Mapping):
+        return
+    if "optimizer" in given:
+        yield "optim_wrapper", given
+        return
+    for key, item in given.items():
+        if isinstance(item, Mapping) and "optimizer" in item:
+            yield f"optim_wrapper.{key}", item
+
+
+def _plainest(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer and its groups alone: what the wrapper does needs devices."""
+    config: dict[str, Any] = plain(given)
+    if "optimizer" not in config:
+        return config
+    kept = ("optimizer", "paramwise_cfg", "constructor")
+    return {"type": "OptimWrapper"} | {key: item for key, item in config.items() if key in kept}
+
+
+def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding]:
+    plan, model = subject.plan, subject.model
+    if plan is None or model is None or plan.use_orig_params or len(groups) < 2:
+        return
+    place = {id(param): index for index, group in enumerate(groups) for param in group}
+    params = dict(model.named_parameters())
+    for unit in plan.units:
+        held = {place.get(id(params[param.fqn])) for param in unit.params}
+        if len(held) > 1:
+            yield Finding(
+                "error",
+                f"{subject.sharding.path if subject.sharding else 'strategy'}.use_orig_params",
+                f"the optimizer treats parameters of unit {unit.fqn or '(root)'!r} differently, but False makes one "
+                "parameter of them.",
+                "the settings of some applied to all, in silence.",
+                "use_orig_params=True",
+            )
+            return
+
+
+FINDINGS = (
+    clipping,
+    accumulation,
+    unknown_optimizers,
+    parameter_groups,
+    keys_without_match,
+    several_optimizers,
+    mixed_precision,
+    built_already,
+)
+"""What is looked for here."""
