@@ -11,7 +11,7 @@ from mmfsdp.checkpoint.formats.mmengine_local import is_mmengine_local, read_mme
 from mmfsdp.checkpoint.formats.rank_local import is_rank_local, read_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from mmfsdp.checkpoint.formats.safetensors_index import read_safetensors_directory, read_safetensors_index
-from mmfsdp.checkpoint.formats.shard_index import read_index
+from mmfsdp.checkpoint.formats.shard_index import inside, read_index
 from mmfsdp.checkpoint.formats.torch_index import read_torch_index
 from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read_torch_legacy
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
@@ -55,7 +55,9 @@ def open_layout(
     """
     path = Path(path)
     try:
-        return _open(path, trust, reference, format)
+        layout = _open(path, trust, reference, format)
+        "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
+        return layout
     except RecursionError as error:
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
@@ -118,7 +120,7 @@ def _index_of(path: Path, suffix: str) -> Path:
     found = sorted(entry for entry in path.iterdir() if entry.name.endswith(f"{suffix}{_INDEX_SUFFIX}"))
     if len(found) != 1:
         raise CheckpointNotFoundError(f"{path.name} holds {len(found)} files *{suffix}{_INDEX_SUFFIX} (expected one).")
-    return found[0]
+    return inside(path, found[0].name, path)
 
 
 def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
@@ -141,7 +143,7 @@ def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] |
             raise FormatError(
                 f"{path.name} holds several checkpoints: {', '.join(preferred[:8])}. Open one of them.", file=str(path)
             )
-        return _open_index(path / preferred[0], path, trust)
+        return _open_index(inside(path, preferred[0], path), path, trust)
     if any(name.endswith(".safetensors") for name in names):
         return read_safetensors_directory(path)
     shown = ", ".join(repr(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

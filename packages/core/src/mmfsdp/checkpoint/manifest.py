@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.crc import crc32
-from mmfsdp.checkpoint.open_files import refuse_special
+from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -89,11 +90,11 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         IncompleteCheckpointError: There is none.
-        FormatError: It is of another kind or a newer version.
+        FormatError: It is of another kind or a newer version, a link out of the directory, or no file.
         CorruptCheckpointError: It is damaged.
     """
     path = directory / MANIFEST_NAME
-    refuse_special(path, directory=False)
+    inside(directory, MANIFEST_NAME, directory)
     try:
         if path.exists() and path.stat().st_size > _LIMIT:
             raise ValueError("it is too large")
@@ -171,9 +172,13 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     files = {}
     for name, entry in content["files"].items():
         size, crc = entry["size"], entry.get("crc32")
-        if type(size) is not int or size < 0 or not isinstance(crc, str | None) or Path(name).name != name:
+        if type(size) is not int or size < 0 or not _is_crc(crc) or Path(name).name != name:
             raise ValueError(f"the entry of {name!r} is malformed")
         files[name] = FileEntry(size, None if crc is None else int(crc, 16))
     if not isinstance(content["save_id"], str) or type(content["world_size"]) is not int:
         raise ValueError("'save_id' or 'world_size' is malformed")
     return Manifest(content["save_id"], content["world_size"], files)
+
+
+def _is_crc(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None)

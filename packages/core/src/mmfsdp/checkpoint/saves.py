@@ -31,7 +31,7 @@ def check_save(layout: Layout) -> None:
         CorruptCheckpointError: A file is of another save, or damaged outside of its records.
     """
     directory = layout.path
-    if not (directory / MANIFEST_NAME).is_file():
+    if not os.path.lexists(directory / MANIFEST_NAME):
         return
     manifest = check_manifest(directory, checksums=False)
     records: dict[Path, dict[int, Record]] = {}

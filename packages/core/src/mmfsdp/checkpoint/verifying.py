@@ -139,7 +139,7 @@ def _problem(error: MmfsdpError) -> Problem:
 def _manifest(directory: Path, root: Path, layout: Layout | None, problems: list[Problem]) -> Manifest | None:
     # A manifest beside a single file is that of its directory, which is another checkpoint, unless an index was opened.
     several = layout is not None and any(file != root for file in layout.files())
-    if not (root.is_dir() or several) or not (directory / MANIFEST_NAME).exists():
+    if not (root.is_dir() or several) or not os.path.lexists(directory / MANIFEST_NAME):
         return None
     try:
         return read_manifest(directory)

@@ -20,6 +20,8 @@ __all__ = [
     "TensorBuilder",
 ]
 
+_LIMIT = 1 << 62  # bytes of a tensor: more is damage, or malice
+
 STORAGE_CLASSES = {
     "bool": "BoolStorage",
     "uint8": "ByteStorage",
@@ -153,6 +155,12 @@ class TensorBuilder:
         first = storage.record.offset + integers((offset,))[0] * item
         stored = StoredTensor(dtype, shape, first, _simplified(shape, strides), storage.record)
         chunk = stored.chunk((0,) * len(shape))
+        if chunk.nbytes > _LIMIT:
+            raise CorruptCheckpointError(
+                f"{self._path.name} holds a tensor of shape {list(shape)}, which is too large for any machine.",
+                file=str(self._path),
+                offset=storage.record.offset,
+            )
         if chunk.numel and chunk.offset + chunk.span > storage.record.offset + storage.record.nbytes:
             raise CorruptCheckpointError(
                 f"{self._path.name} holds a tensor of shape {list(shape)} that reaches past its storage of "

@@ -6,6 +6,7 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,7 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
             f"{path.name} is truncated or damaged: its zip directory cannot be read ({error}).", file=str(path)
         ) from error
     records: dict[str, ZipRecord] = {}
+    last, ordered = begin, True
     for entry in entries:
         name, at = entry.name, begin + entry.header
         if entry.method or entry.flags & 1:
@@ -137,7 +139,18 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
         crc = entry.crc32 if entry.crc32 or entry.nbytes == 0 else None
         central, descriptor = start + entry.at, bool(entry.flags & _DESCRIPTOR)
         records[name] = ZipRecord(name, offset, entry.nbytes, crc, at, central, descriptor)
+        last, ordered = offset + entry.nbytes, ordered and at >= last
+    if not ordered:
+        _check_disjoint(path, records)
     return records
+
+
+def _check_disjoint(path: Path, records: Mapping[str, ZipRecord]) -> None:
+    for one, two in itertools.pairwise(sorted(records.values(), key=lambda record: record.header)):
+        if one.offset + one.nbytes > two.header:
+            raise CorruptCheckpointError(
+                f"Entry {two.name!r} of {path.name} overlaps entry {one.name!r}.", file=str(path), offset=two.header
+            )
 
 
 def _read_directory(source: int, begin: int, end: int) -> tuple[int, bytes]:

@@ -1,0 +1,343 @@
+"""Files made to harm whoever reads them: refused with what is wrong and where, soon, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.core.samples import content, write_samples
+
+from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint.manifest import write_manifest
+from mmfsdp.checkpoint.pickle_limits import check_limits
+from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
+
+PROTOCOL = b"\x80\x02"
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x10tQ"
+)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_samples(tmp_path_factory.mktemp("samples"))
+
+
+def archive(path: Path, pickled: bytes, data: bytes = bytes(64)) -> Path:
+    with zipfile.ZipFile(path, "w") as target:
+        target.writestr("x/data.pkl", pickled)
+        target.writestr("x/data/0", data)
+    return path
+
+
+def in_little(path: Path) -> subprocess.CompletedProcess[str]:
+    """Open a checkpoint in a process of its own, with 400 MB of memory and 20 seconds."""
+    program = (
+        "import sys; from mmfsdp.checkpoint import open_layout; from mmfsdp.errors import MmfsdpError\n"
+        "try: open_layout(sys.argv[1])\n"
+        "except MmfsdpError as error: sys.exit(f'refused: {error}')"
+    )
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+
+    command = [sys.executable, "-c", program, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"]" * 50_000 + b"a" * 49_999 + b".", "more than 100 levels"),
+        (b"}(" + b")" + b"\x85" * 1_000_000 + b"Nu.", "nested more than 100 deep"),
+        (b"}(N" + b"2\x86" * 60 + b"Nu.", "over 1000000 elements"),
+        (b"}(" + b"Nq\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"Nu.", "over 1000000 elements"),
+        (b"N" + b"q\x00(" + b"h\x00" * 1000 + b"tq\x00(" + b"h\x00" * 9000 + b"t0h\x00.", "over 1000000 elements"),
+        (b"Nr\xff\xff\xff\x3f.", "at place 1073741823 of its memo"),
+        (b"Np999999999\n.", "at place 999999999 of its memo"),
+        (b"}\x8b\x00\x00\x10\x00" + b"\x11" * 0x100000 + b"Ns.", "a number of 1048576 bytes"),
+        (b"\x8e" + b"\xff" * 5 + b"\0\0\0.", "cannot be read"),
+        (b"X\xff\xff\xff\xff.", "cannot be read"),
+        (b"]q\x00h\x00a.", "'0' holds itself"),
+        (b"}q\x00X\x01\0\0\0ah\x00s.", "'a' holds itself"),
+        (b"]q\x00(h\x00l\x85a.", "holds itself"),
+        (b"cargparse\nNamespace\n)\x81q\x00}X\x01\0\0\0ah\x00sb.", "holds itself"),
+    ],
+)
+def test_pickles_made_to_exhaust(tmp_path: Path, pickled: bytes, message: str) -> None:
+    done = in_little(archive(tmp_path / "in.pth", PROTOCOL + pickled))
+    assert done.returncode == 1, done.stderr[-500:]
+    assert done.stderr.startswith("refused: ")
+    assert message in done.stderr
+
+
+def test_many_lists_within_each_other_are_read_once(tmp_path: Path) -> None:
+    pickled = PROTOCOL + b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b"."
+    done = in_little(archive(tmp_path / "in.pth", pickled))
+    assert done.returncode == 1, done.stderr[-500:]
+    assert "more than 100 levels" in done.stderr
+    shallow = PROTOCOL + b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
+    assert in_little(archive(tmp_path / "in.pth", shallow)).returncode == 0
+
+
+def test_pickles_that_only_look_bad(tmp_path: Path) -> None:
+    pair = ((1, 2), (3, 4))
+    shared = [pair] * 5000 + [(index, (index, "r\xff\xff\xff\xff")) for index in range(5000)]
+    groups = [{"betas": (0.9, 0.999)} for _ in range(300)]
+    tree = {"state_dict": content()["state_dict"], "meta": {"shared": shared, ("a", ("b",)): 1}, "groups": groups}
+    torch.save(tree, tmp_path / "in.pth")
+    assert open_layout(tmp_path / "in.pth").tree["meta"]["shared"] == shared
+    torch.save(tree, tmp_path / "in.pth", pickle_protocol=4)
+    assert open_layout(tmp_path / "in.pth").tree["meta"]["shared"] == shared
+
+
+def test_places_in_the_memo_are_followed_through_what_is_skipped() -> None:
+    # A tensor's description is skipped as a whole; the tuple of its arguments must not come back as something small.
+    first = PROTOCOL + TENSOR.replace(b"ctorch._utils\n_rebuild_tensor_v2\n", b"Nq\x01Nq\x02Nq\x03h\x01")
+    again = b"h\x01((h\x02h\x03X\x01\0\0\x000q\x07h\x02K\x04tq\x08QK\x00K\x02\x85K\x01\x85\x89h\x02)Rq\x09tq\x0aRq\x0b"
+    check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b".", Path("x"))
+    with pytest.raises(CorruptCheckpointError, match="over 1000000 elements"):
+        check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"h\x0a.", Path("x"))
+    with pytest.raises(CorruptCheckpointError, match="in two ways"):
+        check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"\x94.", Path("x"))
+
+
+def view(offset: bytes, size: bytes, stride: bytes) -> bytes:
+    return PROTOCOL + b"}X\x01\0\0\0w" + TENSOR + offset + size + stride + b"\x89ccollections\nOrderedDict\n)RtRs."
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "message"),
+    [
+        (b"J\xff\xff\xff\xff", b"K\x02\x85", b"K\x01\x85", "not a tuple of sizes"),
+        (b"K\x00", b"J\xff\xff\xff\xff\x85", b"K\x01\x85", "not a tuple of sizes"),
+        (b"K\x00", b"K\x02\x85", b"J\xff\xff\xff\xff\x85", "not a tuple of sizes"),
+        (b"K\x0f", b"K\x02\x85", b"K\x01\x85", "reaches past its storage of 64 bytes"),
+        (b"K\x00", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x87", b"K\x01K\x01K\x01\x87", "too large"),
+        (b"K\x00", b"\x8a\x09" + b"\0" * 8 + b"\x01\x85", b"K\x00\x85", "too large for any machine"),
+        (b"K\x00", b"K\x02\x85", b"K\x01K\x01\x86", "cannot be read"),
+        (b"\x8a\x09" + b"\0" * 8 + b"\x01", b"K\x02\x85", b"K\x01\x85", "reaches past"),
+    ],
+)
+def test_views_of_storages(tmp_path: Path, offset: bytes, size: bytes, stride: bytes, message: str) -> None:
+    path = archive(tmp_path / "in.pth", view(offset, size, stride))
+    with pytest.raises(MmfsdpError, match=message) as caught:
+        convert(path, tmp_path / "out.safetensors")
+    assert caught.value.context["file"] == str(path)
+    assert os.listdir(tmp_path) == ["in.pth"]
+
+
+def changed_directory(path: Path, at: int, form: str, value: int) -> None:
+    """Change a field of the first entry of an archive's central directory."""
+    raw = bytearray(path.read_bytes())
+    struct.pack_into(form, raw, raw.index(b"PK\x01\x02") + at, value)
+    path.write_bytes(raw)
+
+
+def test_archives_that_lie(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    for at, form, value, message in (
+        (20, "<L", 1 << 31, "has two sizes"),
+        (42, "<L", 1 << 31, "local header of entry 'x/data.pkl' .*is damaged"),
+        (42, "<L", 0xFFFFFFFF, "a zip64 field is too short"),
+        (10, "<H", 8, "is compressed or encrypted"),
+        (8, "<H", 1, "is compressed or encrypted"),
+        (28, "<H", 0xFFFF, "is damaged"),
+    ):
+        changed_directory(archive(path, PROTOCOL + b"}."), at, form, value)
+        with pytest.raises((CorruptCheckpointError, FormatError), match=message) as caught:
+            open_layout(path)
+        assert caught.value.context["file"] == str(path)
+    archive(path, PROTOCOL + b"}.")
+    for at in (20, 24):
+        changed_directory(path, at, "<L", 1 << 30)
+    with pytest.raises(CorruptCheckpointError, match="reaches past the end of the file") as caught:
+        open_layout(path)
+    assert "offset" in caught.value.context
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.pth", "w", zipfile.ZIP_DEFLATED) as target:
+        target.writestr("x/data.pkl", bytes(200_000_000))
+    done = in_little(tmp_path / "in.pth")
+    assert "is compressed or encrypted" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_entries_that_share_bytes_or_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    with zipfile.ZipFile(path, "w") as target:
+        for data in (PROTOCOL + b"}.", PROTOCOL + b"]."):
+            target.writestr("x/data.pkl", data)
+    with pytest.raises(CorruptCheckpointError, match=r"entry 'x/data\.pkl'"):
+        open_layout(path)
+    archive(path, view(b"K\x00", b"K\x02\x85", b"K\x01\x85"))
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<L", raw, raw.index(b"PK\x01\x02", raw.index(b"PK\x01\x02") + 1) + 42, 0)
+    path.write_bytes(raw)  # the second entry where the first is
+    with pytest.raises(CorruptCheckpointError, match=r"x/data/0'.* (overlaps|shares|is damaged|reaches)"):
+        open_layout(path)
+
+
+def safetensors(path: Path, header: str, data: int = 8) -> Path:
+    text = header.encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[-1,-2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[-8,0]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}',
+        '{"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[true,2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[NaN,8]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"x":1}}',
+        '{"a":' * 5000 + "1" + "}" * 5000,
+        "[]",
+        "{}",
+    ],
+)
+def test_headers_of_safetensors(tmp_path: Path, header: str) -> None:
+    path = safetensors(tmp_path / "in.safetensors", header)
+    with pytest.raises((CorruptCheckpointError, FormatError)) as caught:
+        open_layout(path)
+    assert caught.value.context["file"] == str(path)
+
+
+def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    for length in (99_000_000, 101_000_000, (1 << 64) - 1):
+        path.write_bytes(struct.pack("<Q", length) + b"{}")
+        with pytest.raises(MmfsdpError):
+            open_layout(path)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert in_little(path).returncode == 1
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "in.safetensors", '{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}')
+    archive(tmp_path / "in.pth", PROTOCOL + b"}X\x03\0\0\0\xed\xa0\x80" + view(b"K\0", b"K\2\x85", b"K\1\x85")[9:])
+    text = path.read_bytes().replace(b"\\ud800", b"\xff\xfe\xfd\xff\xfe\xfd")
+    for source in (path, tmp_path / "in.pth"):
+        for target in ("out.safetensors", "out.pth", "out"):
+            options = {"to": "dcp"} if target == "out" else {}
+            with pytest.raises(MmfsdpError, match=r"not text|cannot be read|surrogate"):
+                convert(source, tmp_path / target, **options)
+    path.write_bytes(text)
+    with pytest.raises(CorruptCheckpointError, match=r"header of in\.safetensors is damaged"):
+        open_layout(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": -1},
+        {"size": 1e400},
+        {"size": True},
+        {"crc32": "-1"},
+        {"crc32": "zz"},
+        {"crc32": 5},
+    ],
+)
+def test_manifests(samples: dict[str, Path], tmp_path: Path, change: dict[str, object]) -> None:
+    path = Path(shutil.copytree(samples["local"], tmp_path / "local"))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["rank0.pth"].update(change)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged"):
+        open_layout(path)
+    manifest["files"] = {"../rank0.pth": {"size": 1, "crc32": None}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "manifest.json is damaged" in verify(path).problems[0].message
+
+
+@pytest.mark.parametrize("kind", ["local", "stock", "dcp", "index", "bins", "safetensors_ranks"])
+def test_links_out_of_the_directory_and_what_is_no_file(samples: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    for name in sorted(os.listdir(samples[kind])):
+        path = tmp_path / kind
+        for make in (_link, _pipe, _folder, _device):
+            if path.exists():
+                shutil.rmtree(path)
+            shutil.copytree(samples[kind], path)
+            make(path / name, tmp_path)
+            with pytest.raises(MmfsdpError) as caught:
+                convert(path, tmp_path / "out.pth")
+            assert "file" in caught.value.context, (name, make)
+            if make is not _link:
+                with pytest.raises(MmfsdpError):
+                    raise_problems(path)
+    # The directory itself may be reached through a link.
+    shutil.rmtree(path)
+    path.symlink_to(samples[kind])
+    convert(path, tmp_path / "out.pth")
+
+
+def raise_problems(path: Path) -> None:
+    for problem in verify(path).problems:
+        raise CorruptCheckpointError(problem.message)
+
+
+def _link(path: Path, elsewhere: Path) -> None:
+    (elsewhere / "elsewhere").unlink(missing_ok=True)
+    path.rename(elsewhere / "elsewhere")
+    path.symlink_to(elsewhere / "elsewhere")
+
+
+def _pipe(path: Path, _: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path, _: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _device(path: Path, _: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["in.pth", "in.safetensors", "model.safetensors.index.json"])
+def test_pipes_and_devices_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, Path("/dev/zero")):
+        with pytest.raises(FormatError, match="is a pipe, a device or a socket, and not a file"):
+            open_layout(path)
+        assert not verify(path).ok
+
+
+def test_a_manifest_of_something_else_entirely(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+    write_manifest(tmp_path / "in", save_id="a", world_size=1)
+    text = (tmp_path / "in" / "manifest.json").read_text()
+    for bad in (
+        text[:-3],
+        text.replace('"version": 1', '"version": NaN'),
+        "[" * 100_000,
+        text.replace('"size"', '"crc32"'),
+    ):
+        (tmp_path / "in" / "manifest.json").write_text(bad)
+        assert not verify(tmp_path / "in").ok
+        with pytest.raises(MmfsdpError):
+            convert(tmp_path / "in", tmp_path / "out.pth")
