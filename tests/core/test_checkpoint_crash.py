@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core.crashing import SETTINGS
 
 from mmfsdp.checkpoint import convert, diff
 from mmfsdp.errors import CheckpointError
-from tests.core.crashing import SETTINGS
 
 KILLS = int(os.environ.get("MMFSDP_KILLS", "6"))
 
