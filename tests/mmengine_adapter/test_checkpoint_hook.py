@@ -15,7 +15,7 @@ from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import CheckpointHook
 from mmfsdp_mmengine.checkpoint import read_content, safe_globals
 
-KINDS = ["full", "local"]
+KINDS = ["full", "local", "sharded"]
 
 
 def run_with(kind: str, folder: Path, hook: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ class TestKeeping:
         assert meta(out / f"best_accuracy_e{best}.pth") == (best, 4 * best)
         assert (tmp_path / "work" / "last_checkpoint").read_text() == str(out / "e3.pth")
         for place in out.iterdir():
-            assert place.is_dir() == (kind == "local")
+            assert place.is_dir() == (kind != "full")
             assert "optimizer" not in open_layout(place, trust=True).top_level
 
     @pytest.mark.parametrize("kind", KINDS)
