@@ -48,8 +48,7 @@ def test_settings_from_files(tmp_path: Path) -> None:
     truth = mmfsdp.plan(build(), wrapped(sharding="HYBRID_SHARD", precision={"param_dtype": "bfloat16"}), (2, 4))
     (tmp_path / "a.json").write_text(json.dumps(wrapped(sharding="HYBRID_SHARD")))
     (tmp_path / "a.toml").write_text('sharding = "HYBRID_SHARD"\n[wrap]\nkind = "module_class"\nclasses = "Block"\n')
-    (tmp_path / "a.yaml").write_text("sharding: HYBRID_SHARD\nwrap: {kind: module_class, classes: Block}\n")
-    for name in ("a.json", "a.toml", "a.yaml"):
+    for name in ("a.json", "a.toml"):
         config = ("--config", tmp_path / name)
         code, text, _ = plan(*config, "--set", "precision.param_dtype=bfloat16", "--ranks", "2x4", "--json")
         assert (code, mmfsdp.ShardPlan.from_json(text)) == (0, truth)
@@ -92,3 +91,11 @@ def test_help_needs_no_torch() -> None:
     for command in ("plan", "doctor"):
         done = subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmfsdp.readers.entry_points", lambda group: ())
+    (tmp_path / "config.py").touch()
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "config.py")])
+    assert result.exit_code == 2
+    assert "pip install mmfsdp-mmengine" in result.stderr

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from mmengine.config import Config
-from typer.testing import CliRunner
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
 from mmfsdp.findings import Diagnosis
 from mmfsdp.readers import read_config
-from mmfsdp_cli.main import app
 
 HEAD = """
 custom_imports = dict(imports=['mmfsdp_mmengine', 'tests.mmengine_adapter.diagnosed'], allow_failed_imports=False)
@@ -325,22 +323,3 @@ def test_a_config_is_not_changed(tmp_path: Path) -> None:
     config.diagnose(None)
     assert vars(config)["content"].keys() == before.keys()
     assert json.dumps(vars(config)["content"], default=str) == json.dumps(before, default=str)
-
-
-def test_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "config.py"
-    for name, code in (("deit", 0), ("every argument wrong", 1)):
-        found = diagnosis(tmp_path, CONFIGS[name][0])
-        result = CliRunner().invoke(app, ["doctor", str(path)])
-        assert result.exit_code == code
-        for finding in found.findings:
-            assert finding.path in result.stdout
-        assert (str(found.plan) in result.stdout) == (found.plan is not None)
-        result = CliRunner().invoke(app, ["doctor", str(path), "--json"])
-        assert (result.exit_code, json.loads(result.stdout)) == (code, json.loads(json.dumps(found.describe())))
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "nothing.py")]).exit_code == 2
-    path.write_text(CONFIGS["swin"][0])
-    shown = CliRunner().invoke(app, ["plan", str(path), "--ranks", "16", "--json"]).stdout
-    assert mmfsdp.ShardPlan.from_json(shown) == diagnosis(tmp_path, CONFIGS["swin"][0], 16).plan
-    shown = CliRunner().invoke(app, ["plan", str(path), "--set", "wrap=none", "--json"]).stdout
-    assert [unit.class_name for unit in mmfsdp.ShardPlan.from_json(shown).units] == ["BatchNorm1d", "Pyramid"]

@@ -1,0 +1,65 @@
+"""The command line where MMEngine's configs can be read: `doctor`, and `plan` of a config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.mmengine_adapter.test_doctor import CONFIGS, diagnosis
+from typer.testing import CliRunner
+
+import mmfsdp
+from mmfsdp_cli.main import app
+
+
+def invoke(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [*map(str, words)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("deit", 0), ("every argument wrong", 1)])
+def test_doctor(tmp_path: Path, name: str, code: int) -> None:
+    found = diagnosis(tmp_path, CONFIGS[name][0])
+    exit_code, shown, _ = invoke("doctor", tmp_path / "config.py")
+    assert exit_code == code
+    for finding in found.findings:
+        assert finding.path in shown
+    assert (str(found.plan) in shown) == (found.plan is not None)
+    exit_code, shown, _ = invoke("doctor", tmp_path / "config.py", "--json")
+    assert (exit_code, json.loads(shown)) == (code, json.loads(json.dumps(found.describe())))
+    assert "shard units" not in invoke("doctor", tmp_path / "config.py", "--no-plan")[1]
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    assert invoke("doctor", tmp_path / "nothing.py")[0] == 2
+    (tmp_path / "config.py").write_text("model = dict(")
+    code, shown, error = invoke("doctor", tmp_path / "config.py")
+    assert (code, shown) == (2, "")
+    assert error.startswith("error: config.py cannot be read: SyntaxError")
+    (tmp_path / "config.py").write_text(CONFIGS["names that nothing has"][0])
+    code, _, error = invoke("plan", tmp_path / "config.py")
+    assert code == 2
+    assert "Did you mean 'Transformer'?" in error
+    assert "[config='model.type']" in error
+
+
+def test_the_plan_of_a_config(tmp_path: Path) -> None:
+    truth = diagnosis(tmp_path, CONFIGS["swin"][0], 16).plan
+    config = tmp_path / "config.py"
+    assert mmfsdp.ShardPlan.from_json(invoke("plan", config, "--ranks", 16, "--json")[1]) == truth
+    changed = mmfsdp.ShardPlan.from_json(invoke("plan", config, "--set", "wrap=none", "--json")[1])
+    assert [unit.class_name for unit in changed.units] == ["BatchNorm1d", "Pyramid"]
+
+
+def test_settings_as_yaml(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("sharding: HYBRID_SHARD\nwrap: {kind: module_class, classes: Linear}\n")
+    settings = {"sharding": "HYBRID_SHARD", "wrap": {"kind": "module_class", "classes": "Linear"}}
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    sizes = ("--model-arg", "in_features=4", "--model-arg", "out_features=4")
+    words = ("plan", "torch.nn:Linear", *sizes, "--ranks", "2x2")
+    one, two = (invoke(*words, "--config", tmp_path / name) for name in ("a.yaml", "a.json"))
+    assert one == two
+    assert one[0] == 0, one[2]
+    (tmp_path / "a.yaml").write_text("sharding: [")
+    assert invoke(*words, "--config", tmp_path / "a.yaml")[0] == 2
