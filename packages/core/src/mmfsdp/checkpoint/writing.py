@@ -20,6 +20,7 @@ from mmfsdp.checkpoint.tracking import Progress, StoppedError, Tracker
 __all__ = ["default_jobs", "write_files"]
 
 _BATCH = 16 << 20  # bytes of tensors that are one piece of work
+_MERGED = 1 << 20  # bytes of small blocks that are written at once
 
 
 def default_jobs() -> int:
@@ -113,11 +114,25 @@ def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Seque
 def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
     written: list[_Stretch] = []
     with path.open("r+b", buffering=0) as opened:
-        for offset, block in file.blocks(crcs):
+        for offset, block in _adjoining(file.blocks(crcs)):
             _write(opened.fileno(), offset, block)
             written.append((offset, len(block), crc32(block)))
     pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
     return FileEntry(file.size, _joined(heapq.merge(pieces, written), file.size))
+
+
+def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Put blocks together that follow each other, up to about a megabyte."""
+    begin, held = 0, bytearray()
+    for offset, block in blocks:
+        if held and (offset != begin + len(held) or len(held) >= _MERGED):
+            yield begin, bytes(held)
+            held.clear()
+        if not held:
+            begin = offset
+        held += block
+    if held:
+        yield begin, bytes(held)
 
 
 _Stretch = tuple[int, int, int]  # offset, length, CRC-32
@@ -127,6 +142,8 @@ def _joined(stretches: Iterable[_Stretch], size: int) -> int:
     """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
     crc = position = 0
     for offset, length, own in stretches:
+        if not length:
+            continue
         crc = crc32_combine(crc32(bytes(offset - position), crc), own, length)
         position = offset + length
     return crc32(bytes(size - position), crc)

@@ -1,23 +1,23 @@
 """Writes the ``.metadata`` pickle of a torch DCP directory: which tensors there are, their boxes, and where each lies.
 
-The classes that it names are those of torch/distributed/checkpoint/metadata.py and filesystem.py.
+The classes that it names are those of torch/distributed/checkpoint/metadata.py and filesystem.py. The opcodes are put
+down one by one (https://docs.python.org/3/library/pickletools.html): a large model has hundreds of thousands of boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
-from mmfsdp.checkpoint.pickles import PickledObject
-from mmfsdp.checkpoint.pickling import PickleWriter
 
 __all__ = ["WrittenTensor", "dcp_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_STORAGE = "torch.distributed.checkpoint.filesystem"
+_NONE, _FALSE, _EMPTY_DICT, _EMPTY_LIST, _POP = b"N", b"\x89", b"}", b"]", b"0"
+_MARK, _TUPLE, _LIST_OF, _ITEMS, _BUILD, _CALL, _STOP = b"(", b"t", b"e", b"u", b"b", b"R", b"."
+_MADE = b")\x81"  # cls.__new__(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,71 +44,111 @@ def dcp_metadata(
         tensors: Flat name to tensor; every other name is of a pickled object.
         locations: Flat name and offsets of the box (``None`` for an object) to where it is stored.
     """
-    content = _made(
-        _METADATA,
-        "Metadata",
-        {
-            "state_dict_metadata": {name: _described(tensors.get(name)) for name in names},
-            "planner_data": dict(names),
-            "storage_data": {_index(key, tensors): _stored(place) for key, place in locations.items()},
-            "storage_meta": None,
-            "version": "1.0.0",
-        },
+    pickle = _Pickle()
+    kind, text = pickle.kind, pickle.text
+    properties = {dtype: _properties(pickle, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    fields = [pickle.constant(text(name)) for name in ("properties", "size", "chunks", "offsets", "sizes")]
+    in_index = [pickle.constant(text(name)) for name in ("fqn", "offset", "index")]
+    in_place = [pickle.constant(text(name)) for name in ("relative_path", "offset", "length")]
+    files = {file: pickle.constant(text(file)) for file in dict.fromkeys(place.file for place in locations.values())}
+    size_of, chunk, index = (
+        kind("torch", "Size"),
+        kind(_METADATA, "ChunkStorageMetadata"),
+        kind(_METADATA, "MetadataIndex"),
     )
-    return PickleWriter(_no_tensor).dumps(content)
+    tensor_kind, object_kind = kind(_METADATA, "TensorStorageMetadata"), kind(_METADATA, "BytesStorageMetadata")
+    place_kind = kind("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+
+    def size(numbers: Iterable[int]) -> bytes:
+        return size_of + _MARK + _MARK + b"".join(map(_integer, numbers)) + _TUPLE + _TUPLE + _CALL
+
+    def made(cls: bytes, keys: Iterable[bytes], values: Iterable[bytes]) -> bytes:
+        pairs = b"".join(part for pair in zip(keys, values, strict=True) for part in pair)
+        return cls + _MADE + _EMPTY_DICT + _MARK + pairs + _ITEMS + _BUILD
+
+    def described(tensor: WrittenTensor | None) -> bytes:
+        if tensor is None:
+            return object_kind + _MADE + _EMPTY_DICT + _BUILD
+        boxes = b"".join(made(chunk, fields[3:], map(size, box)) for box in tensor.boxes)
+        chunks = _EMPTY_LIST + _MARK + boxes + _LIST_OF
+        return made(tensor_kind, fields[:3], (properties[tensor.dtype], size(tensor.shape), chunks))
+
+    def stored() -> Iterable[bytes]:
+        counts: dict[str, int] = {}
+        for (name, offsets), place in locations.items():
+            number = counts[name] = counts.get(name, -1) + 1  # boxes are listed in the order of their tensor
+            where = (_NONE, _NONE) if offsets is None else (size(offsets), _integer(number))
+            yield made(index, in_index, (text(name), *where))
+            yield made(place_kind, in_place, (files[place.file], _integer(place.offset), _integer(place.length)))
+
+    def key(part: str | int) -> bytes:
+        return text(part) if isinstance(part, str) else _integer(part)
+
+    content = {
+        "state_dict_metadata": _dict(part for name in names for part in (text(name), described(tensors.get(name)))),
+        "planner_data": _dict(
+            part for name, path in names.items() for part in (text(name), _MARK + b"".join(map(key, path)) + _TUPLE)
+        ),
+        "storage_data": _dict(stored()),
+        "storage_meta": _NONE,
+        "version": text("1.0.0"),
+    }
+    return pickle.complete(made(kind(_METADATA, "Metadata"), map(text, content), content.values()))
 
 
-def _described(tensor: WrittenTensor | None) -> PickledObject:
-    if tensor is None:
-        return _made(_METADATA, "BytesStorageMetadata", {})
-    chunks = [
-        _made(_METADATA, "ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
-        for offsets, sizes in tensor.boxes
-    ]
-    state = {"properties": _properties(tensor.dtype), "size": _size(tensor.shape), "chunks": chunks}
-    return _made(_METADATA, "TensorStorageMetadata", state)
+class _Pickle:
+    """The beginning of a pickle: what is needed often is put into its memo once."""
+
+    def __init__(self) -> None:
+        self._begin = bytearray(b"\x80\x02")
+        self._count = 0
+
+    def constant(self, opcodes: bytes) -> bytes:
+        """Keep a value, and return the opcodes that push it again."""
+        number = struct.pack("<I", self._count)
+        self._begin += opcodes + b"r" + number + _POP
+        self._count += 1
+        return b"j" + number
+
+    def kind(self, module: str, name: str) -> bytes:
+        """Keep a class or function by name."""
+        return self.constant(f"c{module}\n{name}\n".encode())
+
+    @staticmethod
+    def text(value: str) -> bytes:
+        """Return the opcodes that push a text."""
+        data = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(data)) + data
+
+    def complete(self, opcodes: bytes) -> bytes:
+        """Return the whole pickle of a value."""
+        return bytes(self._begin) + opcodes + _STOP
 
 
-def _index(key: tuple[str, tuple[int, ...] | None], tensors: Mapping[str, WrittenTensor]) -> PickledObject:
-    name, offsets = key
-    if offsets is None:
-        return _made(_METADATA, "MetadataIndex", {"fqn": name, "offset": None, "index": None})
-    place = next(number for number, (begin, _) in enumerate(tensors[name].boxes) if begin == offsets)
-    return _made(_METADATA, "MetadataIndex", {"fqn": name, "offset": _size(offsets), "index": place})
+def _properties(pickle: _Pickle, dtype: str) -> bytes:
+    def called(module: str, name: str, argument: bytes) -> bytes:
+        return pickle.kind(module, name) + _MARK + argument + _TUPLE + _CALL
+
+    parts = (
+        pickle.kind("torch", dtype),
+        called("torch.serialization", "_get_layout", pickle.text("torch.strided")),
+        _FALSE,  # requires_grad
+        called(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0)),
+        _FALSE,  # pin_memory
+    )
+    return pickle.constant(
+        pickle.kind(_METADATA, "TensorProperties") + _MADE + _MARK + b"".join(parts) + _TUPLE + _BUILD
+    )
 
 
-def _stored(place: Location) -> PickledObject:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-    return _made(_STORAGE, "_StorageInfo", state)
+def _dict(parts: Iterable[bytes]) -> bytes:
+    return _EMPTY_DICT + _MARK + b"".join(parts) + _ITEMS
 
 
-@cache
-def _properties(dtype: str) -> PickledObject:
-    layout = _called("torch.serialization", "_get_layout", "torch.strided")
-    contiguous = _called(_METADATA, "_MEM_FORMAT_ENCODING", 0)
-    # dtype, layout, requires_grad, memory format, pin_memory
-    return _made(_METADATA, "TensorProperties", (_class("torch", dtype), layout, False, contiguous, False))
-
-
-def _size(numbers: Sequence[int]) -> PickledObject:
-    return _called("torch", "Size", tuple(numbers))
-
-
-@cache
-def _class(module: str, name: str) -> type[PickledObject]:
-    return type(name, (PickledObject,), {"module": module, "qualname": name})
-
-
-def _called(module: str, name: str, *args: Any) -> PickledObject:
-    return _class(module, name)(*args)
-
-
-def _made(module: str, name: str, state: Any) -> PickledObject:
-    kind = _class(module, name)
-    made = kind.__new__(kind)
-    made.__setstate__(state)
-    return made
-
-
-def _no_tensor(writer: PickleWriter, ref: Any) -> None:
-    raise TypeError(f"the metadata holds no tensors: {ref!r}")
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes((value,))
+    if value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes((len(data),)) + data

@@ -12,6 +12,7 @@ from typing import Any
 from mmfsdp.checkpoint.cutting import cut, row_box
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
 from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
+from mmfsdp.checkpoint.formats.tensor_archive import TensorArchive
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
@@ -65,8 +66,7 @@ def plan_dcp(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks) -> lis
             if boxes and 0 in box[1]:
                 continue
             boxes.append(box)
-            archive = plan_archive(TensorRef(leaf.name), {leaf.name: part})
-            locations[name, box[0]] = files[file].add(archive, file)
+            locations[name, box[0]] = files[file].add(TensorArchive(part), file)
         found[name] = WrittenTensor(entry.dtype, entry.shape, tuple(boxes))
     metadata = dcp_metadata(names, found, locations)
     planned = [file.planned(name) for name, file in files.items() if file.archives]
@@ -77,10 +77,10 @@ class _File:
     """The archives of one file, one after the other."""
 
     def __init__(self) -> None:
-        self.archives: list[tuple[int, Archive]] = []
+        self.archives: list[tuple[int, Archive | TensorArchive]] = []
         self._end = 0
 
-    def add(self, archive: Archive, name: str) -> Location:
+    def add(self, archive: Archive | TensorArchive, name: str) -> Location:
         base = self._end + -self._end % _ALIGNMENT
         self.archives.append((base, archive))
         self._end = base + archive.size
@@ -96,6 +96,8 @@ class _File:
         for (base, archive), group in zip(self.archives, pieces, strict=True):
             yield from archive.blocks(base, crcs[begin : begin + len(group)])
             begin += len(group)
+            end = base + archive.size
+            yield end, bytes(-end % _ALIGNMENT if end < self._end else 0)
 
 
 def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Box, TensorEntry]]:
