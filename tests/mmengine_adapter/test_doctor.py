@@ -152,6 +152,7 @@ strategy = dict(
     state_dict_cfg=dict(state_dict_type='FULL_STATE_DICT', state_dict_config=dict(type='LocalStateDictConfig')),
     activation_checkpointing=dict(check_fn='is_blok'),
     skip_init_weight=True,
+    kind='full',
     model_wrapper=dict(
         sharding_strategy='FULL_SHARDED',
         backward_prefech='BACKWARD_PRE',
@@ -164,6 +165,7 @@ strategy = dict(
             ("error", "strategy.state_dict_cfg"),
             ("error", "strategy.activation_checkpointing.check_fn"),
             ("error", "strategy.skip_init_weight"),
+            ("error", "strategy.kind"),
             ("error", "strategy.model_wrapper.sharding_strategy"),
             ("error", "strategy.model_wrapper.backward_prefech"),
             ("error", "strategy.model_wrapper.backward_prefetch"),

@@ -153,7 +153,9 @@ def parameters_of(cls: type) -> list[str]:
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        names += [item.name for item in parameters if item.kind in kinds and item.name not in (*names, "self")]
+        # What a base needs, and the class does not ask for, the class gives itself.
+        given = [item for item in parameters if base is cls or item.default is not inspect.Parameter.empty]
+        names += [item.name for item in given if item.kind in kinds and item.name not in (*names, "self")]
         if all(item.kind is not inspect.Parameter.VAR_KEYWORD for item in parameters):
             break
     return names
