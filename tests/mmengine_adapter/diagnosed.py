@@ -8,7 +8,9 @@ import torch
 import torch.nn as nn
 from mmengine.model import BaseModel
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapperDict
-from mmengine.registry import FUNCTIONS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import FUNCTIONS, HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+
+import mmfsdp_mmengine
 
 __all__ = ["Block", "Transformer"]
 
@@ -91,7 +93,9 @@ class PerNetwork:
 
     def __call__(self, model: nn.Module) -> OptimWrapperDict:
         built = {
-            name: DefaultOptimWrapperConstructor(config)(getattr(model, config.pop("of", name)))
+            name: DefaultOptimWrapperConstructor({key: config[key] for key in config if key != "of"})(
+                getattr(model, config.get("of", name))
+            )
             for name, config in self.config.items()
         }
         return OptimWrapperDict(**built)
@@ -101,3 +105,8 @@ class PerNetwork:
 def is_block(module: nn.Module) -> bool:
     """A check_fn."""
     return isinstance(module, Block)
+
+
+@HOOKS.register_module(force=True)
+class OldAverages(mmfsdp_mmengine.EMAHook.__mro__[1]):
+    """Derived from MMEngine's own hook, as where its module is imported before the package."""

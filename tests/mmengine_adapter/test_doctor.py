@@ -257,6 +257,82 @@ def test_findings(tmp_path: Path, name: str) -> None:
     assert found.ok == all(level != "error" for level, _ in expected)
 
 
+SIMPLE = HEAD + STRATEGY + ADAMW + "model = dict(type='Transformer')\n"
+WRAPPER = "strategy['model_wrapper']"
+
+
+@pytest.mark.parametrize(
+    ("line", "added"),
+    [
+        ("", set()),
+        ("param_scheduler = [object()]", {("changed", "param_scheduler")}),
+        ("compile = True", {("changed", "compile")}),
+        ("del env_cfg", {("changed", "env_cfg")}),
+        ("model_wrapper_cfg = dict(type='MMDistributedDataParallel')", {("warning", "model_wrapper_cfg")}),
+        (
+            "model_wrapper_cfg = dict(type='Nothing')",
+            {("warning", "model_wrapper_cfg"), ("error", "model_wrapper_cfg.type")},
+        ),
+        (f"{WRAPPER}['type'] = 'MMFullShardedDataParallel'", {("error", "strategy.model_wrapper.type")}),
+        (f"{WRAPPER}['sharding_strategy'] = 'no_shard'", {("changed", "strategy.model_wrapper.sharding_strategy")}),
+        (f"{WRAPPER}['cpu_offload'] = dict(offload_param=True)", {("error", "strategy.model_wrapper.cpu_offload")}),
+        (f"{WRAPPER}['fsdp_auto_wrap_policy'] = {WRAPPER}.pop('auto_wrap_policy')", "old name"),
+        ("strategy['sync_bn'] = 'torch'", {("changed", "strategy.sync_bn")}),
+        ("strategy['state_dict_cfg'] = 'sharded'", {("changed", "strategy.state_dict_cfg")}),
+        ("strategy['state_dict_cfg'] = 'shared'", {("error", "strategy.state_dict_cfg")}),
+        ("load_from = 'work_dirs/epoch_3'", {("changed", "load_from"), ("warning", "load_from")}),
+        ("optim_wrapper['optimizer'] = dict(type='LBFGS', lr=1)", {("warning", "optim_wrapper.optimizer.type")}),
+        ("optim_wrapper['optimizer']['lrr'] = 1", {("error", "optim_wrapper")}),
+        ("optim_wrapper['type'] = 'ApexOptimWrapper'", {("warning", "optim_wrapper.type")}),
+        ("optim_wrapper['clip_grad'] = dict(type='value', clip_value=1)", set()),
+        ("custom_hooks = [dict(type='EMAHook', ema_type='StochasticWeightAverage')]", {("changed", "custom_hooks[0]")}),
+        ("model['depht'] = 3", {("error", "model")}),
+        (
+            f"optim_wrapper = dict(type='AmpOptimWrapper', dtype='float16', **optim_wrapper); "
+            f"{WRAPPER}['mixed_precision'] = 'bf16'",
+            {("changed", "optim_wrapper.type"), ("warning", "optim_wrapper.dtype")},
+        ),
+        (
+            "optim_wrapper = dict(blocks=optim_wrapper, head=optim_wrapper)",
+            {("changed", "optim_wrapper"), ("error", "optim_wrapper.constructor"), ("error", "optim_wrapper")},
+        ),
+        (
+            "optim_wrapper = dict(constructor='PerNetwork', blocks=dict(**optim_wrapper), "
+            "again=dict(of='blocks', **optim_wrapper))",
+            {("changed", "optim_wrapper"), ("error", "optim_wrapper.again")},
+        ),
+    ],
+)
+def test_one_change_adds_its_findings_only(tmp_path: Path, line: str, added: set[tuple[str, str]] | str) -> None:
+    found = {(item.level, item.path) for item in diagnosis(tmp_path, f"{SIMPLE}{line}\n").findings}
+    if added == "old name":
+        assert found == {("ok", "strategy.model_wrapper.fsdp_auto_wrap_policy")}
+    else:
+        assert found == {POLICY, *added}
+
+
+def test_classes_given_as_objects(tmp_path: Path) -> None:
+    text = f"""
+from mmengine._strategy import FSDPStrategy
+from mmengine.hooks import EMAHook
+from tests.mmengine_adapter.diagnosed import Transformer
+
+{HEAD}
+model = dict(type=Transformer)
+strategy = dict(type=FSDPStrategy, model_wrapper=dict({BLOCKS}))
+custom_hooks = [dict(type=EMAHook)]
+"""
+    found = {(item.level, item.path) for item in diagnosis(tmp_path, text).findings}
+    # mmengine.hooks.EMAHook is ours once the package is imported
+    assert found == {POLICY, ("changed", "custom_hooks[0]"), ("error", "strategy.type")}
+
+
+def test_a_hook_derived_from_the_stock_one(tmp_path: Path) -> None:
+    text = SIMPLE + "custom_hooks = [dict(type='OldAverages')]\n"
+    found = {(item.level, item.path) for item in diagnosis(tmp_path, text).findings}
+    assert found == {POLICY, ("error", "custom_hooks[0].type")}
+
+
 def of(tmp_path: Path, text: str, path: str) -> str:
     [finding] = [item for item in diagnosis(tmp_path, text).findings if item.path == path]
     return f"{finding.here} | {finding.stock} | {finding.advice}"

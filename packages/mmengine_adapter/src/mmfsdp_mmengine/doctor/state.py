@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import mmengine.hooks
 from mmengine.registry import HOOKS, MODELS, DefaultScope
 
 from mmfsdp.errors import MmfsdpError, closest
 from mmfsdp.findings import Finding
 from mmfsdp_mmengine.config import state_dict_settings
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, hooks_of, name_of
+from mmfsdp_mmengine.ema import EMAHook
 
 __all__ = ["FINDINGS"]
 
+_STOCK_EMA = next(base for base in EMAHook.__mro__ if base.__module__.startswith("mmengine."))
 _WHOLE = (".pth", ".pt", ".bin", ".ckpt")
 
 
@@ -72,8 +73,17 @@ def averaged_weights(subject: Subject) -> Iterator[Finding]:
         return
     with DefaultScope.overwrite_default_scope(subject.scope):
         for path, hook, cls in hooks_of(subject.settings):
-            is_ema = isinstance(cls, type) and issubclass(cls, mmengine.hooks.EMAHook)
+            is_ema = isinstance(cls, type) and issubclass(cls, _STOCK_EMA)
             if not is_ema and name_of(hook.get("type")) != "EMAHook":
+                continue
+            if is_ema and not issubclass(cls, EMAHook):
+                yield Finding(
+                    "error",
+                    f"{path}.type",
+                    f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Import the "
+                    "module that defines it after mmfsdp_mmengine.",
+                    advice="custom_imports = dict(imports=['mmfsdp_mmengine', ...], allow_failed_imports=False)",
+                )
                 continue
             yield Finding(
                 "changed",
