@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,14 @@ def test_settings_as_yaml(tmp_path: Path) -> None:
     assert one[0] == 0, one[2]
     (tmp_path / "a.yaml").write_text("sharding: [")
     assert invoke(*words, "--config", tmp_path / "a.yaml")[0] == 2
+
+
+def test_what_models_print_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(CONFIGS["deit"][0].replace("'Transformer'", "'Noisy'"))
+    code = "from mmfsdp_cli.main import main; main()"
+    for command in ("doctor", "plan"):
+        words = [sys.executable, "-c", code, command, tmp_path / "config.py", "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+        assert json.loads(done.stdout)
+        assert done.stderr.count("built") == 2
+        assert "paramwise_options" not in done.stderr

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from mmengine.logging import print_log
 from mmengine.model import BaseModel
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapperDict
 from mmengine.registry import FUNCTIONS, HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
@@ -58,6 +59,16 @@ class Pyramid(BaseModel):
 
     def forward(self, inputs: Any, mode: str = "tensor") -> Any:
         raise NotImplementedError
+
+
+@MODELS.register_module(force=True)
+class Noisy(Transformer):
+    """Prints and logs while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        print("built")
+        print_log("built", "current")
 
 
 @MODELS.register_module(force=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmfsdp_cli.console import reporting_errors
-from mmfsdp_cli.modelling import import_from_here
+from mmfsdp_cli.modelling import running_user_code
 from mmfsdp_cli.planning import mesh_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def doctor_command(
         from mmfsdp.readers import read_config
 
         mesh = None if ranks is None else mesh_of(ranks)
-        import_from_here()
-        diagnosis = read_config(config).diagnose(mesh)
+        with running_user_code():
+            diagnosis = read_config(config).diagnose(mesh)
         if as_json:
             typer.echo(json.dumps(diagnosis.describe(), indent=1))
         else:

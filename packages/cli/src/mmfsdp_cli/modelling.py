@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint import Layout
     from mmfsdp.readers import ReadConfig
 
-__all__ = ["import_from_here", "key_values", "model_of", "reference_of"]
+__all__ = ["key_values", "model_of", "reference_of", "running_user_code"]
 
 
 def key_values(texts: list[str] | None, option: str) -> dict[str, Any]:
@@ -35,20 +37,23 @@ def key_values(texts: list[str] | None, option: str) -> dict[str, Any]:
     return found
 
 
-def import_from_here() -> None:
-    """Let modules in the current directory be imported, as ``python -m`` does."""
+@contextmanager
+def running_user_code() -> Iterator[None]:
+    """Let modules in the current directory be imported, as ``python -m`` does, and what they print go to stderr."""
     gc.enable()  # frameworks make garbage, unlike metadata
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def model_of(name: str, arguments: list[str] | None) -> tuple[nn.Module, ReadConfig | None]:
     """Build a model, its parameters on the meta device; see `mmfsdp.building.build_model`."""
     given = key_values(arguments, "--model-arg")
-    import_from_here()
-    from mmfsdp.building import build_model
+    with running_user_code():
+        from mmfsdp.building import build_model
 
-    return build_model(name, given)
+        return build_model(name, given)
 
 
 def reference_of(reference: Path | None, model: str | None, arguments: list[str] | None) -> Path | Layout | None:

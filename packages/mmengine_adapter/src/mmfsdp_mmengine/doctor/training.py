@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
 
@@ -78,7 +81,7 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
     if not isinstance(given, Mapping) or any(True for _ in unknown_optimizers(subject)):
         return
     try:
-        with DefaultScope.overwrite_default_scope(subject.scope):
+        with DefaultScope.overwrite_default_scope(subject.scope), _quiet():
             built = build_optim_wrapper(subject.model, _plainest(given))
         OptimizerBinding(subject.model, built)
     except MmfsdpError as error:
@@ -201,6 +204,21 @@ def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for key, item in given.items():
         if isinstance(item, Mapping) and "optimizer" in item:
             yield f"optim_wrapper.{key}", item
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Constructors log a line for each parameter."""
+    logger = MMLogger.get_current_instance()
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
 
 
 def _plainest(given: Mapping[str, Any]) -> dict[str, Any]:
