@@ -13,10 +13,11 @@ from mmengine.model import BaseAveragedModel
 from mmengine.registry import MODELS
 
 from mmfsdp import load_model_state_dict, model_state_dict
-from mmfsdp.errors import ConfigError, closest
+from mmfsdp.errors import ConfigError, StateDictError, closest
 from mmfsdp.runtime import sharded_model
 from mmfsdp.state import LoadReport
 from mmfsdp.state.local_view import LocalView, exchanged
+from mmfsdp.state.report import compare
 from mmfsdp.state.stored import whole_value
 from mmfsdp_mmengine.checkpoint import with_own_counters
 
@@ -106,6 +107,33 @@ class ShardAverages:
                 averages = {name: _copy(value) for name, value in averages.items()}
         trained = {f"{_PREFIX}{name}": value for name, value in weights.items()}
         return {"state_dict": averages, "ema_state_dict": {**self._own(), **trained}}
+
+    def check(self, averages: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Refuse what `load` or `follow` could not take as a whole. Not collective.
+
+        Args:
+            averages: The state dict that averages are to be loaded from, or the weights that they are to begin with.
+            own: What the averaged model itself is to load; None to begin anew.
+
+        Raises:
+            StateDictError: Keys or shapes do not match.
+        """
+        held = self.source()
+        params = {name for name, _ in held.named_parameters(remove_duplicate=False)}
+        wanted = {name: tensor.shape for name, tensor in held.state_dict().items() if name not in params}
+        for param in self._state.plan.all_params():
+            wanted |= dict.fromkeys((param.fqn, *param.aliases), torch.Size(param.shape))
+        offered = with_own_counters(self._state.module, averages)
+        shapes = {name: value.shape for name, value in offered.items() if hasattr(value, "shape")}
+        if own is not None:
+            wanted |= dict.fromkeys(self._own())
+            shapes |= {name: None for name in own if not name.startswith(_PREFIX)}
+        report = compare(wanted, shapes)
+        if not report.clean:
+            raise StateDictError(
+                f"EMAHook(strict_load=True): averages cannot begin with this checkpoint: {report}. With "
+                "strict_load=False, what does not match begins with the model's own values."
+            )
 
     def load(self, averages: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> LoadReport:
         """Load averages. Collective: every rank.

@@ -26,17 +26,20 @@ class EMAHook(StockEMAHook):
     """Averages the weights, validates and tests with the averages, and saves both.
 
     For a sharded model each rank averages what it holds. With any model, resuming works whether the runner loads
-    before or after ``before_run``, and averages outlive training: testing after it in the same run uses them.
+    before or after ``before_run``, and averages outlive training: testing after it in the same run uses them, as
+    testing the checkpoint does (MMEngine's hook would test what is trained there).
 
     Args:
         ema_type: The averaged model: a registered name, or a class derived from MMEngine's ``BaseAveragedModel``.
-        strict_load: Raise if averages in a checkpoint do not match the model.
+        strict_load: Raise, before anything is loaded, if what the averages are to be loaded from does not match the
+            model: averages when resuming, else the checkpoint's weights.
         begin_iter: The iteration from which on to average.
         begin_epoch: The epoch from which on to average; not beside ``begin_iter``.
         **kwargs: Arguments of the averaged model.
 
     Raises:
         ConfigError: ``ema_type`` averages nothing, or does not take ``kwargs``; raised as the run begins.
+        StateDictError: See ``strict_load``; raised on every rank.
     """
 
     def __init__(
@@ -114,6 +117,11 @@ class EMAHook(StockEMAHook):
                 self.before_run(runner)
             super().after_load_checkpoint(runner, checkpoint)
             return
+        if self.strict_load:
+            self.before_run(runner)  # FlexibleRunner loads first
+            assert self._sharded is not None
+            resumes = runner._resume and "ema_state_dict" in checkpoint
+            self._sharded.check(checkpoint["state_dict"], checkpoint["ema_state_dict"] if resumes else None)
         self._is_behind = True
         if "ema_state_dict" not in checkpoint or not runner._resume:
             if runner._resume:
