@@ -113,7 +113,8 @@ def resolve_section(section: Section, known: Known) -> dict[str, Any]:
             f"{section.files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
             "there is no optimizer state of them. Give a whole checkpoint of the same model as reference= "
             "(--reference), such as the weights that training started from"
-            + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order."),
+            + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order.")
+            + " Or give the model itself: reference=layout_of_model(model) (--model).",
             file=str(section.files[0]),
         )
     result.update(_aliases(result, known))
