@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import shutil
 import struct
 from collections.abc import Iterator
@@ -184,3 +185,17 @@ def test_without_checksums_it_is_said_that_data_cannot_be_checked(saves: list[di
     report = verify(saves[0][kind])
     assert report.ok
     assert any("stores no checksum for it" in said for said in report.unchecked)
+
+
+def test_a_tensor_whose_name_has_changed_in_the_metadata_is_not_left_out(
+    saves: list[dict[str, Path]], tmp_path: Path
+) -> None:
+    path = copied(saves[0]["torch_dcp"], tmp_path / "in")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata
+    described["state_dict.zncoder.weight"] = described.pop("state_dict.encoder.weight")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = r"it says where 'state_dict\.encoder\.weight' is stored, but not what it is"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        convert(path, tmp_path / "out.pth")
+    assert not verify(path).ok

@@ -104,6 +104,8 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
     for index, value in (content.get("storage_data") or {}).items():
         key = _index(fields(index))
+        if key[0] not in described:
+            raise ValueError(f"it says where {key[0]!r} is stored, but not what it is")
         if key in locations:
             raise ValueError(f"{key[0]!r} at {key[1]} is stored twice")
         locations[key] = _location(path, key[0], fields(value))
