@@ -11,10 +11,10 @@ from mmfsdp import ShardPlan, plan
 from mmfsdp.compat import Translated, translate_arguments
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.findings import LEVELS, Diagnosis, Finding
+from mmfsdp_mmengine.building import build_model, sharding_settings
 from mmfsdp_mmengine.config import wrapper_arguments
 from mmfsdp_mmengine.doctor import models, running, sharding, state, training
 from mmfsdp_mmengine.doctor.subject import Subject, sharding_of
-from mmfsdp_mmengine.reading import build_model, sharding_settings
 
 __all__ = ["FINDINGS", "RANKS", "diagnose"]
 

@@ -11,10 +11,10 @@ from mmengine.registry import DefaultScope
 from mmfsdp.compat import ARGUMENTS, translate_arguments
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.findings import Finding
+from mmfsdp_mmengine.building import OWN_ARGUMENTS
 from mmfsdp_mmengine.config import activation_arguments, state_dict_settings, wrapper_arguments
 from mmfsdp_mmengine.doctor.running import advised_wrapper
 from mmfsdp_mmengine.doctor.subject import Subject, name_of
-from mmfsdp_mmengine.reading import OWN_ARGUMENTS
 
 __all__ = ["FINDINGS", "setting_of"]
 
