@@ -120,8 +120,8 @@ def case(
 CASES = {
     "epoch-0": case("epoch", "DefaultSampler", 0, "fsdp2", "full", False, 5),
     "epoch-2-local-fsdp1": case("epoch", "DefaultSampler", 2, "fsdp1", "local", False, None),
-    "epoch-plain": case("epoch", "DefaultSampler", 0, "fsdp2", "local", True, None),
-    "iter-0-local": case("iter", "InfiniteSampler", 0, "fsdp2", "local", False, None),
+    "epoch-plain-sharded": case("epoch", "DefaultSampler", 0, "fsdp2", "sharded", True, None),
+    "iter-sharded": case("iter", "InfiniteSampler", 0, "fsdp2", "sharded", False, None),
     "iter-2-plain": case("iter", "InfiniteSampler", 2, "fsdp1", "full", True, 5),
 }
 

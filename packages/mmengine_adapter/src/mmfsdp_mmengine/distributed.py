@@ -18,7 +18,7 @@ from mmengine.dist import init_dist
 
 from mmfsdp.errors import ConfigError
 
-__all__ = ["pick_backend", "start_alone", "start_process_group"]
+__all__ = ["leave_in_order", "pick_backend", "start_alone", "start_process_group"]
 
 _BOTH = "cpu:gloo,cuda:nccl"  # offloaded parameters and checkpoints talk between CPUs
 
@@ -69,11 +69,21 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
     if isinstance(kwargs.get("timeout"), int | float):
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
     if "init_method" not in kwargs and "store" not in kwargs:
-        os.environ.setdefault("MASTER_ADDR", _first_machine(launcher, world_size))
+        if "MASTER_ADDR" not in os.environ:
+            os.environ["MASTER_ADDR"] = _first_machine(launcher, world_size)
         if port is not None:
             os.environ["MASTER_PORT"] = str(port)
         os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group(pick_backend(backend), rank=rank, world_size=world_size, **kwargs)
+    leave_in_order()
+
+
+def leave_in_order() -> None:
+    """When this process ends, leave the process group, whoever started it; at once if an error ends it.
+
+    Calling it again changes nothing.
+    """
+    atexit.unregister(_leave)
     atexit.register(_leave)
 
 
@@ -96,15 +106,17 @@ def _first_machine(launcher: str, world_size: int) -> str:
 
 def _leave() -> None:
     """Gloo's threads abort a process that ends while others still talk to it: wait for them, but not for the dead."""
-    if getattr(sys, "last_value", None) is not None:
+    if not dist.is_initialized():
+        return
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    if failed and dist.get_world_size() > 1:
         # Its error is printed. The others wait for this rank in a collective, and leaving the group would wait for
         # them: end now, so that the launcher stops them.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            if "gloo" in str(dist.get_backend_config()):
-                dist.monitored_barrier(timeout=timedelta(seconds=5))
-            dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):
+        if "gloo" in str(dist.get_backend_config()):
+            dist.monitored_barrier(timeout=timedelta(seconds=5))
+        dist.destroy_process_group()

@@ -27,7 +27,7 @@ from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
 from mmfsdp_mmengine.config import named
-from mmfsdp_mmengine.distributed import start_process_group
+from mmfsdp_mmengine.distributed import leave_in_order, start_process_group
 from mmfsdp_mmengine.latest import find_latest_checkpoint
 from mmfsdp_mmengine.runner import let_shard
 
@@ -72,6 +72,7 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if self.distributed and name is not None and not is_model_wrapper(model):
             cls = MODEL_WRAPPERS.get(name) if isinstance(name, str) else name
             if isinstance(cls, type) and issubclass(cls, FullyShardedDataParallel):
+                leave_in_order()  # the process group is MMEngine's own on a GPU
                 let_shard(self, model_wrapper_cfg)
                 return model  # sharded once the optimizer was built from it
         return stock(self, model_wrapper_cfg, model)

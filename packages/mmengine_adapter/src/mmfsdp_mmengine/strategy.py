@@ -20,7 +20,7 @@ from mmfsdp.runtime import sharded_model
 from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.config import activation_arguments, plain, state_dict_settings
-from mmfsdp_mmengine.distributed import start_alone, start_process_group
+from mmfsdp_mmengine.distributed import leave_in_order, start_alone, start_process_group
 from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
@@ -166,6 +166,7 @@ class FSDPStrategy(CheckpointingStrategy):
         if launcher == "none" and not is_distributed():
             start_alone(**(dist_cfg or {}))
         super()._setup_env(launcher=launcher, dist_cfg=dist_cfg, **kwargs)
+        leave_in_order()
 
     def _setup_distributed(self, launcher: str = "pytorch", backend: str | None = None, **kwargs: Any) -> None:
         if not is_distributed():
