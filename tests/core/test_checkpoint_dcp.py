@@ -88,6 +88,14 @@ def small(tmp_path: Path) -> Path:
     return save(tmp_path / "in", {"a": torch.arange(6.0), "b": torch.ones(4), "c": "text"})
 
 
+def by_place(value: dict[str, Any]) -> dict[str, Any]:
+    """Return content with the optimizer's state as a .pth file has it: by place, the names beside."""
+    [name] = value["optimizer"]["state"]
+    [group] = value["optimizer"]["param_groups"]
+    groups = [{**group, "params": [0], "param_names": [name]}]
+    return {**value, "optimizer": {"state": {0: value["optimizer"]["state"][name]}, "param_groups": groups}}
+
+
 def same(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor):
         raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, two) if tensor.numel()]
@@ -109,7 +117,7 @@ def test_reads_what_torch_reads(tmp_path: Path, threads: int) -> None:
     convert(source, tmp_path / "out.pth", keep="all")
     dcp_to_torch_save(source, tmp_path / "torch.pth")
     expected, found = (torch.load(tmp_path / name) for name in ("torch.pth", "out.pth"))
-    assert same(expected, found)
+    assert same(by_place(expected), found)
     assert same(content()["model"], found["model"])
 
 
@@ -119,7 +127,7 @@ def test_safetensors_inside(tmp_path: Path) -> None:
         del value["model"][name]
     source = save(tmp_path / "in", value, serialization_format=SerializationFormat.SAFETENSORS)
     convert(source, tmp_path / "out.pth", keep="all")
-    assert same(value, torch.load(tmp_path / "out.pth"))
+    assert same(by_place(value), torch.load(tmp_path / "out.pth"))
     for length in range(1, 200, 7):
         file = source / "__0_0.distcp"
         file.write_bytes(file.read_bytes()[:-length])
