@@ -148,6 +148,20 @@ def test_links_out_of_the_directory(tmp_path: Path) -> None:
         open_layout(tmp_path / "in")
 
 
+def test_snapshots_of_the_hugging_face_cache_are_links(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "snapshots").mkdir()
+    tensors = write_shards(repository / "snapshots" / "rev", "safetensors")
+    for number, file in enumerate(sorted((repository / "snapshots" / "rev").iterdir())):
+        file.rename(repository / "blobs" / str(number))
+        file.symlink_to(Path("..", "..", "blobs", str(number)))
+    assert {*open_layout(repository / "snapshots" / "rev").tensors} == {*tensors}
+    (repository / "snapshots").rename(repository / "elsewhere")
+    with pytest.raises(FormatError, match="is a link out of its directory"):
+        open_layout(repository / "elsewhere" / "rev")
+
+
 @pytest.mark.parametrize("text", ['{"a": 1}', "{", '{"weight_map": {"a": 1}}', '{"weight_map": []}', "{" * 100_000])
 def test_what_is_not_an_index(tmp_path: Path, text: str) -> None:
     (tmp_path / SAFETENSORS).write_text(text)

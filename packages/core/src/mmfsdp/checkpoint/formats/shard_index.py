@@ -59,14 +59,16 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         origin: That file, for messages.
 
     Raises:
-        FormatError: The name leads out of the directory, or is not that of a file.
+        FormatError: The name leads out of the directory (other than to the blobs of Hugging Face's cache), or is not
+            that of a file.
     """
     path = directory / name
     parts = Path(name).parts
     if "\0" in name or not parts or Path(name).is_absolute() or ".." in parts:
         raise FormatError(f"{origin.name} names the file {name!r}, which is not in its directory.", file=str(origin))
     try:
-        leads_out = not path.resolve().is_relative_to(directory.resolve())
+        target, home = path.resolve(), directory.resolve()
+        leads_out = not any(target.is_relative_to(root) for root in (home, *_blobs(home)))
     except (OSError, RuntimeError) as error:  # links in a circle
         raise FormatError(f"{origin.name} names the file {name!r}: {error}.", file=str(origin)) from error
     if leads_out:
@@ -75,6 +77,16 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         )
     refuse_special(path, directory=False)
     return path
+
+
+def _blobs(directory: Path) -> list[Path]:
+    """Return where the files of a snapshot in Hugging Face's cache lie, which are links.
+
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    repository = directory.parent.parent
+    of_a_cache = directory.parent.name == "snapshots" and repository.name.startswith(("models--", "datasets--"))
+    return [repository / "blobs"] if of_a_cache else []
 
 
 def combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Path, Layout]) -> Layout:
