@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.logging import HistoryBuffer
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
 from mmfsdp.checkpoint.load import read_checkpoint, reference_of
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
 from mmfsdp.state import LoadReport
+from mmfsdp_mmengine.downloads import download_content, local_path
 from mmfsdp_mmengine.optim import optim_wrappers_of
 
 __all__ = [
@@ -41,7 +41,7 @@ _IMPLEMENTATION = {
     "param_names",
 }
 _STATISTICS = ("min", "max", "mean", "current")
-_REMOTE = re.compile(r"([a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
+_REMOTE = re.compile(r"((?!file:)[a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
 
 
 def optimizer_content(
@@ -113,29 +113,37 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def read_content(filename: str, map_location: Any = "cpu", model: nn.Module | None = None) -> dict[str, Any]:
-    """Return a checkpoint's content, with the weights under ``'state_dict'``. Not collective.
+    """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective for what is downloaded.
 
     Args:
-        filename: A local file or directory of any kind that core reads, or any URL or model zoo name that MMEngine
-            loads. Tensors of local ones stay on disk until they are copied into the model.
+        filename: A local file or directory of any kind that core reads, its ``file://`` URL, or any URL or model zoo
+            name that MMEngine loads. Tensors of local and downloaded files stay on disk until they are copied into the
+            model.
         map_location: Where tensors that come from elsewhere are put.
         model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
 
     Raises:
-        CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint`.
+        CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint` and `download_content`.
     """
-    if not _REMOTE.match(filename):
+
+    def read(path: Path) -> dict[str, Any]:
         reference = None if model is None else reference_of(model)
-        content = read_checkpoint(Path(filename).expanduser(), safe_globals=safe_globals(), reference=reference)
+        return read_checkpoint(path, safe_globals=safe_globals(), reference=reference)
+
+    if not _REMOTE.match(filename):
+        content = read(local_path(filename))
     else:
         with torch.serialization.safe_globals(safe_globals()):
-            content = CheckpointLoader.load_checkpoint(filename, _location(map_location))
+            content = download_content(filename, _location(map_location), read)
     if "state_dict" not in content:
         if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
             raise FormatError(
                 f"{filename} holds no 'state_dict'; it has {sorted(map(str, content))[:8]}.", file=str(filename)
             )
         content = {"state_dict": content}
+    if not isinstance(content["state_dict"], Mapping):
+        kind = type(content["state_dict"]).__name__
+        raise FormatError(f"{filename} holds a {kind} under 'state_dict', no tensors by name.", file=str(filename))
     return content
 
 
