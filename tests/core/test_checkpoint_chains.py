@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.dtypes import DTYPES, to_torch
+from mmfsdp.errors import FormatError
 
 NAMES = [name for name, (_, code) in DTYPES.items() if code is not None]
 
@@ -104,6 +105,60 @@ def check(tensors: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> 
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
         one, two = (item.contiguous().view(-1) for item in (loaded[name], tensor))
         assert tensor.numel() == 0 or torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+KEYS = st.sampled_from(["a", "b.c", "weight", "ä", "0", "x y"])
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=5),
+    st.binary(max_size=5), st.complex_numbers(allow_nan=False), st.tuples(st.integers(), st.text(max_size=3)),
+    st.frozensets(st.integers(0, 9), max_size=3), st.dictionaries(st.integers(0, 9), st.integers(), max_size=3),
+)  # fmt: skip
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw nested content: tensors that share storage among plain values, in dicts, lists and tuples."""
+    store = torch.arange(60.0)
+    views = [store[:12], store[:12].view(3, 4), store[20:41].view(7, 3).t(), store[5], store[:0], store[50:], store]
+    leaves = st.one_of(PLAIN, st.sampled_from(views), st.just(torch.tensor([1, 2, 3])))
+    nested = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.dictionaries(KEYS, inner, max_size=4),
+            st.lists(inner, max_size=3),
+            st.tuples(inner, inner),
+        ),
+        max_leaves=12,
+    )
+    return draw(st.dictionaries(KEYS, nested, min_size=1, max_size=4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.lists(st.sampled_from([form for form in FORMATS if "safe" not in form["to"]]), max_size=4))
+def test_chains_of_everything(tree: dict[str, Any], chain: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        current = Path(folder, "origin.pth")
+        torch.save(tree, current)
+        for step, options in enumerate([*chain, {"to": "pth"}]):
+            target = Path(folder, f"step{step}")
+            try:
+                convert(current, target, **options, keep="all", verify_output=True, fsync=False)
+            except FormatError as error:  # two names that are one for DCP: 'b.c' and {'b': {'c': ...}}
+                assert options["to"] == "dcp"
+                assert "joined with dots" in str(error)
+                return
+            current = target
+        assert same(torch.load(current, weights_only=False), tree)  # frozensets are no plain data to torch
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return {*one} == {*two} and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and bool(one == two)
 
 
 @settings(max_examples=25, deadline=None)
