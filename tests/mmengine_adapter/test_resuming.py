@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
-from mmengine.registry import DATASETS, MODELS
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.runner import FlexibleRunner, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
 
@@ -32,6 +33,34 @@ class DropoutModel(ToyModel):
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor, mode: str = "tensor") -> Any:
         return super().forward(F.dropout(inputs, 0.3, self.training), labels, mode)
+
+
+@MODELS.register_module(force=True)
+class HalvesModel(DropoutModel):
+    """Is trained by two optimizers."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, torch.Tensor]:
+        losses = self(**self.data_preprocessor(data, True), mode="loss")
+        losses["loss"].backward()
+        for wrapper in optim_wrapper.values():
+            wrapper.step()
+            wrapper.zero_grad()
+        return losses
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class HalvesConstructor:
+    """An optimizer for the blocks and one for the rest."""
+
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: Any = None) -> None:
+        pass
+
+    def __call__(self, model: DropoutModel) -> OptimWrapperDict:
+        rest = [*model.patch.parameters(), *model.head.parameters()]
+        return OptimWrapperDict(
+            blocks=OptimWrapper(torch.optim.AdamW(model.blocks.parameters(), lr=0.01)),
+            rest=OptimWrapper(torch.optim.SGD(rest, lr=0.1, momentum=0.9), clip_grad={"max_norm": 0.5}),
+        )
 
 
 @DATASETS.register_module(force=True)
@@ -59,6 +88,43 @@ LOOPS: dict[str, dict[str, Any]] = {
     "iter": {"type": "IterBasedTrainLoop", "max_iters": 8, "val_interval": 3},
 }
 
+RATE = {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 6}
+MOMENTUM = {"type": "CosineAnnealingMomentum", "eta_min": 0.8, "by_epoch": False, "begin": 1, "T_max": 6}
+ONE = {"model": {"type": "DropoutModel"}, "param_scheduler": [RATE, MOMENTUM]}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "one": ONE,
+    "float16": {
+        **ONE,
+        "optim_wrapper": {
+            "type": "AmpOptimWrapper",
+            "dtype": "float16",
+            "loss_scale": {"init_scale": 256.0, "growth_interval": 3},
+            "optimizer": {"type": "AdamW", "lr": 0.01},
+            "accumulative_counts": 2,
+        },
+    },
+    "two": {
+        "model": {"type": "HalvesModel"},
+        "optim_wrapper": {"constructor": "HalvesConstructor"},
+        "param_scheduler": {"blocks": [RATE], "rest": [MOMENTUM]},
+    },
+}
+
+
+def state_of(runner: Any) -> tuple[Any, ...]:
+    """What training ends with: weights, momenta, loss scale, and all of the first rank's message hub but times."""
+    weights = model_state_dict(runner.model, rank0_only=False)
+    scaler = getattr(runner.optim_wrapper, "loss_scaler", None)
+    hub = runner.message_hub
+    logs, infos = (hub.log_scalars, hub.runtime_info) if runner.rank == 0 else ({}, {})  # resuming gives these to all
+    return (
+        sum(float(value.double().sum()) for value in weights.values()),
+        runner.optim_wrapper.get_momentum(),
+        None if scaler is None else scaler.state_dict(),
+        {name: [float(x) for x in log.data[0]] for name, log in logs.items() if "time" not in name},
+        {name: value for name, value in infos.items() if isinstance(value, int | float | list)},
+    )
+
 
 def resumed_runs(
     rank: int, folder: Path, world_size: int, case: dict[str, Any], steps: list[int]
@@ -71,18 +137,14 @@ def resumed_runs(
         settings = config(
             folder / ("whole" if step == 0 else f"from{step}"),
             world_size,
-            model={"type": "DropoutModel"},
             train_dataloader=loader(world_size, case["workers"], case["sampler"]),
             val_dataloader=loader(world_size, 0, "DefaultSampler", shuffle=False),
             train_cfg=LOOPS[case["loop"]],
             randomness={"seed": case["seed"], "diff_rank_seed": True} if case["seed"] else {"seed": None},
-            param_scheduler=[
-                {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 6},
-                {"type": "CosineAnnealingMomentum", "eta_min": 0.8, "by_epoch": False, "begin": 1, "T_max": 6},
-            ],
             default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 2, "by_epoch": False}},
             strategy=strategy(case["kind"], engine=case["engine"]),
             experiment_name=f"resuming{next(_runs)}",
+            **OPTIMIZERS[case["optimizer"]],
         )
         if step:
             settings |= {"load_from": str(folder / "whole" / f"iter_{step}.pth"), "resume": True}
@@ -95,16 +157,13 @@ def resumed_runs(
             runner = FlexibleRunner.from_cfg(Config(settings))
         random.seed(rank + 10 * step)  # a process that starts again has other numbers
         runner.train()
-        weights = model_state_dict(runner.model, rank0_only=False)
         history = next(hook for hook in runner.hooks if isinstance(hook, History))
-        total = sum(float(value.double().sum()) for value in weights.values())
-        logged = [float(value) for value in runner.message_hub.get_scalar("train/loss").data[0]]
-        results.append((history.losses, total, history.metrics, runner.optim_wrapper.get_momentum(), logged[-2:]))
+        results.append((history.losses, history.metrics, state_of(runner)))
     return results
 
 
 def case(
-    loop: str, sampler: str, workers: int, engine: str, kind: str, plain: bool, seed: int | None
+    loop: str, sampler: str, workers: int, engine: str, kind: str, plain: bool, seed: int | None, optimizer: str = "one"
 ) -> dict[str, Any]:
     return {
         "loop": loop,
@@ -114,13 +173,14 @@ def case(
         "kind": kind,
         "plain": plain,
         "seed": seed,
+        "optimizer": optimizer,
     }
 
 
 CASES = {
-    "epoch-0": case("epoch", "DefaultSampler", 0, "fsdp2", "full", False, 5),
+    "epoch-0": case("epoch", "DefaultSampler", 0, "fsdp2", "full", False, 5, "float16"),
     "epoch-2-local-fsdp1": case("epoch", "DefaultSampler", 2, "fsdp1", "local", False, None),
-    "epoch-plain-sharded": case("epoch", "DefaultSampler", 0, "fsdp2", "sharded", True, None),
+    "epoch-plain-sharded": case("epoch", "DefaultSampler", 0, "fsdp2", "sharded", True, None, "two"),
     "iter-sharded": case("iter", "InfiniteSampler", 0, "fsdp2", "sharded", False, None),
     "iter-2-plain": case("iter", "InfiniteSampler", 2, "fsdp1", "full", True, 5),
 }
@@ -130,15 +190,17 @@ class TestExact:
     @pytest.mark.parametrize("name", CASES)
     def test_equals_not_having_stopped(self, tmp_path: Path, name: str) -> None:
         # Steps 2 and 6 are in the middle of epochs, 4 is the last of the first one.
-        steps = [2, 4, 6] if name == "epoch-0" else [4] if name == "iter-2-plain" else [6]
+        steps = [2, 4, 6] if name == "epoch-0" else [4] if CASES[name]["loop"] == "iter" else [6]
         for [whole, *resumed] in run_ranks(resumed_runs, 2, tmp_path, 2, CASES[name], steps):
-            losses, total, metrics, momentum, logged = whole
+            losses, metrics, state = whole
             assert len(losses) == 8
+            if CASES[name]["optimizer"] == "float16":
+                assert state[2]["scale"] == 512.0
             # Saved before the validation of their step, which only the loop over epochs makes up for.
             validated = (3, 6, 8) if CASES[name]["loop"] == "iter" else (5, 8)
             for step, found in zip(steps, resumed, strict=True):
                 after = metrics[sum(at <= step for at in validated) :]
-                assert found == (losses[step:], total, after, momentum, logged), step
+                assert found == (losses[step:], after, state), step
 
 
 def by_iteration(**changes: Any) -> dict[str, Any]:
@@ -148,12 +210,14 @@ def by_iteration(**changes: Any) -> dict[str, Any]:
 
 class TestOtherWorldSize:
     def test_in_the_middle_of_an_epoch(self, tmp_path: Path) -> None:
-        [whole, _] = run_ranks(train, 2, tmp_path / "whole", 2, by_iteration())
-        saved = tmp_path / "whole" / "iter_2.pth"
-        for world_size, log_level in ((1, "INFO"), (4, "WARNING")):
-            changes = by_iteration(load_from=str(saved), resume=True, log_level=log_level)
-            resumed = run_ranks(train, world_size, tmp_path / str(world_size), world_size, changes)[0]
-            assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
+        whole = run_ranks(train, 2, tmp_path / "2", 2, by_iteration())[0]
+        # From two ranks to one, and from one to two: checkpoints in the middle of either epoch.
+        for world_size, before, step in ((1, "2", 2), (2, "1", 6)):
+            saved = tmp_path / before / f"iter_{step}.pth"
+            changes = by_iteration(load_from=str(saved), resume=True, log_level="INFO")
+            folder = tmp_path / ("1" if world_size == 1 else "again")
+            resumed = run_ranks(train, world_size, folder, world_size, changes)[0]
+            assert resumed["losses"] == pytest.approx(whole["losses"][step:], rel=1e-5)
         [log] = (tmp_path / "1").glob("*/*.log")
         assert (
             log.read_text().count("was saved by 2 ranks, these are 1: random number generators are not restored") == 1

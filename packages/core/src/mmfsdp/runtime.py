@@ -54,7 +54,7 @@ def sharded_model(model: nn.Module) -> ShardedModel:
 
 def live_models() -> list[ShardedModel]:
     """Return all sharded models that still exist."""
-    return [state for state in {id(state): state for state in _sharded.values()}.values() if state.exists]
+    return [state for state in {id(state): state for state in [*_sharded.values()]}.values() if state.exists]
 
 
 def clean_fqn(name: str) -> str:
@@ -125,7 +125,9 @@ class ShardedModel:
 
     def owns(self, params: Iterable[torch.Tensor]) -> bool:
         """Tell whether any of ``params`` is a parameter of this model, sharded or gathered."""
-        mine = {id(param) for param in _registered(self.module)} | self.stale(params)
+        if (module := self._module()) is None:
+            return False  # collected since `live_models` listed it
+        mine = {id(param) for param in _registered(module)} | self.stale(params)
         return any(id(param) in mine for param in params)
 
     def stale(self, params: Iterable[torch.Tensor]) -> set[int]:

@@ -46,6 +46,10 @@ class ShardingRunner(Runner):
     def _init_model_weights(self) -> None:
         """The strategy did, before it sharded."""
 
+    def _maybe_compile(self, target: str) -> None:
+        """Compile what FlexibleRunner does."""
+        self.strategy.compile_model(self.model, self.cfg.get("compile") or False)
+
     def _shard(self) -> None:
         strategy, trains = self.strategy, isinstance(self._train_loop, BaseLoop)
         if self.optim_wrapper is not None:

@@ -110,7 +110,7 @@ class FSDPStrategy(CheckpointingStrategy):
             self._shard(self._init_model_weights(self.build_model(model)), optim_wrapper)
         elif self._structure is not None:  # validation came first
             self._bind(OptimizerBinding(self._structure, self.build_optim_wrapper(optim_wrapper, self._structure)))
-        self.model = self.compile_model(self.model, compile=plain(compile))
+        self.model = self.compile_model(self.model, compile)
         if param_scheduler is not None:
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
         self._prepared = True
@@ -147,6 +147,21 @@ class FSDPStrategy(CheckpointingStrategy):
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Return the model with its batch norm layers as ``sync_bn`` says: see `synchronise_batch_norm`."""
         return synchronise_batch_norm(model, self.sync_bn, get_device(), self.world_size)
+
+    def compile_model(self, model: nn.Module, compile: dict[str, Any] | bool = False) -> nn.Module:
+        """Compile the model's ``forward``, which its own ``train_step`` calls too; return the wrapper.
+
+        Args:
+            model: The wrapper.
+            compile: Whether, or arguments of ``torch.compile``; ``target`` names another method. Not changed. A whole
+                ``train_step``, which runners name, is more than torch compiles under sharding: it means ``forward``.
+        """
+        if compile is not False:
+            settings: dict[str, Any] = {} if compile is True else plain(compile)
+            if settings.get("target") == "train_step":
+                settings["target"] = "forward"
+            super().compile_model(model.module, settings)
+        return model
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
         """Return an optimizer wrapper; see MMEngine's `BaseStrategy.build_optim_wrapper`.
