@@ -14,7 +14,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, closest
 from mmfsdp.meta import parameters_on_meta
 from mmfsdp.runtime import sharded_model
 from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
@@ -210,6 +210,15 @@ class FSDPStrategy(CheckpointingStrategy):
             self._pending = PendingWeights(model)
             if config.get("param_init_fn") is None:
                 config["param_init_fn"] = self._pending.allocate
+        name = config.get("type")
+        if isinstance(name, str) and MODEL_WRAPPERS.get(name) is None:
+            names = [*MODEL_WRAPPERS.module_dict]
+            raise ConfigError(
+                f"There is no model wrapper {name!r}. Looked in {MODEL_WRAPPERS.scope}::"
+                f"{MODEL_WRAPPERS.name}.{closest(name, names)} A class of yours is registered with "
+                "@MODEL_WRAPPERS.register_module(), with its module in custom_imports.",
+                config="strategy.model_wrapper.type",
+            )
         wrapped: nn.Module = MODEL_WRAPPERS.build(config, default_args=defaults)
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ConfigError(

@@ -1,0 +1,105 @@
+"""What a config gets wrong ends a run on every rank with what to write instead, and touches no checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from tests.mmengine_adapter.toy import config, runner_of, strategy, train
+
+from mmfsdp.testing import run_ranks
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class OverlappingConstructor:
+    """Gives parameters to two optimizers, or to one of them twice."""
+
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: Any = None) -> None:
+        self.twice = optim_wrapper_cfg["twice"]
+
+    def __call__(self, model: nn.Module) -> OptimWrapperDict:
+        head, rest = [*model.head.parameters()], [*model.blocks.parameters()]
+        one = torch.optim.SGD(rest if self.twice else rest + head, lr=0.1)
+        other = torch.optim.SGD(head, lr=0.1)
+        if self.twice:
+            other.param_groups.append({**other.param_groups[0], "params": head[:1]})
+        return OptimWrapperDict(one=OptimWrapper(one), other=OptimWrapper(other))
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "wrapper": (
+        {"strategy": strategy("full", type="MMFulySharded")},
+        [
+            "ConfigError: There is no model wrapper 'MMFulySharded'. Looked in mmengine::model_wrapper.",
+            "Did you mean 'MMFullyShardedDataParallel'",
+        ],
+    ),
+    "policy": (
+        {"strategy": strategy("full", auto_wrap_policy="size_based_wrap_policy")},
+        ["PolicyNotFoundError: auto_wrap_policy 'size_based_wrap_policy'", "'size_based_auto_wrap_policy'"],
+    ),
+    "state_dict_cfg": (
+        {"strategy": strategy({"state_dict_type": "FLAT_STATE_DICT"})},
+        ["ConfigError: state_dict_cfg.state_dict_type 'FLAT_STATE_DICT' is not known.", "Accepted: FULL_STATE_DICT"],
+    ),
+    "state_dict_cfg that contradicts itself": (
+        {
+            "strategy": strategy(
+                {"state_dict_type": "FULL_STATE_DICT", "state_dict_config": {"type": "LocalStateDictConfig"}}
+            )
+        },
+        ["ConfigError: state_dict_cfg contradicts itself"],
+    ),
+    "two owners": (
+        {"optim_wrapper": {"constructor": "OverlappingConstructor", "twice": False}, "param_scheduler": None},
+        ["ConfigError: Parameter 'head.weight' is held by both 'one' and 'other' of the OptimWrapperDict"],
+    ),
+    "twice by one": (
+        {"optim_wrapper": {"constructor": "OverlappingConstructor", "twice": True}, "param_scheduler": None},
+        ["ConfigError: Parameter 'head.weight' is held twice by 'other' of the OptimWrapperDict"],
+    ),
+    "another optimizer": (
+        {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}}, "resume": True},
+        ["StateDictError: ", "the config has {'optimizer': 'SGD'}", "load_from and resume=False"],
+    ),
+    "no checkpoint": ({"load_from": "config.txt"}, ["FormatError: config.txt is not a checkpoint of a known format"]),
+    "a checkpoint that is not there": (
+        {"load_from": "epoch_9.pth"},
+        ["CheckpointNotFoundError: There is no checkpoint at"],
+    ),
+}
+
+
+def fail(rank: int, folder: Path) -> dict[str, str]:
+    """The errors of all cases, one run after the other."""
+    found = {}
+    for name, (changes, _) in CASES.items():
+        source = {"load_from": str(folder / changes["load_from"])} if "load_from" in changes else {}
+        settings = config(folder, 2, **{"strategy": strategy("full"), **changes, **source})
+        try:
+            runner_of(settings).train()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """All files but logs, with their time of change."""
+    files = [*folder.glob("*.*"), folder / "last_checkpoint"]
+    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files if file.suffix != ".py"}
+
+
+def test_every_rank_stops_and_says_why(tmp_path: Path) -> None:
+    run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("full")})
+    (tmp_path / "config.txt").write_text("no checkpoint")
+    before = content(tmp_path)
+    assert {"epoch_1.pth", "epoch_2.pth", "last_checkpoint"} <= {*before}
+    for found in run_ranks(fail, 2, tmp_path):
+        for name, (_, parts) in CASES.items():
+            for part in parts:
+                assert part in found.get(name, "nothing"), name
+    assert content(tmp_path) == before
