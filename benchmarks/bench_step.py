@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -70,11 +71,11 @@ def through_shard(rank: int) -> Ratio:
 
 
 def through_train_step(rank: int) -> Ratio:
-    """MMEngine's `train_step`, and a bare loop that does the same around torch's calls."""
+    """MMEngine's `train_step` as FSDPStrategy prepares it, and a bare loop that does the same around torch's calls."""
     from mmengine.model import BaseModel
     from mmengine.optim import OptimWrapper
 
-    from mmfsdp_mmengine import MMFullyShardedDataParallel
+    from mmfsdp_mmengine import FSDPStrategy
 
     class Model(BaseModel):
         def __init__(self) -> None:
@@ -84,8 +85,10 @@ def through_train_step(rank: int) -> Ratio:
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor, mode: str = "tensor") -> Any:
             return {"loss": F.cross_entropy(self.net(inputs), labels)}
 
-    wrapped = MMFullyShardedDataParallel(Model(), config={"wrap": WRAP})
-    optim_wrapper = OptimWrapper(torch.optim.AdamW(wrapped.parameters(), lr=1e-3))
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = FSDPStrategy(work_dir=folder, model_wrapper={"config": {"wrap": WRAP}})
+        strategy.logger.setLevel("ERROR")
+        wrapped, optim_wrapper = strategy.prepare(Model(), optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-3}})
     inputs, labels = (part.chunk(dist.get_world_size())[rank] for part in global_batch(0, BATCH, TOKENS))
     plain = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

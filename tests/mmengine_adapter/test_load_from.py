@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tests.mmengine_adapter.toy import POLICY
 from torch.distributed import checkpoint as dcp
 
+from mmfsdp import model_state_dict
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy, MMFullyShardedDataParallel
 
@@ -31,9 +32,9 @@ def strategy_at(folder: Path, **wrapper: Any) -> FSDPStrategy:
     return made
 
 
-def loaded(rank: int, folder: Path, places: dict[str, str]) -> dict[str, bool]:
+def loaded(rank: int, folder: Path, places: dict[str, str], wrapper: dict[str, Any]) -> dict[str, bool]:
     os.environ["TORCH_HOME"] = str(folder / "hub")  # what is downloaded is kept there
-    made = strategy_at(folder)
+    made = strategy_at(folder, **wrapper)
     expected = torch.load(folder / "bare.pth", weights_only=True)
     found = {}
     for name, place in places.items():
@@ -41,7 +42,7 @@ def loaded(rank: int, folder: Path, places: dict[str, str]) -> dict[str, bool]:
             for param in made.model.parameters():
                 param.zero_()
         made.load_checkpoint(place, strict=True)
-        whole = {key: value.full_tensor() for key, value in made.model.state_dict().items()}
+        whole = model_state_dict(made.model, rank0_only=False)
         found[name] = all(torch.equal(whole[key], value) for key, value in expected.items())
     del os.environ["TORCH_HOME"]
     return found
@@ -71,14 +72,15 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 class TestForms:
-    def test_files_directories_and_urls(self, tmp_path: Path, places: dict[str, str]) -> None:
+    @pytest.mark.parametrize("wrapper", [{}, {"engine": "fsdp1"}, {"use_orig_params": False}], ids=str)
+    def test_files_directories_and_urls(self, tmp_path: Path, places: dict[str, str], wrapper: dict[str, Any]) -> None:
         handler = functools.partial(Quiet, directory=str(tmp_path))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             places["http"] = f"http://127.0.0.1:{server.server_port}/published.pth"
             places["http safetensors"] = f"http://127.0.0.1:{server.server_port}/one.safetensors"
             places["file"] = f"file://{tmp_path}/published.pth"
-            found = run_ranks(loaded, 2, tmp_path, places)
+            found = run_ranks(loaded, 2, tmp_path, places, wrapper)
             server.shutdown()
         assert found == [dict.fromkeys(places, True)] * 2
 

@@ -15,6 +15,7 @@ from mmfsdp.collective import gather_objects, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import whole_tensor
+from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces
 from mmfsdp.state.report import LoadReport, agree, compare
 from mmfsdp.state.stored import StoredTensor, local_value, whole_value
 
@@ -75,13 +76,15 @@ def load_model_state_dict(
         StateDictError: With ``strict``, something did not match.
     """
     state = sharded_model(model)
-    target = _sharded(state)
+    own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
+    pieces = flat_pieces(state) if state.is_fsdp1 and not own_shards else {}
+    target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
     offered = _offered(state_dict, state, from_rank0)
     shapes = {name: _shape(into) for name, into in target.items()}
     found = compare(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
-    if state.is_fsdp1:
+    if state.is_fsdp1 and not pieces:
         source = {
             name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names
         }
@@ -93,8 +96,12 @@ def load_model_state_dict(
         @torch.no_grad()
         def fill() -> None:
             for name in names:
-                value = fetch(name, state_dict, offered, target[name], state, from_rank0)
                 into = target[name]
+                piece = into.target if isinstance(into, FlatPiece) else into
+                value = fetch(name, state_dict, offered, piece, state, from_rank0)
+                if isinstance(into, FlatPiece):
+                    fill_piece(into, value)
+                    continue
                 local = into.to_local() if isinstance(into, DTensor) else into
                 local.copy_(local_value(value, into))
 
@@ -154,6 +161,29 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
     return dict(get_model_state_dict(state.module))
 
 
+def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str, Any]:
+    """What a state dict of engine ``fsdp1`` has beside flat parameters: whole parameters, buffers, extra states."""
+    found: dict[str, Any] = {}
+    for prefix, module in state.module.named_modules(remove_duplicate=False):
+        start = clean_fqn(f"{prefix}.") if prefix else ""
+        persistent = {
+            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        for own, value in {**module._parameters, **persistent}.items():
+            name = clean_fqn(start + own)
+            if value is not None and own != "_flat_param" and name not in pieces:
+                found[name] = value
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[start + _EXTRA_STATE] = None
+    return found
+
+
+def _in_order(state: ShardedModel, found: dict[str, Any]) -> dict[str, Any]:
+    """In the unsharded model's order, as messages name them; what is no parameter comes last."""
+    params = [name for param in state.plan.params_in_order() for name in (param.fqn, *param.aliases)]
+    return {name: found[name] for name in (*(name for name in params if name in found), *found)}
+
+
 def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
     full = {name: value for name, value in source.items() if not isinstance(value, DTensor)}
     sharded = {name: value for name, value in source.items() if isinstance(value, DTensor)}
@@ -172,7 +202,7 @@ def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: boo
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor, FlatPiece)) else None
 
 
 def _dtype(value: Any) -> str:
