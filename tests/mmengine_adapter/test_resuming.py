@@ -224,6 +224,24 @@ class TestOtherWorldSize:
         )
 
 
+class TestStockFull:
+    def test_optimizer_state_by_names(self, tmp_path: Path) -> None:
+        """As MMEngine's own FSDPStrategy saves it: torch's ``FSDP.optim_state_dict``, and nothing of how far it was."""
+        changes = {"strategy": strategy("full")}
+        whole = run_ranks(train, 2, tmp_path, 2, changes)[0]
+        content = torch.load(tmp_path / "epoch_1.pth", weights_only=False)
+        del content["progress"]
+        optimizer = content["optimizer"]
+        [group] = optimizer["param_groups"]
+        names = dict(zip(group["params"], group.pop("param_names"), strict=True))
+        group["params"] = [*names.values()]
+        optimizer["state"] = {names[number]: state for number, state in optimizer["state"].items()}
+        torch.save(content, tmp_path / "stock.pth")
+        changes |= {"load_from": str(tmp_path / "stock.pth"), "resume": True}
+        resumed = run_ranks(train, 2, tmp_path / "again", 2, changes)[0]
+        assert resumed["losses"] == whole["losses"][4:]
+
+
 class TestAutoResume:
     """``resume=True`` without ``load_from``."""
 
