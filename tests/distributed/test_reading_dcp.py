@@ -94,6 +94,18 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+def by_name(content: dict[str, Any]) -> dict[str, Any]:
+    """A ``.pth`` file numbers the parameters of optimizers, with their names beside; DCP goes by the names."""
+    groups = content["optimizer"]["param_groups"]
+    names = {}
+    for group in groups:
+        group_names = group.pop("param_names")
+        names |= dict(zip(group["params"], group_names, strict=True))
+        group["params"] = group_names
+    state = {names[number]: value for number, value in content["optimizer"]["state"].items()}
+    return {**content, "optimizer": {"state": state, "param_groups": groups}}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "world_size", "writer"),
@@ -119,7 +131,7 @@ def test_reads_what_torch_reads(tmp_path: Path, kind: str, world_size: int, writ
     convert(source, tmp_path / "out.safetensors")
     dcp_to_torch_save(source, tmp_path / "torch.pth")
     expected = torch.load(tmp_path / "torch.pth", weights_only=False)
-    assert same(torch.load(tmp_path / "out.pth"), expected)
+    assert same(by_name(torch.load(tmp_path / "out.pth")), expected)
     assert same(load_file(tmp_path / "out.safetensors"), dict(expected["model"]))
 
 
@@ -133,7 +145,7 @@ def test_safetensors_writers(tmp_path: Path, kind: str) -> None:
     dcp_to_torch_save(tmp_path / "torch", tmp_path / "torch.pth")
     expected = torch.load(tmp_path / "torch.pth", weights_only=False)
     convert(tmp_path / "safetensors", tmp_path / "out.pth", keep="all")
-    assert same(torch.load(tmp_path / "out.pth"), expected)
+    assert same(by_name(torch.load(tmp_path / "out.pth")), expected)
     assert open_layout(tmp_path / "hugging_face").format == "safetensors_ranks"
     convert(tmp_path / "hugging_face", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), dict(expected["model"]))
