@@ -247,15 +247,84 @@ def looked_at(rank: int, engine: str) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int) -> list[str]:
+def refused(rank: int, wrapper: dict[str, Any]) -> list[str]:
     """Code outside of a unit computes with a layer in it."""
-    model = MMFullyShardedDataParallel(Base(), auto_wrap_policy=POLICY)
+    model = MMFullyShardedDataParallel(Base(), auto_wrap_policy=POLICY, **wrapper)
     type(model.module).logits = lambda self, x: self.head(self.backbone.fc(x))
     try:
         model(torch.ones(2, WIDTH))
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         return list(error.__notes__)
     return []
+
+
+class Convolutions(Base):
+    """Calls the children of a Sequential one by one, as ResNet of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        image = x[:, None, None]
+        for layer in self.stage:
+            image = layer(image)
+        return super().logits(image[:, 0, 0])
+
+
+def by_size(rank: int) -> list[Any]:
+    """The note, and the loss once the policy leaves that unit out."""
+    policy: dict[str, Any] = {"type": "size_based_auto_wrap_policy", "min_num_params": 60}
+    found: list[Any] = []
+    for exclude in ([], ["Sequential"]):
+        settings = {**policy, "exclude_wrap_modules": exclude} if exclude else policy
+        model = MMFullyShardedDataParallel(Convolutions(), auto_wrap_policy=settings, engine="fsdp1")
+        try:
+            found.append(model(torch.ones(2, WIDTH), mode="loss")["loss"].item())
+        except RuntimeError as error:
+            found.append("".join(getattr(error, "__notes__", ["no note"])))
+    return found
+
+
+@MODELS.register_module(force=True)
+class Generates(Base):
+    """Predicts by a method of a part, which runs several forwards."""
+
+    class Generator(Stage):
+        def generate(self, x: torch.Tensor, steps: int = 2) -> torch.Tensor:
+            x = self.fc(x)
+            for _ in range(steps):
+                x = self(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = Generates.Generator()
+
+    def forward(self, inputs: torch.Tensor, mode: str = "tensor") -> Any:
+        if mode == "predict":
+            return self.head(self.lm.generate(inputs))
+        return super().forward(self.lm(inputs), mode)
+
+
+def generated(rank: int) -> dict[str, Any]:
+    """Notes without forward_methods, whether predictions are right with them, and by root methods of the wrapper."""
+    torch.manual_seed(0)
+    alone = Generates()
+    x = torch.randn(4, WIDTH)
+    policy = {"type": "ModuleWrapPolicy", "module_classes": [Generates.Generator]}
+    expected = alone.val_step({"inputs": x})
+    found: dict[str, Any] = {}
+    for methods in ([], ["generate"]):
+        model = MMFullyShardedDataParallel(
+            copy.deepcopy(alone), auto_wrap_policy=policy, config={"sharding": {"forward_methods": methods}}
+        )
+        try:
+            with torch.no_grad():
+                found[str(methods)] = torch.allclose(model.val_step({"inputs": x}), expected, atol=1e-6)
+        except RuntimeError as error:
+            found[str(methods)] = "".join(getattr(error, "__notes__", ["no note"]))
+    return found
 
 
 class TestDirectCalls:
@@ -266,6 +335,22 @@ class TestDirectCalls:
             assert all(found.values()), found
 
     def test_layer_of_a_unit_that_is_not_gathered(self) -> None:
-        for [note] in run_ranks(refused, 2):
+        for [note] in run_ranks(refused, 2, {}):
             assert "'backbone.fc' (Linear) computed in forward() with its parameters weight, bias while" in note
             assert "change the wrap policy so that 'backbone' is no unit of its own" in note
+
+    def test_the_same_with_fsdp1(self) -> None:
+        for [note] in run_ranks(refused, 2, {"engine": "fsdp1"}):
+            assert "'backbone.fc' (Linear) computed in forward() with its parameters weight" in note
+            assert "so that 'backbone' is no unit of its own (exclude_wrap_modules=['Stage'] in a size policy)" in note
+
+    def test_children_of_a_container_under_a_size_policy(self) -> None:
+        for note, loss in run_ranks(by_size, 2):
+            assert "exclude_wrap_modules=['Sequential']" in note
+            assert isinstance(loss, float)
+
+    def test_generate(self) -> None:
+        for found in run_ranks(generated, 2):
+            assert found["['generate']"] is True
+            assert "'lm.fc' (Linear) computed in forward() with its parameters weight, bias" in found["[]"]
+            assert "List the method ('generate') in sharding.forward_methods" in found["[]"]

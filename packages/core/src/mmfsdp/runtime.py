@@ -173,9 +173,9 @@ class ShardedModel:
         from mmfsdp.diagnostics import explain_forward_error
 
         self._in_forward = 0
+        explain_forward_error(error, self)
         if self.is_fsdp1:
             return
-        explain_forward_error(error, self)
         reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
         if reset is not None:
             with contextlib.suppress(AttributeError):  # nothing ran yet, so there is nothing to reset
