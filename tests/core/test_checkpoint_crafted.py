@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import pickletools
 import resource
 import shutil
 import struct
@@ -16,8 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.core.samples import content, write_samples
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint import convert, open_layout, pickle_limits, verify
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.checkpoint.pickle_limits import check_limits
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
@@ -111,6 +115,48 @@ def test_places_in_the_memo_are_followed_through_what_is_skipped() -> None:
         check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"h\x0a.", Path("x"))
     with pytest.raises(CorruptCheckpointError, match="in two ways"):
         check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"\x94.", Path("x"))
+
+
+def described(protocol: int) -> bytes:
+    """Return a pickle of what DCP's metadata consists of, without its end, long enough for objects to be skipped."""
+    places = {
+        MetadataIndex(
+            f"layer.{number}.weight", torch.Size((number, 0, number << 9)[: number % 4]), number
+        ): _StorageInfo("__0_0.distcp", number << 30, 1 << 8)
+        for number in range(1000)
+    }
+    chunks = [[ChunkStorageMetadata(torch.Size((0, number)), torch.Size((2, 2)))] * 2 for number in range(99)]
+    content = [("a", ("b", "c")), places, chunks, {f"n{number}": ("model", str(number)) for number in range(99)}]
+    return pickle.dumps(content, protocol=protocol)[:-1]
+
+
+def verdict(pickled: bytes) -> str | None:
+    try:
+        check_limits(pickled, Path("x"))
+    except CorruptCheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_objects_that_are_skipped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What follows a bomb's tuples must find them at the same places as if every opcode had been followed.
+    begin = described(4)
+    places = sum(opcode.name == "MEMOIZE" for opcode, _, _ in pickletools.genops(begin + b"."))
+    tails = [b"", b"N\x94" + b"".join(b"j%b" % struct.pack("<I", places + n) * 2 + b"\x86\x94" for n in range(60))]
+    tails += [b"N\x94" + b"".join(b"j%b" % struct.pack("<I", places - 1) * 2 + b"\x86\x94" for n in range(60))]
+    tails += [b"Nr\xff\0\0\0"]
+    large = b"(" + b"N" * 50_000 + b"t\x94"  # as the name of an attribute, many times
+    classes, key = b"cx\ny\n\x94", struct.pack("<I", places)
+    tails += [large + classes + (b"j" + struct.pack("<I", places + 1) + b")\x81}(j" + key + b"K\0ub") * 100]
+    small = large.replace(b"N" * 50_000, b"N" * 60)
+    tails += [small + classes + (b"j" + struct.pack("<I", places + 1) + b")\x81}(j" + key + b"K\0ub") * 100]
+    quick = [verdict(begin + tail + b".") for tail in tails]
+    assert [reason is not None for reason in quick] == [False, True, False, True, True, False]
+    monkeypatch.setattr(pickle_limits, "_MANY", 1 << 40)
+    slow = [verdict(begin + tail + b".") for tail in tails]
+    assert quick[:3] == slow[:3]
+    assert quick[4:] == slow[4:]
+    assert [verdict(described(protocol) + b".") for protocol in (2, 3, 5)] == [None] * 3
 
 
 def view(offset: bytes, size: bytes, stride: bytes) -> bytes:

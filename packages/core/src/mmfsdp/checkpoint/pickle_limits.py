@@ -7,6 +7,8 @@ https://docs.python.org/3/library/pickletools.html
 
 from __future__ import annotations
 
+import functools
+import itertools
 import mmap
 import re
 from pathlib import Path
@@ -69,9 +71,9 @@ _define(b"\x92", _POP, 0, -2)
 _define(b"Q", _POP, 0, 0)
 _TABLE = [_OPCODES.get(opcode) for opcode in range(256)]
 
-# What checkpoints consist of is skipped at once, since it leaves one value on the stack that is no tuple: a tensor as
-# torch.save describes it, and one in the metadata of DCP. The tuples within that can hold others are noted as ones that
-# may not be referred to again (the groups), which nobody does.
+# What checkpoints consist of is skipped at once, since it leaves values on the stack that are no tuples. A tensor as
+# torch.save describes it: the tuples within that can hold others are noted as ones that may not be referred to again
+# (the groups), which nobody does.
 _GOT = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4})"
 _INTS = rb"(?:\)|" + _INT + rb"\x85|" + _INT + rb"{2}\x86|" + _INT + rb"{3}\x87|\(" + _INT + rb"{0,9}t)"
@@ -83,16 +85,29 @@ _SAVED = re.compile(
     + (_INTS + _AT + b"?") * 2 + rb"[\x88\x89]" + _GOT + rb"\)R" + _AT + b"t" + _AGAIN + b"R" + _AT,
     re.DOTALL,
 )  # fmt: skip
-_SIZE = _GOT + _INTS + rb"(\x94)?\x85\x94R\x94"
-_CHUNK = _GOT + rb"\)\x81\x94}\x94\(" + (_GOT + _SIZE) * 2 + b"ub"
-_DESCRIBED = re.compile(
-    _GOT + rb"\)\x81\x94}\x94\(" + _GOT * 2 + rb"\)\x81\x94\((?:" + _GOT + rb"|[\x88\x89]){1,9}t\x94b"
-    + _GOT + _SIZE + _GOT + rb"\]\x94" + _CHUNK + b"aub",
-    re.DOTALL,
-)  # fmt: skip
 _FORBIDDEN = (_REPEATS + 1) << 10
+_MANY = 1 << 16  # bytes from which on objects are skipped, too
+_SMALL = 100 << 10  # while all in the memo are smaller, for what these objects take from there is not counted
 _UNCOUNTED = -1  # in the memo: there are places in use that are not in it
-_SKIPPED = 11 << 10 | 1  # at most what stands in a place of the memo that was not looked at: a few numbers
+_SKIPPED = 13 << 10 | 2  # at most what stands in a place of the memo that was not looked at: a few numbers
+
+
+@functools.cache
+def _objects() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Return what matches objects with attributes one after another, as DCP describes where the boxes of tensors lie.
+
+    The other expression finds in such a match where an object is complete and where one takes a place of the memo.
+    """
+    texts = (re.escape(bytes([size])) + b"%b.{%d}" % (zeros, size) for zeros in (b"", rb"\0{3}") for size in range(256))
+    short, long = b"|".join(itertools.islice(texts, 256)), b"|".join(texts)
+    simple = _GOT + rb"|N|" + _INT + rb"|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7})"
+    text = rb"\x8c(?:" + short + rb")|X(?:" + long + rb")"
+    size = _GOT + rb"(?:" + _INTS + rb"\x94?\x85|\(" + _INTS + rb"t)\x94?R"
+    attributes = rb"\((?:" + _GOT + rb"(?:(?:" + size + rb"|" + text + rb")\x94?|" + simple + rb")){1,9}ub"
+    return (
+        re.compile(rb"(?:" + _GOT + rb"\)\x81\x94?}\x94?" + attributes + rb")++", re.DOTALL),
+        re.compile(rb"(?:[)\x81}(uRt\x85-\x87]|" + simple + rb"|" + text + rb")*+([b\x94])", re.DOTALL),
+    )
 
 
 def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
@@ -126,6 +141,8 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
     marks: list[int] = []
     memo: dict[int, int] = {}
     repeats, size, table = 0, len(data), _TABLE
+    skipped = 0  # places of the memo in use that are not in it
+    many = size > _MANY
     while True:
         found = table[data[at]]
         if found is None:  # STOP, or no opcode
@@ -145,18 +162,31 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
                 at = data.find(b"\n", at) + 1
             if not at:
                 return None
-        if effect == _GET and data[at] in b"()" and (skipped := _skipped(data, begin - 1, memo)):
-            at = skipped
+        if (
+            effect == _GET
+            and many
+            and data[at : at + 2] == b")\x81"
+            and (objects := _objects()[0].match(data, begin - 1))
+        ):
+            at = objects.end()
+            events = _objects()[1].findall(data, begin - 1, at)
+            stack.extend([0] * events.count(b"b"))
+            skipped += events.count(b"\x94")
+        elif effect == _GET and data[at] == 0x28 and (saved := _SAVED.match(data, begin - 1)):
+            at = saved.end()
+            memo.update((int.from_bytes(place, "little"), _FORBIDDEN) for place in saved.groups() if place is not None)
+            memo[_UNCOUNTED], many = 0, False
             stack.append(0)
         elif effect == _PUSH:
             stack.append(0)
         elif effect == _PUT:
-            index = len(memo) if length == 0 else _index(data, begin, at, length)
-            if length == 0 and _UNCOUNTED in memo:
+            index = len(memo) + skipped if length == 0 else _index(data, begin, at, length)
+            if (length == 0 and _UNCOUNTED in memo) or (length != 0 and skipped):
                 return "it numbers the places of its memo in two ways", begin - 1
             if index > size:
                 return f"it stores a value at place {index} of its memo, but has only {size} bytes", begin - 1
-            memo[index] = stack[-1]
+            value = memo[index] = stack[-1]
+            many = many and value < _SMALL
         elif effect in (_GET, _DUP):
             value = stack[-1] if effect == _DUP else memo.get(_index(data, begin, at, length), _SKIPPED)
             repeats += value >> 10
@@ -186,24 +216,6 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             del stack[marks.pop() :]
             if effect == _REPLACE_MARKED:
                 stack.append(0)
-
-
-def _skipped(data: bytes | mmap.mmap, at: int, memo: dict[int, int]) -> int:
-    """Return where a tensor's description ends that begins here; 0 if none does."""
-    saved = _SAVED.match(data, at)
-    if saved is not None:
-        for place in saved.groups():
-            if place is not None:
-                memo[int.from_bytes(place, "little")] = _FORBIDDEN
-        memo[_UNCOUNTED] = 0
-        return saved.end()
-    described = _DESCRIBED.match(data, at)
-    if described is None:
-        return 0
-    count, first = 13 + sum(put is not None for put in described.groups()), len(memo)
-    memo.update((first + place, _SKIPPED) for place in range(count))
-    memo[first + 3] = _FORBIDDEN
-    return described.end()
 
 
 def _index(data: bytes | mmap.mmap, begin: int, end: int, length: int) -> int:
