@@ -115,6 +115,10 @@ def test_places_in_the_memo_are_followed_through_what_is_skipped() -> None:
         check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"h\x0a.", Path("x"))
     with pytest.raises(CorruptCheckpointError, match="in two ways"):
         check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + again + b"\x94.", Path("x"))
+    for put in (b"q\x07", b"q\x08", b"q\x09", b"q\x0a", b"q\x0b"):
+        far = again.replace(put, b"r\xff\xff\xff\x3f")
+        with pytest.raises(CorruptCheckpointError, match="at place 1073741823 of its memo"):
+            check_limits(first[:2] + b"Nq\x01Nq\x02Nq\x03" + far + b".", Path("x"))
 
 
 def described(protocol: int) -> bytes:

@@ -78,8 +78,8 @@ _GOT = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4})"
 _INTS = rb"(?:\)|" + _INT + rb"\x85|" + _INT + rb"{2}\x86|" + _INT + rb"{3}\x87|\(" + _INT + rb"{0,9}t)"
 _KEY = rb"X(?:\x01\0{3}.|\x02\0{3}..|\x03\0{3}.{3}|\x04\0{3}.{4}|\x05\0{3}.{5})"
-_AT = rb"(?:q.|r.{4})"
-_AGAIN = rb"(?:q(.)|r(.{4}))"
+_AT = rb"(?:q.|r..[\0-\x3f]\0)"  # places so low that room for them is no matter
+_AGAIN = rb"(?:q(.)|r(..[\0-\x3f]\0))"
 _SAVED = re.compile(
     _GOT + rb"\(\(" + _GOT * 2 + _KEY + _AT + _GOT + _INT + b"t" + _AGAIN + b"Q" + _INT
     + (_INTS + _AT + b"?") * 2 + rb"[\x88\x89]" + _GOT + rb"\)R" + _AT + b"t" + _AGAIN + b"R" + _AT,
