@@ -81,7 +81,8 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
     present = rank_files(directory)
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
     first = present[min(present)]
-    world_size = _header(first, read_tree(first, trust=True))["world_size"]
+    tree = read_tree(first, trust=trust)
+    world_size = _header(first, tree)["world_size"]
     if manifest is not None and manifest.world_size != world_size:
         raise CorruptCheckpointError(
             f"{first.name} is of a save by {world_size} ranks, but {MANIFEST_NAME} of one by {manifest.world_size}.",
@@ -104,7 +105,9 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
         )
     if manifest is not None:
         check_manifest(directory, checksums=False)
-    ranks = [_read_rank(present[rank], rank, world_size, trust) for rank in range(world_size)]
+    ranks = [_of_rank(first, tree, 0, world_size)]
+    for number in range(1, world_size):
+        ranks.append(_of_rank(present[number], read_tree(present[number], trust=trust), number, world_size))
     expected = ranks[0].save_id if manifest is None else manifest.save_id
     for rank in ranks:
         if rank.save_id != expected:
@@ -142,8 +145,7 @@ def _header(path: Path, tree: Any) -> dict[str, Any]:
     return dict(header)
 
 
-def _read_rank(path: Path, rank: int, world_size: int, trust: bool) -> _RankFile:
-    tree = read_tree(path, trust=trust)
+def _of_rank(path: Path, tree: Any, rank: int, world_size: int) -> _RankFile:
     header = _header(path, tree)
     if header["rank"] != rank or header["world_size"] != world_size:
         raise CorruptCheckpointError(
