@@ -148,3 +148,15 @@ def save_local(rank: int, directory: Path, kind: str, use_orig_params: bool, opt
         torch.save(truth, directory / "truth.pth")
         torch.save({"state_dict": toy(kind).state_dict()}, directory / "reference.pth")
     dist.barrier()
+
+
+def by_name(content: dict[str, Any]) -> dict[str, Any]:
+    """A ``.pth`` file numbers the parameters of optimizers, with their names beside; DCP goes by the names."""
+    groups = content["optimizer"]["param_groups"]
+    names = {}
+    for group in groups:
+        group_names = group.pop("param_names")
+        names |= dict(zip(group["params"], group_names, strict=True))
+        group["params"] = group_names
+    state = {names[number]: value for number, value in content["optimizer"]["state"].items()}
+    return {**content, "optimizer": {"state": state, "param_groups": groups}}

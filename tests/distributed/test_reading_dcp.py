@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.distributed.stock_local import by_name
 from torch import nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -92,18 +93,6 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
-
-
-def by_name(content: dict[str, Any]) -> dict[str, Any]:
-    """A ``.pth`` file numbers the parameters of optimizers, with their names beside; DCP goes by the names."""
-    groups = content["optimizer"]["param_groups"]
-    names = {}
-    for group in groups:
-        group_names = group.pop("param_names")
-        names |= dict(zip(group["params"], group_names, strict=True))
-        group["params"] = group_names
-    state = {names[number]: value for number, value in content["optimizer"]["state"].items()}
-    return {**content, "optimizer": {"state": state, "param_groups": groups}}
 
 
 @pytest.mark.filterwarnings("ignore")

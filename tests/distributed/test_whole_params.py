@@ -141,8 +141,8 @@ def test_a_method_called_from_outside_its_unit_is_named() -> None:
     note = (
         "mmfsdp: 'block.up' (Linear) computed in forward() with its parameters weight, bias while their shard unit "
         "'block' was not gathered: something outside the unit calls a method of it other than forward, or reads its "
-        "weights. List the method in sharding.forward_methods, or change the wrap policy so that 'block' is no unit "
-        "of its own."
+        "weights. List the method ('project') in sharding.forward_methods, or change the wrap policy so that 'block' "
+        "is no unit of its own."
     )
     assert run_ranks(call_from_outside, 2, []) == [[note]] * 2
     assert run_ranks(call_from_outside, 2, ["project"]) == [[], []]
