@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from mmfsdp.checkpoint import convert, open_layout, pickle_limits, verify
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.checkpoint.pickle_limits import check_limits
+from mmfsdp.checkpoint.pickles import integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 PROTOCOL = b"\x80\x02"
@@ -93,6 +94,15 @@ def test_many_lists_within_each_other_are_read_once(tmp_path: Path) -> None:
     assert "more than 100 levels" in done.stderr
     shallow = PROTOCOL + b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
     assert in_little(archive(tmp_path / "in.pth", shallow)).returncode == 0
+
+
+def test_messages_do_not_spell_out_what_refers_to_itself_many_times() -> None:
+    nested: list[object] = []
+    for _ in range(80):
+        nested = [nested, nested]
+    with pytest.raises(ValueError, match="is not a tuple of sizes") as caught:
+        integers(nested)
+    assert len(str(caught.value)) < 100_000
 
 
 def test_pickles_that_only_look_bad(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import mmap
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
@@ -146,10 +147,10 @@ def integers(values: Any) -> tuple[int, ...]:
     if isinstance(values, PickledObject) and values.qualname == "Size":
         values = values.args[0]
     if not isinstance(values, tuple | list):
-        raise ValueError(f"{values!r} is not a tuple of sizes")
+        raise ValueError(f"{brief(values)} is not a tuple of sizes")
     for value in values:
         if type(value) is not int or value < 0:
-            raise ValueError(f"{values!r} is not a tuple of sizes")
+            raise ValueError(f"{brief(values)} is not a tuple of sizes")
     return tuple(values)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any
 
 from mmfsdp.checkpoint.pickles import PickledObject, fields, integers, read_pickle
@@ -139,18 +140,18 @@ def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
 def _index(content: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
     name, offset = content["fqn"], content.get("offset")
     if not isinstance(name, str):
-        raise ValueError(f"{name!r} is not a name")
+        raise ValueError(f"{brief(name)} is not a name")
     return name, None if offset is None else integers(offset)
 
 
 def _location(path: Path, name: str, content: Mapping[str, Any]) -> Location:
     file, offset, length = content["relative_path"], content["offset"], content["length"]
     if not isinstance(file, str):
-        raise ValueError(f"the file of {name!r} is {file!r}")
+        raise ValueError(f"the file of {name!r} is {brief(file)}")
     if any(type(number) is not int or not 0 <= number < _ELEMENTS for number in (offset, length)):
-        raise ValueError(f"{name!r} lies at byte {offset!r} with length {length!r} in {file}")
+        raise ValueError(f"{name!r} lies at byte {brief(offset)} with length {brief(length)} in {file}")
     if content.get("transform_descriptors"):
-        through = ", ".join(map(str, content["transform_descriptors"]))
+        through = ", ".join(item if isinstance(item, str) else brief(item) for item in content["transform_descriptors"])
         raise FormatError(
             f"{name!r} of {path.name} is stored through {through} (compressed or encrypted), "
             "which cannot be read here. Load it with torch and save it plainly.",
@@ -163,7 +164,7 @@ def _path(name: str, value: Any) -> tuple[str | int, ...]:
     if value is None:
         return (name,)  # saved without a planner's mapping: names as they are
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= _DEPTH or not isinstance(value[0], str):
-        raise ValueError(f"the keys of {name!r} are {value!r}")
+        raise ValueError(f"the keys of {name!r} are {brief(value)}")
     if any(not isinstance(key, str) and (type(key) is not int or key < 0) for key in value):
-        raise ValueError(f"the keys of {name!r} are {value!r}")
+        raise ValueError(f"the keys of {name!r} are {brief(value)}")
     return tuple(value)
