@@ -1,0 +1,31 @@
+"""Ctrl-C during a conversion ends it at once, and leaves nothing half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 26], "data_offsets": [0, 1 << 28]}}).encode()
+    with (tmp_path / "in.safetensors").open("wb") as file:  # almost all of it a hole
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 28))
+    target = tmp_path / "out" / "out.pth"
+    target.parent.mkdir()
+    program = [Path(sys.executable).with_name("mmfsdp-cli"), "convert", tmp_path / "in.safetensors", target]
+    process = subprocess.Popen([*map(str, program), "--jobs", "2"], stderr=subprocess.PIPE, text=True)
+    while not os.listdir(target.parent) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    began = time.perf_counter()
+    _, errors = process.communicate(timeout=20)
+    assert time.perf_counter() - began < 10
+    assert process.returncode == 130, errors
+    assert "Interrupted; nothing was written." in errors
+    assert os.listdir(target.parent) == []
