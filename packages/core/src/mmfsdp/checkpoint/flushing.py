@@ -28,7 +28,8 @@ class Flusher:
         self._files = list(files)[:_FILES]
         self._over = threading.Event()
         self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="mmfsdp-flush")
+        # A daemon: an interrupt between its start and the block that ends it must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="mmfsdp-flush", daemon=True)
 
     def __enter__(self) -> Flusher:
         self._thread.start()

@@ -41,9 +41,15 @@ class Tracker:
             raise StoppedError
         if count:
             with self._lock:
+                if self.failure is not None:  # of a thread that had the lock until now
+                    raise StoppedError
                 self._done += count
-                if self._progress is not None:
-                    self._progress(self._done, self._total)
+                try:
+                    if self._progress is not None:
+                        self._progress(self._done, self._total)
+                except BaseException as error:
+                    self.failure = error
+                    raise
 
     def stop(self, failure: BaseException) -> None:
         """Make every further ``advance`` raise; the first failure is kept."""
