@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.checkpoint.open_files import OpenFiles, truncated, write_all
 from mmfsdp.checkpoint.tracking import Tracker
 from mmfsdp.errors import CorruptCheckpointError
 
@@ -87,12 +87,11 @@ class Copier:
 
     def _cast(self, entry: CastEntry, target: int, at: int) -> int:
         crc = 0
-        with OpenFiles() as files:
-            for block in converted_blocks(files, entry):
-                _write(target, block, at)
-                at += len(block)
-                crc = crc32(block, crc)
-                self._tracker.advance(len(block))
+        for block in converted_blocks(self._files, entry):
+            write_all(target, block, at)
+            at += len(block)
+            crc = crc32(block, crc)
+            self._tracker.advance(len(block))
         return crc
 
     def _copy(self, run: Run, target: int, at: int, name: str) -> None:
@@ -105,7 +104,7 @@ class Copier:
                 del self._methods[0]  # some file systems say 0 for "not here"; plain reads have the last word
                 continue
             if count == 0:
-                raise _truncated(run.file, name, run.source + done)
+                raise truncated(run.file, name, run.source + done)
             done += count
             self._tracker.advance(count)
 
@@ -119,15 +118,15 @@ class Copier:
                 del self._methods[0]
         view = self._buffer[: min(length, _BLOCK)]
         count = os.preadv(source, [view], source_at)
-        _write(target, view[:count], target_at)
+        write_all(target, view[:count], target_at)
         return count
 
     def _gather(self, run: StridedRun, target: int, at: int, name: str, crc: int) -> int:
         position = at + run.target
         for block in packed_blocks(self._files.descriptor(run.file), run):
             if not block:
-                raise _truncated(run.file, name, run.source)
-            _write(target, memoryview(block), position)
+                raise truncated(run.file, name, run.source)
+            write_all(target, block, position)
             position += len(block)
             crc = crc32(block, crc)
             self._tracker.advance(len(block))
@@ -153,7 +152,7 @@ class Copier:
             view = self._buffer[: min(_BLOCK, end - offset)]
             count = os.preadv(source, [view], offset)
             if count == 0:
-                raise _truncated(file, name, offset)
+                raise truncated(file, name, offset)
             crc = crc32(view[:count], crc)
             offset += count
             self._tracker.advance(0)
@@ -167,15 +166,3 @@ def _copy_file_range(source: int, target: int, source_at: int, target_at: int, l
 def _sendfile(source: int, target: int, source_at: int, target_at: int, length: int) -> int:
     os.lseek(target, target_at, os.SEEK_SET)
     return os.sendfile(target, source, source_at, length)
-
-
-def _write(target: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(target, data, offset)
-        data, offset = data[count:], offset + count
-
-
-def _truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
-    )

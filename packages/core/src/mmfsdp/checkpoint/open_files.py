@@ -1,4 +1,4 @@
-"""Keeps the files that a checkpoint is read from open, a bounded number of them at a time."""
+"""Open files of a checkpoint: a bounded number kept open to read from, and what reading and writing them share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
 
-from mmfsdp.errors import FormatError, IncompleteCheckpointError
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["OpenFiles", "refuse_special"]
+__all__ = ["OpenFiles", "refuse_special", "truncated", "write_all"]
 
 _OPEN_FILES = 64
 
@@ -46,6 +46,21 @@ class OpenFiles:
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
         return self._files[file]
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes at byte ``offset`` of an open file, however many calls that takes."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
+    """Return the error for a file that ends at byte ``offset``, within a tensor."""
+    return CorruptCheckpointError(
+        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
+    )
 
 
 def refuse_special(path: Path, *, directory: bool = True) -> None:

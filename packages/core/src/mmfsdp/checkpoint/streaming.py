@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.checkpoint.open_files import OpenFiles, truncated
 
 __all__ = ["BLOCK", "tensor_blocks"]
 
@@ -38,7 +36,7 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
         if isinstance(run, StridedRun):
             for piece in packed_blocks(files.descriptor(run.file), run):
                 if not piece:
-                    raise _truncated(run.file, entry.name, run.source)
+                    raise truncated(run.file, entry.name, run.source)
                 rest = memoryview(piece)
                 while rest:
                     count = min(len(rest), len(buffer) - filled)
@@ -54,16 +52,10 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
             view = buffer[filled : filled + min(end - source, len(buffer) - filled)]
             count = os.preadv(files.descriptor(run.file), [view], source)
             if count == 0:
-                raise _truncated(run.file, entry.name, source)
+                raise truncated(run.file, entry.name, source)
             source, filled = source + count, filled + count
             if filled == len(buffer):
                 yield buffer
                 filled = 0
     if filled:
         yield buffer[:filled]
-
-
-def _truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
-    )

@@ -14,6 +14,7 @@ from mmfsdp.checkpoint.copying import Copier
 from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.flushing import Flusher
 from mmfsdp.checkpoint.manifest import FileEntry
+from mmfsdp.checkpoint.open_files import write_all
 from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.tracking import Progress, StoppedError, Tracker
 
@@ -115,7 +116,7 @@ def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
     written: list[_Stretch] = []
     with path.open("r+b", buffering=0) as opened:
         for offset, block in _adjoining(file.blocks(crcs)):
-            _write(opened.fileno(), offset, block)
+            write_all(opened.fileno(), block, offset)
             written.append((offset, len(block), crc32(block)))
     pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
     return FileEntry(file.size, _joined(heapq.merge(pieces, written), file.size))
@@ -147,10 +148,3 @@ def _joined(stretches: Iterable[_Stretch], size: int) -> int:
         crc = crc32_combine(crc32(bytes(offset - position), crc), own, length)
         position = offset + length
     return crc32(bytes(size - position), crc)
-
-
-def _write(descriptor: int, offset: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
