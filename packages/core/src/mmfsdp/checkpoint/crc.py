@@ -7,11 +7,14 @@ digits ask for. The idea is Mark Adler's, in zlib: https://stackoverflow.com/a/2
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
-__all__ = ["crc32", "crc32_combine"]
+__all__ = ["crc32", "crc32_combine", "crc32_of_stretch"]
+
+_BLOCK = 1 << 20  # bytes: fits the second-level cache
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zip and zlib, bits reversed
 
@@ -27,6 +30,21 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
         value: CRC-32 of what comes before them.
     """
     return _implementation()(data, value)
+
+
+def crc32_of_stretch(descriptor: int, begin: int, end: int, value: int = 0) -> int:
+    """Return the CRC-32 of a stretch of an open file, read in blocks; of less if the file ends before.
+
+    Args:
+        descriptor: The file.
+        begin: Its first byte.
+        end: The byte after its last.
+        value: CRC-32 of what comes before it.
+    """
+    while begin < end and (data := os.pread(descriptor, min(_BLOCK, end - begin), begin)):
+        value = crc32(data, value)
+        begin += len(data)
+    return value
 
 
 @cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.crc import crc32
+from mmfsdp.checkpoint.crc import crc32_of_stretch
 from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -29,7 +30,6 @@ MANIFEST_NAME = "manifest.json"
 
 _FORMAT = "mmfsdp.manifest"
 _LIMIT = 200_000_000  # bytes
-_BLOCK = 1 << 20  # bytes: fits the second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +147,8 @@ def check_manifest(directory: Path, *, checksums: bool = True) -> Manifest:
 
 def checksum_file(path: Path) -> int:
     """Return the CRC-32 of a file, reading it in blocks."""
-    crc = 0
-    buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = crc32(buffer[:count], crc)
-    return crc
+        return crc32_of_stretch(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:

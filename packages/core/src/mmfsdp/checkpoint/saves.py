@@ -10,14 +10,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmfsdp.checkpoint.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.crc import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["check_save"]
-
-_BLOCK = 1 << 20  # bytes
 
 
 def check_save(layout: Layout) -> None:
@@ -52,14 +50,7 @@ def _joined(path: Path, records: Iterable[Record]) -> int:
         for record in sorted(records, key=lambda record: record.offset):
             if record.offset < position:
                 continue  # overlapping views of one file
-            crc = _read(descriptor, position, record.offset, crc)
+            crc = crc32_of_stretch(descriptor, position, record.offset, crc)
             crc = crc32_combine(crc, record.crc32 or 0, record.nbytes)
             position = record.offset + record.nbytes
-        return _read(descriptor, position, os.fstat(descriptor).st_size, crc)
-
-
-def _read(descriptor: int, begin: int, end: int, crc: int) -> int:
-    while begin < end and (data := os.pread(descriptor, min(_BLOCK, end - begin), begin)):
-        crc = crc32(data, crc)
-        begin += len(data)
-    return crc
+        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)
