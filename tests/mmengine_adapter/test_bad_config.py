@@ -31,13 +31,6 @@ class OverlappingConstructor:
 
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "wrapper": (
-        {"strategy": strategy("full", type="MMFulySharded")},
-        [
-            "ConfigError: There is no model wrapper 'MMFulySharded'. Looked in mmengine::model_wrapper.",
-            "Did you mean 'MMFullyShardedDataParallel'",
-        ],
-    ),
     "policy": (
         {"strategy": strategy("full", auto_wrap_policy="size_based_wrap_policy")},
         ["PolicyNotFoundError: auto_wrap_policy 'size_based_wrap_policy'", "'size_based_auto_wrap_policy'"],

@@ -9,10 +9,11 @@ import torch.nn as nn
 from mmengine.registry import MODELS, DefaultScope
 
 from mmfsdp.compat import ARGUMENTS, Translated, translate_arguments
-from mmfsdp.errors import ConfigError, closest
+from mmfsdp.errors import ConfigError
 from mmfsdp.meta import parameters_on_meta
 from mmfsdp_mmengine.config import activation_arguments, plain, wrapper_arguments
 from mmfsdp_mmengine.doctor.subject import names_in, sharding_of
+from mmfsdp_mmengine.lookup import UnknownNameError
 from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
 
 __all__ = ["OWN_ARGUMENTS", "build_model", "sharding_settings"]
@@ -35,13 +36,8 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
     except Exception as error:  # whatever the user's model raises
         reason = f"{type(error).__name__}: {error}"
         for path, name in names_in(settings["model"], "model"):
-            if isinstance(error, KeyError) and f"{name} is not in the " in str(error):
-                known = [key for place in (MODELS, *MODELS.children.values()) for key in place.module_dict]
-                raise ConfigError(
-                    f"No model is registered as {name!r}.{closest(name, known)} Put the module that defines it into "
-                    "custom_imports, or install its package.",
-                    config=path,
-                ) from error
+            if isinstance(error, UnknownNameError) and error.message.startswith(f"{name} is not in the "):
+                raise UnknownNameError(error.message, config=path) from error
         raise ConfigError(f"The model cannot be built: {reason}", config="model") from error
     return model
 

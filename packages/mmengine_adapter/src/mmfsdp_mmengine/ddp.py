@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import mmengine.model
 import torch
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
+from mmfsdp.errors import ConfigError, closest
 from mmfsdp.reachability import LossReach
 from mmfsdp_mmengine.anomalies import unreached_logged
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
@@ -26,9 +29,20 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
         detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
         **kwargs: Arguments of torch's class. ``device_ids`` and ``output_device`` are dropped for a model on the CPU,
             which refuses them.
+
+    Raises:
+        ConfigError: torch's class has no argument of that name.
     """
 
     def __init__(self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any) -> None:
+        known = [*inspect.signature(DistributedDataParallel).parameters, "detect_anomalous_params"]
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(
+                    f"MMDistributedDataParallel has no argument {name!r}.{closest(name, known)} Accepted: "
+                    f"{', '.join(known)}.",
+                    config=f"model_wrapper.{name}",
+                )
         if not torch.cuda.is_available():
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
         super().__init__(module=module, detect_anomalous_params=detect_anomalous_params, **kwargs)

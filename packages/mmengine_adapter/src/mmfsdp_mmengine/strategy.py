@@ -14,13 +14,14 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp.errors import ConfigError, closest
+from mmfsdp.errors import ConfigError
 from mmfsdp.meta import parameters_on_meta
 from mmfsdp.runtime import sharded_model
 from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.config import activation_arguments, plain, state_dict_settings
 from mmfsdp_mmengine.distributed import leave_in_order, start_alone, start_process_group
+from mmfsdp_mmengine.lookup import check_known
 from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
@@ -210,15 +211,8 @@ class FSDPStrategy(CheckpointingStrategy):
             self._pending = PendingWeights(model)
             if config.get("param_init_fn") is None:
                 config["param_init_fn"] = self._pending.allocate
-        name = config.get("type")
-        if isinstance(name, str) and MODEL_WRAPPERS.get(name) is None:
-            names = [*MODEL_WRAPPERS.module_dict]
-            raise ConfigError(
-                f"There is no model wrapper {name!r}. Looked in {MODEL_WRAPPERS.scope}::"
-                f"{MODEL_WRAPPERS.name}.{closest(name, names)} A class of yours is registered with "
-                "@MODEL_WRAPPERS.register_module(), with its module in custom_imports.",
-                config="strategy.model_wrapper.type",
-            )
+        with MODEL_WRAPPERS.switch_scope_and_registry(None) as registry:
+            check_known(config, registry, "strategy.model_wrapper")
         wrapped: nn.Module = MODEL_WRAPPERS.build(config, default_args=defaults)
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ConfigError(

@@ -1,0 +1,112 @@
+"""Names in a config that no registry has: one error says what is near, where it was looked for, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmengine.registry import DefaultScope, Registry
+
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type"]
+
+
+class UnknownNameError(ConfigError, KeyError):
+    """A ``type`` that no registry has. MMEngine raises KeyError for it, and callers may catch that."""
+
+
+def check_known(config: Any, registry: Registry, path: str) -> None:
+    """Refuse a config whose ``type`` is a name that a registry does not have.
+
+    Args:
+        config: What may be such a config. Not changed.
+        registry: Where the name is to be.
+        path: Dotted path of the config.
+
+    Raises:
+        UnknownNameError: The registry does not have it.
+    """
+    name = config.get("type") if isinstance(config, Mapping) else None
+    if isinstance(name, str) and registry.get(name) is None:
+        raise unknown_name(name, registry, f"{path}.type")
+
+
+def unknown_name(name: str, registry: Registry, config: str | None = None) -> UnknownNameError:
+    """Return the error that says that a registry does not have a name.
+
+    Args:
+        name: What was asked for, with or without a scope.
+        registry: What was asked.
+        config: Dotted path of the setting, if it is known.
+    """
+    searched, others = _searched(name, registry)
+    bare = name.rpartition(".")[2]
+    hints = closest(bare, [known for place in searched for known in place.module_dict])
+    elsewhere = [place.scope for place in others if bare in place.module_dict]
+    if elsewhere:
+        hints = "".join(f" Scope {scope!r} has it: write {f'{scope}.{bare}'!r}." for scope in elsewhere)
+    elif not hints:
+        near = ((place.scope, closest(bare, place.module_dict)) for place in others)
+        hints = "".join(f" Scope {scope!r} was not searched.{hint}" for scope, hint in near if hint)
+    looked = ", ".join(f"{place.scope}::{place.name}" for place in searched)
+    if not searched:
+        scopes = ", ".join(repr(place.scope) for place in others)
+        looked = f"no scope, as {name.partition('.')[0]!r} is none of {scopes}"
+    hints += _scope_without_registry(registry)
+    return UnknownNameError(
+        f"{name} is not in the {registry.scope}::{registry.name} registry. Looked in {looked}{_as_import(name)}.{hints}"
+        f" A class of yours: put the module that registers it into custom_imports. One of a package: write "
+        f"'scope.{bare}', or set default_scope, and install the package.",
+        config=config,
+    )
+
+
+def unknown_type(registry: Registry, config: Any, default_args: Any = None) -> UnknownNameError | None:
+    """Return the error for a config whose ``type`` the registry does not have; None if something else is wrong.
+
+    Args:
+        registry: What the config was to be built by.
+        config: A config with a ``type``, or a list of such. Not changed.
+        default_args: Arguments that the config may leave out.
+    """
+    if isinstance(config, list | tuple):
+        return next(filter(None, (unknown_type(registry, item, default_args) for item in config)), None)
+    if not hasattr(config, "get"):
+        return None
+    name = config.get("type") or (default_args or {}).get("type") or config.get("runner_type")
+    if not isinstance(name, str):
+        return None
+    with registry.switch_scope_and_registry(config.get("_scope_")) as place:
+        return unknown_name(name, place) if place.get(name) is None else None
+
+
+def _searched(name: str, registry: Registry) -> tuple[list[Registry], list[Registry]]:
+    """The registries in which MMEngine looks for a name, and the rest of their tree."""
+    tree = [*_tree(registry.root)]
+    scope, _ = Registry.split_scope_key(name)
+    if scope is not None:
+        searched = [place for place in tree if place.scope == scope]
+    else:
+        searched = [registry]
+        while searched[-1].parent is not None:
+            searched.append(searched[-1].parent)
+    return searched, [place for place in tree if place not in searched]
+
+
+def _tree(registry: Registry) -> Iterator[Registry]:
+    yield registry
+    children: Mapping[str, Registry] = registry.children
+    for child in children.values():
+        yield from _tree(child)
+
+
+def _as_import(name: str) -> str:
+    return f", and tried to import it as {name!r}" if "." in name else ""
+
+
+def _scope_without_registry(registry: Registry) -> str:
+    current = DefaultScope.get_current_instance()
+    if current is None or any(place.scope == current.scope_name for place in _tree(registry.root)):
+        return ""
+    return f" default_scope is {current.scope_name!r}, but nothing of that scope is imported."
