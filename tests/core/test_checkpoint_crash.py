@@ -67,3 +67,17 @@ def test_no_room(sources: Path, tmp_path: Path, name: str) -> None:
         signal.signal(signal.SIGXFSZ, handled)
     assert os.listdir(tmp_path) == [name]
     assert diff(target, sources / "old.pth").same
+
+
+@pytest.mark.parametrize("name", [*SETTINGS])
+def test_disk_full_in_the_middle(sources: Path, tmp_path: Path, name: str) -> None:
+    for source in sources.glob("*.pth"):
+        (tmp_path / source.name).hardlink_to(source)
+    arguments = [sys.executable, "-m", "tests.core.full_disk", str(tmp_path), name]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [message] = json.loads(done.stdout)
+    assert message.startswith(f"{name} cannot be written: File too large. ")
+    assert "ulimit -f" in message
+    assert message.endswith(f"[file={str(tmp_path / 'targets' / name)!r}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,38 @@ def test_loads_that_fail_fail_on_every_rank(tmp_path: Path) -> None:
     fails("local", errors.CheckpointError, "rank1.pth")
     (tmp_path / "local" / "rank1.pth").unlink()
     fails("local", errors.IncompleteCheckpointError, "rank1.pth")
+
+
+def saves_on_full_disks(rank: int, folder: str) -> list[str]:
+    model = mmfsdp.shard(build(), CONFIGS["fsdp2"])
+    none, found = resource.RLIM_INFINITY, []
+    for kind, blocking in (("full", True), ("local", True), ("sharded", True), ("sharded", False)):
+        path = Path(folder, kind)
+        mmfsdp.save_checkpoint(path, model, kind=kind, extra={"iter": 1}, overwrite=True)
+        largest = max(file.stat().st_size for file in (path, *path.glob("*")))
+        for size in (largest - 1, largest // 2):  # the last byte too: torch.save() loses it without a word
+            try:
+                if rank == 0:  # its files are the largest
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size, none))
+                extra = {"iter": 2}
+                with pytest.raises(errors.CheckpointError) as caught:
+                    mmfsdp.save_checkpoint(
+                        path, model, kind=kind, extra=extra, overwrite=True, blocking=blocking
+                    ).result()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (none, none))
+            found.append(str(caught.value))
+        assert mmfsdp.load_checkpoint(path, model)[0] == {"iter": 1}
+    return found
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    for found in run_ranks(saves_on_full_disks, 2, str(tmp_path)):
+        names = [
+            message.removeprefix("Rank 0 failed: ").removeprefix("Rank 1 failed: ").split()[0] for message in found
+        ]
+        assert names == ["full"] * 2 + ["rank0.pth"] * 2 + ["sharded"] * 4
+        for message in found:
+            assert " cannot be written: File too large. Its file system, or the limit that `ulimit -f`" in message
+            assert "partial" not in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "local", "sharded"]

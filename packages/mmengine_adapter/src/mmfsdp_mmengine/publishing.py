@@ -43,7 +43,8 @@ def publish(path: Path, keys: Sequence[str]) -> Path:
         if not content:
             raise ConfigError(f"{path.name} has none of the published_keys {list(keys)}.", config="published_keys")
         written = Path(folder) / "published.pth"
-        torch.save(content, written)
+        with written.open("wb") as file:  # given a path, torch does not notice that a full disk cut off its end
+            torch.save(content, file)
         with written.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         final = target.with_name(f"{target.stem}-{digest[:8]}.pth")

@@ -22,8 +22,9 @@ from mmfsdp.checkpoint.saves import check_save
 from mmfsdp.checkpoint.selection import Part
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
 from mmfsdp.checkpoint.tracking import Progress
+from mmfsdp.checkpoint.write_errors import not_written
 from mmfsdp.checkpoint.writing import write_files
-from mmfsdp.errors import CheckpointError, ConfigError
+from mmfsdp.errors import ConfigError
 
 __all__ = ["ConversionReport", "convert"]
 
@@ -207,9 +208,7 @@ def convert(
             commit(temporary, final, overwrite=overwrite, fsync=fsync)
         except OSError as error:  # a full disk, most likely
             discard(temporary)
-            raise CheckpointError(
-                f"{target.name} cannot be written: {error.strerror or error}.", file=error.filename or str(target)
-            ) from error
+            raise not_written(target, error) from error
         except BaseException:  # an interrupt must not leave a half-written file either
             discard(temporary)
             raise

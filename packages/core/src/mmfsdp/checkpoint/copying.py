@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 
 from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.crc import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles, truncated, write_all
+from mmfsdp.checkpoint.open_files import OpenFiles, reading, truncated, write_all
 from mmfsdp.checkpoint.tracking import Tracker
 from mmfsdp.errors import CorruptCheckpointError
 
@@ -21,8 +21,9 @@ __all__ = ["Copier"]
 _PIECE = 16 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
 _BLOCK = 1 << 20  # bytes per read where data passes through here: fits the second-level cache
 
-# What says "not between these files", rather than "this went wrong".
-_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+# What says "not between these files", rather than "this went wrong". EIO does not say which of the two failed: plain
+# reads and writes do.
+_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
 
 
 class Copier:
@@ -95,11 +96,10 @@ class Copier:
         return crc
 
     def _copy(self, run: Run, target: int, at: int, name: str) -> None:
-        source = self._files.descriptor(run.file)
         done = 0
         while done < run.length:
             left = min(_PIECE, run.length - done)
-            count = self._copy_piece(source, target, run.source + done, at + run.target + done, left)
+            count = self._copy_piece(run.file, target, run.source + done, at + run.target + done, left)
             if count == 0 and self._methods:
                 del self._methods[0]  # some file systems say 0 for "not here"; plain reads have the last word
                 continue
@@ -108,7 +108,8 @@ class Copier:
             done += count
             self._tracker.advance(count)
 
-    def _copy_piece(self, source: int, target: int, source_at: int, target_at: int, length: int) -> int:
+    def _copy_piece(self, file: Path, target: int, source_at: int, target_at: int, length: int) -> int:
+        source = self._files.descriptor(file)
         while self._methods:
             try:
                 return self._methods[0](source, target, source_at, target_at, length)
@@ -117,7 +118,8 @@ class Copier:
                     raise
                 del self._methods[0]
         view = self._buffer[: min(length, _BLOCK)]
-        count = os.preadv(source, [view], source_at)
+        with reading(file):
+            count = os.preadv(source, [view], source_at)
         write_all(target, view[:count], target_at)
         return count
 
@@ -148,15 +150,14 @@ class Copier:
 
     def _crc32(self, file: Path, offset: int, length: int, name: str, crc: int) -> int:
         source, end = self._files.descriptor(file), offset + length
-        while offset < end:
-            view = self._buffer[: min(_BLOCK, end - offset)]
-            count = os.preadv(source, [view], offset)
-            if count == 0:
-                raise truncated(file, name, offset)
-            crc = crc32(view[:count], crc)
-            offset += count
-            self._tracker.advance(0)
+        with reading(file):
+            crc, stop = crc32_of_stretch(source, offset, end, crc, advance=self._go_on, buffer=self._buffer)
+        if stop < end:
+            raise truncated(file, name, stop)
         return crc
+
+    def _go_on(self, _: int) -> None:
+        self._tracker.advance(0)
 
 
 def _copy_file_range(source: int, target: int, source_at: int, target_at: int, length: int) -> int:

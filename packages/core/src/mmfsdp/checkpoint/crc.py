@@ -32,19 +32,42 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
     return _implementation()(data, value)
 
 
-def crc32_of_stretch(descriptor: int, begin: int, end: int, value: int = 0) -> int:
-    """Return the CRC-32 of a stretch of an open file, read in blocks; of less if the file ends before.
+def crc32_of_stretch(
+    descriptor: int,
+    begin: int,
+    end: int,
+    value: int = 0,
+    *,
+    advance: Callable[[int], None] | None = None,
+    buffer: memoryview | None = None,
+) -> tuple[int, int]:
+    """Return the CRC-32 of a stretch of an open file, read in blocks, and where reading ended.
 
     Args:
         descriptor: The file.
         begin: Its first byte.
         end: The byte after its last.
         value: CRC-32 of what comes before it.
+        advance: Called with the number of bytes after each block.
+        buffer: Where to read to, if there is a place already; it says how large the blocks are.
+
+    Returns:
+        The CRC-32 and ``end``; if the file ends before, the CRC-32 of what there is and the size of the file.
+
+    Raises:
+        OSError: The file cannot be read.
     """
-    while begin < end and (data := os.pread(descriptor, min(_BLOCK, end - begin), begin)):
-        value = crc32(data, value)
-        begin += len(data)
-    return value
+    buffer = memoryview(bytearray(max(0, min(_BLOCK, end - begin)))) if buffer is None else buffer
+    while begin < end:
+        view = buffer[: min(len(buffer), end - begin)]
+        count = os.preadv(descriptor, [view], begin)
+        if count == 0:
+            break
+        value = crc32(view[:count], value)
+        begin += count
+        if advance is not None:
+            advance(count)
+    return value, begin
 
 
 @cache

@@ -148,7 +148,7 @@ def check_manifest(directory: Path, *, checksums: bool = True) -> Manifest:
 def checksum_file(path: Path) -> int:
     """Return the CRC-32 of a file, reading it in blocks."""
     with path.open("rb", buffering=0) as file:
-        return crc32_of_stretch(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        return crc32_of_stretch(file.fileno(), 0, os.fstat(file.fileno()).st_size)[0]
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:

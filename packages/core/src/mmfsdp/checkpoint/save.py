@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.atomic import atomic_output
 from mmfsdp.checkpoint.online import PendingSave, saver_of, settle_saves, staged
-from mmfsdp.checkpoint.saving import DirectorySave, as_checkpoint_error, write_distributed, write_rank_file
+from mmfsdp.checkpoint.saving import (
+    DirectorySave,
+    as_checkpoint_error,
+    save_archive,
+    write_distributed,
+    write_rank_file,
+)
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, place_in, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
@@ -126,7 +131,7 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
 
     map_leaves(dict(content), check)
     with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
-        torch.save(dict(content), temporary)
+        save_archive(content, temporary)
 
 
 def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool) -> None:

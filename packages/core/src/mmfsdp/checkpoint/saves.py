@@ -50,7 +50,7 @@ def _joined(path: Path, records: Iterable[Record]) -> int:
         for record in sorted(records, key=lambda record: record.offset):
             if record.offset < position:
                 continue  # overlapping views of one file
-            crc = crc32_of_stretch(descriptor, position, record.offset, crc)
+            crc, _ = crc32_of_stretch(descriptor, position, record.offset, crc)
             crc = crc32_combine(crc, record.crc32 or 0, record.nbytes)
             position = record.offset + record.nbytes
-        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)
+        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)[0]

@@ -12,18 +12,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.checkpoint.write_errors import not_written
 from mmfsdp.collective import Scope, on_all_ranks, shared
-from mmfsdp.errors import CheckpointError, MmfsdpError
+from mmfsdp.errors import MmfsdpError
 from mmfsdp.state.boxes import box_of
 from mmfsdp.state.nested import NestedSavePlanner
 
-__all__ = ["DirectorySave", "as_checkpoint_error", "write_distributed", "write_rank_file"]
+__all__ = ["DirectorySave", "as_checkpoint_error", "save_archive", "write_distributed", "write_rank_file"]
 
 Files = dict[str, FileEntry]
 
@@ -97,9 +101,17 @@ class DirectorySave:
 def write_rank_file(save: DirectorySave, content: Mapping[str, Any]) -> Files:
     """Write this rank's file of a ``local`` checkpoint: what it holds, and which boxes of the whole that is."""
     path = save.temporary / f"rank{save.rank}.pth"
-    with as_checkpoint_error(path):
-        torch.save(_localised(content, save), path)
+    with as_checkpoint_error(save.target / path.name):
+        save_archive(_localised(content, save), path)
         return {path.name: FileEntry.of(path)}
+
+
+def save_archive(content: Mapping[str, Any], path: Path) -> None:
+    """Save with ``torch.save``, to a file that says so when its end cannot be written."""
+    # Given a path, torch writes through a C++ stream, which is closed in a destructor: a disk that is full by then cuts
+    # the file off without a word. A file of Python's is buffered too, since torch ignores that a write can be short.
+    with path.open("wb") as file:
+        torch.save(dict(content), file)
 
 
 def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: dist.ProcessGroup) -> Files:
@@ -116,7 +128,7 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: di
     with as_checkpoint_error(save.target):
         save_distributed(
             dict(content),
-            storage_writer=FileSystemWriter(save.temporary),
+            storage_writer=_Writer(save.temporary, save.target),
             planner=NestedSavePlanner(),
             process_group=group,
         )
@@ -125,6 +137,18 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: di
         if save.rank == 0:
             mine.append(save.temporary / ".metadata")
         return {path.name: FileEntry.of(path) for path in mine}
+
+
+class _Writer(FileSystemWriter):
+    """Tells the error of the operating system before it travels: what lies behind an error is lost on the way."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        super().__init__(path)
+        self._target = target
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with as_checkpoint_error(self._target):
+            return super().write_data(plan, planner)
 
 
 class as_checkpoint_error:  # noqa: N801 - reads as a statement
@@ -141,13 +165,9 @@ class as_checkpoint_error:  # noqa: N801 - reads as a statement
             rank, (first, _) = next(iter(sorted(error.failures.items())))
             if isinstance(first, MmfsdpError):
                 raise type(first)(first.message, **{**first.context, "rank": rank}) from error
-            raise self._failure(first, rank) from error
+            raise not_written(self._path, first, rank=rank) from error
         if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
-            raise self._failure(error) from error
-
-    def _failure(self, error: BaseException, rank: int | None = None) -> CheckpointError:
-        text = f"Could not write {self._path.name}: {type(error).__name__}: {error}"
-        return CheckpointError(text, file=str(self._path), rank=rank)
+            raise not_written(self._path, error) from error
 
 
 def _localised(content: Mapping[str, Any], save: DirectorySave) -> dict[str, Any]:

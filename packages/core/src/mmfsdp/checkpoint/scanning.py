@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.checkpoint.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.crc import crc32_combine, crc32_of_stretch
 
 __all__ = ["Extent", "Scanned", "scan_file"]
 
@@ -49,16 +49,8 @@ def scan_file(
         descriptor = file.fileno()
 
         def read(begin: int, end: int, crc: int = 0) -> int | None:
-            while begin < end:
-                view = buffer[: min(_BLOCK, end - begin)]
-                count = os.preadv(descriptor, [view], begin)
-                if count == 0:
-                    return None
-                crc = crc32(view[:count], crc)
-                begin += count
-                if advance is not None:
-                    advance(count)
-            return crc
+            crc, stop = crc32_of_stretch(descriptor, begin, end, crc, advance=advance, buffer=buffer)
+            return None if stop < end else crc
 
         for index in order:
             begin, length = extents[index]

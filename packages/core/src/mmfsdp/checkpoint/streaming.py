@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
 from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles, truncated
+from mmfsdp.checkpoint.open_files import OpenFiles, reading, truncated
 
 __all__ = ["BLOCK", "tensor_blocks"]
 
@@ -50,7 +50,9 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
         while source < end:
             # Asked for anew each time: while the reader of a block is at work, others may have used the files.
             view = buffer[filled : filled + min(end - source, len(buffer) - filled)]
-            count = os.preadv(files.descriptor(run.file), [view], source)
+            descriptor = files.descriptor(run.file)
+            with reading(run.file):
+                count = os.preadv(descriptor, [view], source)
             if count == 0:
                 raise truncated(run.file, entry.name, source)
             source, filled = source + count, filled + count
