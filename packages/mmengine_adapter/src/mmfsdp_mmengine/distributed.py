@@ -28,6 +28,7 @@ _VARIABLES = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+_PER_MACHINE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def pick_backend(asked: str | None) -> str:
@@ -62,8 +63,12 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
                 "with that launcher, or use launcher='none' for a single process."
             )
     rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
+    devices = torch.cuda.device_count() or world_size
+    local_rank = int(os.environ.get(local_name, rank % devices))
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get(local_name, rank % torch.cuda.device_count())))
+        torch.cuda.set_device(local_rank)
+    if launcher != "pytorch":  # MMEngine, and what else is written for torchrun, reads its variables
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
     port = kwargs.pop("port", None)
     kwargs.pop("init_backend", None)
     if isinstance(kwargs.get("timeout"), int | float):
@@ -95,11 +100,15 @@ def start_alone(backend: str | None = None, **kwargs: Any) -> None:
 
 def _first_machine(launcher: str, world_size: int) -> str:
     if launcher == "slurm":
-        nodes = os.environ["SLURM_NODELIST"]
-        return subprocess.run(
-            ["scontrol", "show", "hostname", nodes], capture_output=True, text=True, check=True
-        ).stdout.split()[0]
-    if world_size == 1 or "LOCAL_WORLD_SIZE" in os.environ:
+        command = ["scontrol", "show", "hostname", os.environ.get("SLURM_NODELIST", "")]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise ConfigError(
+                f"The first machine is not known: {' '.join(command)!r} does not tell it ({error}). Set MASTER_ADDR to "
+                "its address."
+            ) from error
+    if str(world_size) in ("1", *(os.environ.get(name) for name in _PER_MACHINE)):
         return "127.0.0.1"
     raise ConfigError("MASTER_ADDR, the address of the first machine, is not set in the environment.")
 

@@ -1,6 +1,7 @@
 """The functions of MMEngine itself that are replaced, because no registry and no argument leads to them.
 
-- ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper.
+- ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper, and
+  takes MMEngine's own DistributedDataParallel if none is named.
   Users' scripts call ``Runner.from_cfg`` of the class that they imported before the config was read.
 - ``find_latest_checkpoint`` believes ``last_checkpoint``, whatever became of what it names.
 - ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; ``FlexibleRunner.__init__``,
@@ -86,6 +87,9 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                 leave_in_order()  # the process group is MMEngine's own on a GPU
                 let_shard(self, model_wrapper_cfg)
                 return model  # sharded once the optimizer was built from it
+        if self.distributed and model_wrapper_cfg is None:  # what MMEngine takes then, by its name
+            unused = self.cfg.get("find_unused_parameters", False)
+            model_wrapper_cfg = {"broadcast_buffers": False, "find_unused_parameters": unused}
         return stock(self, model_wrapper_cfg, model)
 
     return wrap_model

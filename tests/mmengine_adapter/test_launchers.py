@@ -1,0 +1,123 @@
+"""Starting under Slurm and Open MPI: the variables that they set, the process group, and training as unsharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.mmengine_adapter.toy import POLICY, config
+
+from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.distributed import start_process_group
+
+ROOT = Path(__file__).parents[2]
+SLURM = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODELIST": "node[1-2]"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SHARDED = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY}
+# The last is MMEngine's default wrapper, whose runner reads LOCAL_RANK.
+CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "slurm strategy": (SLURM, {"strategy": {"type": "FSDPStrategy", "model_wrapper": SHARDED}}),
+    "mpi runner": (MPI, {"launcher": "mpi", "model_wrapper_cfg": SHARDED}),
+    "slurm ddp": (SLURM, {"launcher": "slurm"}),
+}
+# The ranks are forked off a process that has imported everything.
+FORKED = """
+import json
+import os
+import sys
+
+import torch.distributed as dist
+from mmengine.config import Config
+from mmengine.runner import FlexibleRunner, Runner
+
+for folder, variables in json.loads(sys.argv[1]).items():
+    cfg = Config.fromfile(folder + '/config.py')
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ |= {name: value.format(rank=rank) for name, value in variables.items()}
+            if cfg.get('launcher'):
+                runner = Runner.from_cfg(cfg)
+            else:
+                runner = FlexibleRunner.from_cfg(cfg)
+            runner.train()
+            history = next(hook for hook in runner.hooks if type(hook).__name__ == 'History')
+            found = [dist.get_rank(), dist.get_world_size(), runner.rank, os.environ['LOCAL_RANK'],
+                     os.environ['MASTER_ADDR'], history.losses]
+            open(f'{folder}/rank{rank}.json', 'w').write(json.dumps(found))
+            sys.exit()
+    print([os.waitpid(pid, 0)[1] for pid in ranks])
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_train_as_unsharded(tmp_path: Path, references: Callable[..., dict[str, Any]]) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostname node[1-2]" ] && printf "localhost\\nnode2\\n"\n')
+    scontrol.chmod(0o755)
+    started = {}
+    for name, (variables, changes) in CASES.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        settings = {**config(folder, 2), "val_dataloader": None, "val_evaluator": None, "val_cfg": None}
+        del settings["strategy"]
+        settings |= {"custom_imports": {"imports": ["mmfsdp_mmengine", "tests.mmengine_adapter.toy"]}, **changes}
+        settings["train_cfg"] = {"by_epoch": True, "max_epochs": 1}
+        (folder / "config.py").write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
+        started[str(folder)] = {**variables, "MASTER_PORT": free_port()}
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("SLURM")}
+    env |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{scontrol.parent}{os.pathsep}{env['PATH']}"
+    command = [sys.executable, "-c", FORKED, json.dumps(started)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    assert done.stdout.count("[0, 0]\n") == len(CASES), done.stderr[-3000:]
+    expected = references()["losses"][:4]
+    for folder, variables in started.items():
+        for rank in range(2):
+            *found, losses = json.loads(Path(folder, f"rank{rank}.json").read_text())
+            address = "localhost" if "SLURM_PROCID" in variables else "127.0.0.1"
+            assert found == [rank, 2, rank, str(rank), address]
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class TestWhatIsMissing:
+    @pytest.mark.parametrize(
+        ("launcher", "variables", "message"),
+        [
+            ("slurm", {}, "launcher 'slurm' sets the environment variable SLURM_PROCID"),
+            ("slurm", SLURM, r"'scontrol show hostname node\[1-2\]' does not tell it \(.*Set MASTER_ADDR"),
+            ("mpi", {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR, the address of the first machine"),
+            ("torchrun", {}, "launcher is one of 'pytorch', 'slurm', 'mpi' or 'none', got 'torchrun'"),
+        ],
+    )
+    def test_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, launcher: str, variables: dict[str, str], message: str
+    ) -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("PATH", "")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value.format(rank=0))
+        with pytest.raises(ConfigError, match=message):
+            start_process_group(launcher)
