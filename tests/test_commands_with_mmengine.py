@@ -27,7 +27,7 @@ def test_doctor(tmp_path: Path, name: str, code: int) -> None:
     assert exit_code == code
     for finding in found.findings:
         assert finding.path in shown
-    assert (str(found.plan) in shown) == (found.plan is not None)
+    assert (str(found.plan) in shown) == (found.plan is not None) == (str(found.memory) in shown)
     exit_code, shown, _ = invoke("doctor", tmp_path / "config.py", "--json")
     assert (exit_code, json.loads(shown)) == (code, json.loads(json.dumps(found.describe())))
     assert "shard units" not in invoke("doctor", tmp_path / "config.py", "--no-plan")[1]

@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import mmfsdp
+from mmfsdp.planning import estimate_memory
 from mmfsdp_cli.main import app
 
 HERE = "tests.cli.test_cli_plan"
@@ -39,9 +40,19 @@ def wrapped(**settings: object) -> dict[str, object]:
 def test_it_is_the_plan_of_core() -> None:
     truth = mmfsdp.plan(build(8, 3), wrapped(), 5)
     arguments = ("--ranks", 5, *BLOCKS, "--model-arg", "width=8", "--model-arg", "depth=3")
-    assert plan(*arguments) == (0, f"{truth.table()}\n", "")
-    assert plan(*arguments, "--tree") == (0, f"{truth.tree()}\n", "")
+    memory = f"\n{estimate_memory(truth)}\n\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...\n"
+    assert plan(*arguments) == (0, f"{truth.table()}\n{memory}", "")
+    assert plan(*arguments, "--tree") == (0, f"{truth.tree()}\n{memory}", "")
     assert mmfsdp.ShardPlan.from_json(plan(*arguments, "--json")[1]) == truth
+
+
+def test_the_memory_of_a_step() -> None:
+    truth = mmfsdp.plan(build(), wrapped(), 2)
+    for optimizer, given in (("AdamW", "adamw"), ("3", 3)):
+        step = estimate_memory(truth, given)
+        assert plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer)[1] == f"{truth}\n\n{step}\n"
+        shown = json.loads(plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer, "--json")[1])
+        assert shown == {**truth.to_dict(), "memory": step.describe()}
 
 
 def test_settings_from_files(tmp_path: Path) -> None:
@@ -76,6 +87,8 @@ def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--config", "nowhere.json"), "There is no file 'nowhere.json'"),
         (("--config", "README.md"), "README.md is neither .json nor .toml nor .yaml"),
         (("--model-arg", "width=wide"), "build(width='wide') failed: AssertionError"),
+        (("--optimizer", "adamv"), "'adamv' is not an optimizer whose state is known. Did you mean 'adam' or"),
+        (("--optimizer", "adam", "--chart"), "not with --chart and --diff, which show no memory of a step"),
         (("--tree", "--json"), "give one of --tree, --chart, --json and --diff"),
     ],
 )

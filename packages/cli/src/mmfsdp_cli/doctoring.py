@@ -61,6 +61,8 @@ def _print(diagnosis: Diagnosis, *, with_plan: bool) -> None:
         if diagnosis.suggested:
             typer.echo("The config shards nothing. With what is advised below:\n")
         typer.echo(f"{diagnosis.plan.table()}\n")
+        if diagnosis.memory is not None:
+            typer.echo(f"{diagnosis.memory.table()}\n")
     groups = {level: [item for item in diagnosis.findings if item.level == level] for level in LEVELS}
     for level, findings in groups.items():
         if findings:

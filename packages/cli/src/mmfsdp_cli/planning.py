@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from mmfsdp import ShardPlan
     from mmfsdp.compat import Translated
+    from mmfsdp.planning import MemoryEstimate
     from mmfsdp.readers import ReadConfig
 
 __all__ = ["mesh_of", "plan_command"]
@@ -39,6 +41,10 @@ def plan_command(
         typer.Option("--set", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP."),
     ] = None,
     model_arguments: ModelArguments = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|N", help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter."),
+    ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show the units as a tree of modules.")] = False,
     chart: Annotated[bool, typer.Option("--chart", help="Show the bytes of units as bars.")] = False,
     other: Annotated[
@@ -46,12 +52,16 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show how a model would be sharded. Its weights take no memory, and no process is started.
+    """Show how a model would be sharded, and the memory of a step. Weights take none here; no process is started.
 
     Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong.
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
         raise typer.BadParameter("give one of --tree, --chart, --json and --diff")
+    if optimizer is not None and (chart or other is not None):
+        raise typer.BadParameter(
+            "not with --chart and --diff, which show no memory of a step", param_hint="--optimizer"
+        )
     wanted = key_values(changes, "--set")
     with reporting_errors():
         built, source = model_of(model, model_arguments)
@@ -60,11 +70,19 @@ def plan_command(
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
             typer.echo(difference or "The plans are the same.")
         elif as_json:
-            typer.echo(plan.to_json())
+            typer.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe()}, indent=2))
         elif chart:
             typer.echo(bar_chart(plan))
         else:
-            typer.echo(plan.tree() if tree else plan.table())
+            typer.echo(f"{plan.tree() if tree else plan.table()}\n\n{_memory(plan, optimizer)}")
+            if optimizer is None:
+                typer.echo("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
+
+
+def _memory(plan: ShardPlan, optimizer: str | None) -> MemoryEstimate:
+    from mmfsdp.planning import estimate_memory
+
+    return estimate_memory(plan, int(optimizer) if optimizer is not None and optimizer.isdecimal() else optimizer)
 
 
 def mesh_of(ranks: str) -> int | tuple[int, int]:

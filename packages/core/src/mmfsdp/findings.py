@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mmfsdp.planning import ShardPlan
+    from mmfsdp.planning import MemoryEstimate, ShardPlan
 
 __all__ = ["LEVELS", "Diagnosis", "Finding", "Level"]
 
@@ -43,6 +43,8 @@ class Diagnosis:
     """What would be done; None if there is none, because of an error."""
     suggested: bool = False
     """Whether the plan is that of the advice, as the config itself shards nothing."""
+    memory: MemoryEstimate | None = None
+    """What rank 0 needs for a step of the plan with the config's optimizer; None without a plan."""
 
     @property
     def ok(self) -> bool:
@@ -57,4 +59,5 @@ class Diagnosis:
             "findings": [asdict(finding) for finding in self.findings],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "plan_is_suggested": self.suggested,
+            "memory": None if self.memory is None else self.memory.describe(),
         }

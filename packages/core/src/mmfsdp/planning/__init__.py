@@ -8,6 +8,7 @@ from mmfsdp._lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.planning.fingerprints import fingerprint
+    from mmfsdp.planning.memory import OPTIMIZERS, MemoryEstimate, estimate_memory, optimizer_named
     from mmfsdp.planning.policies import Match, resolve_policy, select_modules
     from mmfsdp.planning.resolve import plan
     from mmfsdp.planning.schema import (
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "OPTIMIZERS",
     "ActivationPlan",
     "BufferEntry",
     "Match",
+    "MemoryEstimate",
     "MeshSpec",
     "Note",
     "ParamEntry",
     "ShardPlan",
     "ShardUnit",
     "UnitPrecision",
+    "estimate_memory",
     "fingerprint",
+    "optimizer_named",
     "plan",
     "resolve_policy",
     "select_modules",
@@ -40,6 +45,7 @@ __all__ = [
 _WHERE = {
     "fingerprint": "mmfsdp.planning.fingerprints",
     "plan": "mmfsdp.planning.resolve",
+    **dict.fromkeys(("MemoryEstimate", "OPTIMIZERS", "estimate_memory", "optimizer_named"), "mmfsdp.planning.memory"),
     **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
 }
 

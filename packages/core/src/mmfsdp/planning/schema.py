@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any, Literal, Self
@@ -260,15 +261,22 @@ class ShardPlan(_Record):
     def from_json(cls, text: str | bytes) -> Self:
         """Return the plan that `to_json` wrote.
 
+        A key ``memory``, which ``mmfsdp-cli plan --json`` adds, is passed over: it follows from the plan.
+
         Raises:
             PlanError: The text is not such JSON, or was written by another version of it.
         """
         try:
-            return cls.model_validate_json(text)
+            given = json.loads(text)
+            if isinstance(given, dict):
+                given.pop("memory", None)
+            return cls.model_validate(given)
         except ValidationError as error:
             found = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in found["loc"])
             raise PlanError(f"The text is not a plan: {where + ': ' if where else ''}{found['msg']}.") from None
+        except ValueError as error:
+            raise PlanError(f"The text is not a plan: Invalid JSON: {error}.") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

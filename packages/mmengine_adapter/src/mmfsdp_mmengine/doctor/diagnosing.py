@@ -11,6 +11,7 @@ from mmfsdp import ShardPlan, plan
 from mmfsdp.compat import Translated, translate_arguments
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.findings import LEVELS, Diagnosis, Finding
+from mmfsdp.planning import estimate_memory
 from mmfsdp_mmengine.building import build_model, sharding_settings
 from mmfsdp_mmengine.config import wrapper_arguments
 from mmfsdp_mmengine.doctor import models, running, sharding, state, training
@@ -54,7 +55,8 @@ def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | 
         if not any(item.level == "error" and item.path.startswith(path_of_it) for item in found):
             found.append(Finding("error", path_of_it, refused.message))
     found.sort(key=lambda item: LEVELS.index(item.level))
-    return Diagnosis(path, tuple(found), whole, subject.sharding is None and whole is not None)
+    memory = None if whole is None else estimate_memory(whole, training.optimizer_of(subject))
+    return Diagnosis(path, tuple(found), whole, subject.sharding is None and whole is not None, memory)
 
 
 def _plan(

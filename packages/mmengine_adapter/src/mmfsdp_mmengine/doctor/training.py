@@ -14,12 +14,13 @@ from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMI
 from mmfsdp.dtypes import canonical_dtype
 from mmfsdp.errors import MmfsdpError, closest
 from mmfsdp.findings import Finding
+from mmfsdp.planning import optimizer_named
 from mmfsdp_mmengine.amp import AmpOptimWrapper
 from mmfsdp_mmengine.config import plain
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
 from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 
-__all__ = ["FINDINGS"]
+__all__ = ["FINDINGS", "optimizer_of"]
 
 _UNEVEN = ("LBFGS", "Adafactor")
 
@@ -204,6 +205,18 @@ def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for key, item in given.items():
         if isinstance(item, Mapping) and "optimizer" in item:
             yield f"optim_wrapper.{key}", item
+
+
+def optimizer_of(subject: Subject) -> str | None:
+    """Return the name that the config's optimizer has in `mmfsdp.planning.OPTIMIZERS`; None if it has none there.
+
+    None too for several optimizers, and for one that is built already.
+    """
+    given = subject.settings.get("optim_wrapper")
+    optimizer = given.get("optimizer") if isinstance(given, Mapping) else None
+    if not isinstance(optimizer, Mapping):
+        return None
+    return optimizer_named(name_of(optimizer.get("type")), optimizer)
 
 
 @contextmanager

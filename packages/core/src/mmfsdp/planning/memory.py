@@ -1,0 +1,294 @@
+"""From a plan to bytes of memory: what a rank keeps between steps, and what a step gathers and reduces on top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmfsdp.dtypes import is_floating_point, itemsize
+from mmfsdp.errors import ConfigError, closest
+from mmfsdp.planning.render import human_bytes
+from mmfsdp.planning.schema import ParamEntry, ShardPlan, ShardUnit
+
+__all__ = ["OPTIMIZERS", "MemoryEstimate", "estimate_memory", "optimizer_named"]
+
+OPTIMIZERS: dict[str, tuple[int, int]] = {
+    "adadelta": (2, 1),
+    "adagrad": (1, 1),
+    "adam": (2, 1),
+    "adam-amsgrad": (3, 1),
+    "adamax": (2, 1),
+    "adamw": (2, 1),
+    "adamw-amsgrad": (3, 1),
+    "asgd": (1, 3),
+    "nadam": (2, 2),
+    "radam": (2, 1),
+    "rmsprop": (1, 1),
+    "rmsprop-centered": (2, 1),
+    "rmsprop-momentum": (2, 1),
+    "rmsprop-momentum-centered": (3, 1),
+    "sgd": (0, 0),
+    "sgd-momentum": (1, 0),
+}
+"""For each optimizer of ``torch.optim`` that can step shards of any shape: the tensors that it keeps per parameter,
+of the parameter's shape and stored dtype, and its float32 scalars per parameter, such as ``step``."""
+
+_SCALAR = itemsize("float32")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of memory of one rank. Without activations, the optimizer's temporaries and what the allocator wastes."""
+
+    rank: int
+    parameters: int
+    """Shards of parameters in their stored dtype, and parameters that are held whole."""
+    buffers: int
+    """All buffers, whole."""
+    gradients: int
+    """Shards of gradients, after they were reduced, from backward until ``zero_grad()``; of trained parameters only."""
+    optimizer: str | int | None
+    """The optimizer's name, or the tensors that it keeps per parameter; None if it is not known."""
+    optimizer_state: int | None
+    """State of the optimizer after its first step; of trained parameters only. None if the optimizer is not known."""
+    gathered: int
+    """The most that is gathered at a time, in the dtype of computing."""
+    reducing: int
+    """The most that whole gradients take until they are reduced."""
+    on_cpu: int
+    """How much of the above is in the CPU's memory, because the plan offloads it."""
+
+    @property
+    def total(self) -> int:
+        """The sum in bytes, without the optimizer's state if that is not known. No step needs more, activations apart.
+
+        The parts are largest at different moments, so a step may need less.
+        """
+        held = self.parameters + self.buffers + self.gradients + (self.optimizer_state or 0)
+        return held + self.gathered + self.reducing
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only: the fields and ``total``."""
+        return {**asdict(self), "total": self.total}
+
+    def table(self) -> str:
+        """Return the parts as aligned text, a line each."""
+        state = None if self.optimizer_state is None else human_bytes(self.optimizer_state)
+        rows = [
+            ("parameters", human_bytes(self.parameters)),
+            ("buffers", human_bytes(self.buffers)),
+            ("gradients", human_bytes(self.gradients)),
+            ("optimizer state", state or "unknown"),
+            ("gathered units", human_bytes(self.gathered)),
+            ("gradients being reduced", human_bytes(self.reducing)),
+            ("sum" if state else "sum, without optimizer state", human_bytes(self.total)),
+        ]
+        if self.on_cpu:
+            rows.append(("of it in CPU memory", human_bytes(self.on_cpu)))
+        name, size = (max(len(row[place]) for row in rows) for place in (0, 1))
+        given = "" if state is None else f" with {_spelt(self.optimizer)}"
+        head = f"Memory of rank {self.rank} in a step{given}, at most, without activations:"
+        return "\n".join([head, "", *(f"{label:{name}}  {text:>{size}}" for label, text in rows)])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: int = 0) -> MemoryEstimate:
+    """Return the bytes of memory that one rank needs for a training step. Pure, and not collective.
+
+    With ``own`` as the bytes per element of a parameter's stored dtype, ``compute`` and ``reduce`` as those of its
+    unit's dtypes, and sums over parameters; ``whole`` is all elements, dimension 0 padded to a multiple of the ranks:
+
+    - parameters: ``local elements * own``; gradients the same, of trained parameters. They are reduced in another
+      dtype, and kept in the stored one. (fsdp1 with ``keep_low_precision_grads``: ``local elements * compute``.)
+    - optimizer state: ``local elements * own * tensors + 4 * scalars``, of trained parameters: see `OPTIMIZERS`.
+    - gathered: ``whole * compute`` of a unit. The root and units that do not reshard stay gathered from forward to
+      backward; those that reshard to ``k`` ranks keep ``1 / k``. On top of what stays comes, at the worst moment of a
+      step, a unit's parameters, what was received for it, and what was received for the unit before it, or for the
+      ``prefetch.forward`` units after it. (fsdp1 copies nothing: the unit and the next one.)
+    - reducing: ``elements * compute + whole * reduce`` of the trained parameters of the largest unit: its gradients,
+      and their copy to be sent. The root's gradients, ``elements * compute``, wait until all others are reduced.
+
+    Not in it: activations; what an optimizer's step needs for a moment (about another copy of the parameters'
+    shards, unless it is fused); whole gradients of all units while `no_sync` accumulates them.
+
+    Args:
+        plan: The plan.
+        optimizer: One of `OPTIMIZERS` in any case, or how many tensors of a parameter's shape and dtype another
+            optimizer keeps for it. Default: not known.
+        rank: The rank; shards of the last ones may be smaller.
+
+    Raises:
+        ConfigError: There is no such optimizer.
+        MeshError: The mesh has no such rank.
+    """
+    name, tensors, scalars = _states(optimizer)
+    parameters = plan.param_bytes(rank)
+    gradients = state = 0
+    for unit in plan.units:
+        gradients += _gradient_bytes(plan, unit, rank)
+        for param, numel in _local(plan, unit, rank):
+            if param.requires_grad:
+                state += numel * itemsize(param.dtype) * tensors + _SCALAR * scalars
+    # What is ignored is held whole, and never offloaded.
+    managed = parameters - sum(param.nbytes for param in plan.ignored_params) + gradients + state
+    for param in plan.ignored_params:
+        if param.requires_grad:
+            gradients += param.nbytes
+            state += param.nbytes * tensors + _SCALAR * scalars
+    return MemoryEstimate(
+        rank=rank,
+        parameters=parameters,
+        buffers=_buffer_bytes(plan),
+        gradients=gradients,
+        optimizer=name,
+        optimizer_state=None if name is None else state,
+        gathered=_gathered_bytes(plan),
+        reducing=_reducing_bytes(plan),
+        on_cpu=managed if plan.cpu_offload else 0,
+    )
+
+
+def optimizer_named(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Return which of `OPTIMIZERS` a class with these arguments is, such as ``'sgd-momentum'``; None if it is none.
+
+    Args:
+        name: The class's name, in any case.
+        settings: Its arguments; those that change how much it keeps are looked at.
+    """
+    options = [option for option in ("momentum", "amsgrad", "centered") if settings.get(option)]
+    spelt = "-".join([name.lower(), *options])
+    return spelt if spelt in OPTIMIZERS else None
+
+
+def _states(optimizer: str | int | None) -> tuple[str | int | None, int, int]:
+    """The optimizer as it is called here, its tensors and its scalars per parameter."""
+    if optimizer is None:
+        return None, 0, 0
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return optimizer, optimizer, 0
+    name = str(optimizer).lower()
+    if name not in OPTIMIZERS:
+        hint = closest(name, OPTIMIZERS) or f" Known: {', '.join(OPTIMIZERS)}."
+        raise ConfigError(
+            f"{optimizer!r} is not an optimizer whose state is known.{hint} For any other, give the number of tensors "
+            "that it keeps per parameter.",
+            config="optimizer",
+        )
+    return name, *OPTIMIZERS[name]
+
+
+def _spelt(optimizer: str | int | None) -> str:
+    return f"{optimizer} x the parameters as optimizer state" if isinstance(optimizer, int) else str(optimizer)
+
+
+def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamEntry, int]]:
+    """Each parameter that an optimizer gets on this rank, and how many elements of it are there."""
+    coordinate, shard = plan.mesh.shard_coordinate(rank), plan.mesh.shard
+    if plan.engine != "fsdp1":
+        for param in unit.params:
+            yield param, param.shard_nbytes(coordinate, shard) // itemsize(param.dtype)
+    elif unit.params and not plan.use_orig_params:
+        yield unit.params[0], plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
+    elif unit.params:
+        # Where each begins in the flat parameter: as `flat_shard_bytes` counts.
+        held = plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
+        first, end, place = coordinate * held, (coordinate + 1) * held, 0
+        alignment = max(16 // itemsize(unit.precision.param_dtype or unit.params[0].dtype), 1)
+        for param in unit.params:
+            place += -place % alignment
+            here = min(place + param.numel, end) - max(place, first)
+            place += param.numel
+            if here > 0:  # a parameter with no element here has no gradient, so no state
+                yield param, here
+
+
+def _gradient_bytes(plan: ShardPlan, unit: ShardUnit, rank: int) -> int:
+    if plan.engine != "fsdp1":
+        return sum(n * itemsize(param.dtype) for param, n in _local(plan, unit, rank) if param.requires_grad)
+    if not any(param.requires_grad for param in unit.params):
+        return 0
+    stored = plan.unit_param_bytes(unit, rank)
+    if not plan.keep_low_precision_grads:
+        return stored
+    return stored // itemsize(unit.params[0].dtype) * _compute_size(unit, unit.params[0])
+
+
+def _gathered_bytes(plan: ShardPlan) -> int:
+    """Follow a step: the most at any of its moments."""
+    # Called in the order of names, the root first: close to what models do.
+    units = sorted(
+        (unit for unit in plan.units if unit.params), key=lambda unit: (not unit.is_root, unit.params[0].place)
+    )
+    if plan.engine == "fsdp1" and plan.mesh.shard == 1:
+        # Nothing is gathered; a copy in another dtype is all that can be.
+        units = [unit for unit in units if _compute_size(unit, unit.params[0]) != itemsize(unit.params[0].dtype)]
+    full = [sum(_whole(plan, param) * _compute_size(unit, param) for param in unit.params) for unit in units]
+    kept = [_kept(unit, size) for unit, size in zip(units, full, strict=True)]
+    ahead, peak, above = plan.forward_prefetch, sum(kept), list[int]()
+    for i, size in enumerate(full):
+        # Units around this one are in the middle of their own forward or backward.
+        above = [j for j in above if _holds(units[j], units[i])]
+        held = sum(kept[:i]) + sum(full[j] - kept[j] for j in above)
+        if plan.engine == "fsdp1":
+            forward = size + sum(full[i + 1 : i + 1 + max(ahead, 1)])
+            backward = size + (full[i - 1] - kept[i - 1] if i and i - 1 not in above else 0)
+        elif plan.mesh.shard == 1:
+            forward = backward = size  # copied from the shard, which is whole
+        else:
+            # What was received for a unit is freed when the next unit has been copied from what it received.
+            copying, computing = full[max(i - 1, 0) : i + max(ahead, 1)], full[i : i + 1 + ahead]
+            forward = size + max(sum(copying), sum(computing))
+            backward = 0 if kept[i] == size else kept[i] + 2 * size
+        peak = max(peak, held + forward, held + backward)
+        above.append(i)
+    return peak
+
+
+def _holds(unit: ShardUnit, other: ShardUnit) -> bool:
+    return unit.is_root or any(part.startswith(f"{fqn}.") for fqn in unit.fqns for part in other.fqns)
+
+
+def _kept(unit: ShardUnit, full: int) -> int:
+    """Bytes of a unit's gathered parameters that stay between its forward and its backward."""
+    reshard = unit.reshard_after_forward
+    if unit.is_root or reshard is False:
+        return full
+    return 0 if reshard is True else full // reshard
+
+
+def _reducing_bytes(plan: ShardPlan) -> int:
+    grads = {unit.fqns: 0 for unit in plan.units}
+    copies = dict(grads)
+    for unit in plan.units:
+        for param in unit.params:
+            if param.requires_grad:
+                compute, reduced = _compute_size(unit, param), unit.precision.reduce_dtype
+                grads[unit.fqns] += param.numel * compute
+                copies[unit.fqns] += _whole(plan, param) * (itemsize(reduced) if reduced else compute)
+    largest = max(copies[unit.fqns] + (0 if unit.is_root else grads[unit.fqns]) for unit in plan.units)
+    return grads[plan.root.fqns] + largest
+
+
+def _whole(plan: ShardPlan, param: ParamEntry) -> int:
+    """Elements of a gathered parameter, padding included."""
+    if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
+        return param.numel
+    rows = -(-param.shape[0] // plan.mesh.shard) * plan.mesh.shard
+    return param.numel // param.shape[0] * rows
+
+
+def _compute_size(unit: ShardUnit, param: ParamEntry) -> int:
+    wanted = unit.precision.param_dtype
+    return itemsize(wanted if wanted is not None and is_floating_point(param.dtype) else param.dtype)
+
+
+def _buffer_bytes(plan: ShardPlan) -> int:
+    total = 0
+    for buffer in plan.buffers:
+        cast = plan.buffer_dtype is not None and is_floating_point(buffer.dtype)
+        total += math.prod(buffer.shape) * itemsize(plan.buffer_dtype if cast else buffer.dtype)
+    return total
