@@ -91,7 +91,7 @@ def test_choosing_among_everything(source: Path) -> None:
         ),
         ({"exclude": ["**"]}, r"No tensor is left to write"),
         ({"dtype": "bf17"}, r"'bf17' is not a dtype"),
-        ({"dtype": "int8"}, r"Tensors cannot be cast to 'int8' here\. Use one of float16"),
+        ({"dtype": "int8"}, r"Tensors cannot be cast to 'int8' here\. Use one of float8_e4m3fn, float8_e5m2, float16"),
         ({"dtype": {"**.num": "half"}}, r"dtype pattern '\*\*\.num' matches no floating point tensor"),
         ({"keep": "all", "use_ema": True}, r"use_ema=True \(--use-ema\) is about the weights"),
         ({"keep": "all", "publish": True}, r"publish=True \(--publish\) writes the weights"),

@@ -157,7 +157,8 @@ def _print(report: ConversionReport) -> None:
     if report.casts:
         typer.echo(f"Cast: {len(report.casts)} tensors.")
     for name, count in report.overflowed.items():
-        typer.secho(f"warning: {count} elements of {name} became infinite.", fg="yellow", err=True)
+        lost = "448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinite"
+        typer.secho(f"warning: {count} elements of {name} became {lost}.", fg="yellow", err=True)
     for note in report.notes:
         typer.echo(f"Note: {note}.")
     if report.dropped:

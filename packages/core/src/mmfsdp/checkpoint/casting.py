@@ -10,18 +10,18 @@ from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.numeric import require_numpy, values
 from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.checkpoint.renaming import compile_pattern
+from mmfsdp.checkpoint.rounding import to_bfloat16, to_float8
 from mmfsdp.checkpoint.streaming import tensor_blocks
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, closest
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["CastEntry", "cast_block", "chosen_dtypes", "converted_blocks"]
 
 _BLOCK = 1 << 19  # bytes of the source: what is made of it fits the second-level cache too
-_TARGETS = ("float16", "bfloat16", "float32", "float64")
+_TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CastEntry(TensorEntry):
     source: TensorEntry
     """The tensor as it is stored."""
     overflow: Callable[[str, int], None]
-    """Called with the name and the number of finite elements that became infinite, if there are any."""
+    """Called with the name and the number of elements that were too large for the dtype, if there are any."""
 
     @classmethod
     def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[str, int], None]) -> CastEntry:
@@ -92,23 +92,23 @@ def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryvie
 
 
 def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview, int]:
-    """Return elements of another dtype, and how many finite ones became infinite.
+    """Return elements of another dtype, and how many were too large for it.
 
     Args:
         block: The elements, packed.
         source: Their dtype.
-        target: The wanted dtype: float16, bfloat16, float32 or float64.
+        target: The wanted dtype, one that ``chosen_dtypes`` accepts.
     """
     import numpy as np
 
     given = values(block, source)
     with np.errstate(all="ignore"):
         if target == "bfloat16":
-            if given.dtype == np.float32 and _is_ordinary(given):
-                return _bytes(_rounded(given)), 0
-            words = _bfloat16(given)
-            infinite = (words & np.uint16(0x7FFF)) == 0x7F80
-            return _bytes(words), int((infinite & np.isfinite(given)).sum())
+            words, count = to_bfloat16(given)
+            return _bytes(words), count
+        if target.startswith("float8"):
+            codes, count = to_float8(given, target)
+            return _bytes(codes), count
         cast = given.astype(np.dtype(target).newbyteorder("<"))
         return _bytes(cast), int((np.isinf(cast) & np.isfinite(given)).sum())
 
@@ -117,49 +117,3 @@ def _bytes(array: NDArray[Any]) -> memoryview:
     import numpy as np
 
     return array.astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
-
-
-def _is_ordinary(given: NDArray[np.float32]) -> bool:
-    """Tell whether all elements are numbers that stay finite in bfloat16, by two reductions."""
-    most = 3.39e38  # a little below where rounding goes to infinity
-    return not given.size or (float(given.max()) < most and float(given.min()) > -most)
-
-
-def _rounded(given: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round numbers as ``_bfloat16`` does, in few passes over memory."""
-    import numpy as np
-
-    bits = given.view(np.uint32)
-    words = bits >> np.uint32(16)
-    words &= np.uint32(1)
-    words += np.uint32(0x7FFF)
-    words += bits
-    words >>= np.uint32(16)
-    return words.astype(np.uint16)
-
-
-def _bfloat16(given: NDArray[Any]) -> NDArray[np.uint16]:
-    import numpy as np
-
-    bits = (_to_odd(given) if given.dtype == np.float64 else given.astype(np.float32)).view(np.uint32)
-    # Half a unit of the last place that stays, less one where that place is even: ties go to even.
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(given), quiet, rounded).astype(np.uint16)
-
-
-def _to_odd(given: NDArray[Any]) -> NDArray[np.float32]:
-    """Round float64 to float32 so that rounding once more is right: cut off, and set the last bit if that lost any.
-
-    Rounding to nearest twice can turn a value next to a tie into the tie: Boldo and Melquiond, "When double rounding is
-    odd", 2004.
-    """
-    import numpy as np
-
-    near = given.astype(np.float32)
-    back = near.astype(np.float64)
-    bits = near.view(np.uint32).copy()
-    inexact = (back != given) & ~np.isnan(given)
-    bits[inexact & (np.abs(back) > np.abs(given))] -= np.uint32(1)
-    bits[inexact] |= np.uint32(1)
-    return bits.view(np.float32)

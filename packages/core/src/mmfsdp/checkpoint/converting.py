@@ -52,7 +52,8 @@ class ConversionReport:
     casts: Mapping[str, str]
     """Tensors whose dtype changed, and their new dtype."""
     overflowed: Mapping[str, int]
-    """Tensors in which finite elements became infinite when they were cast, and how many."""
+    """Tensors in which elements were too large for the dtype that they were cast to, and how many. They became infinite,
+    or 448, its largest number, in float8_e4m3fn."""
     notes: tuple[str, ...]
     """What else one should know."""
     verified: bool
@@ -125,7 +126,8 @@ def convert(
         rename: Regular expressions and replacements as for ``re.sub``, applied in order to the names.
         strip_prefix: Take this off the beginning of names that have it, before they are renamed.
         dtype: Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see
-            the new names. Rounds to nearest, ties to even. Needs numpy.
+            the new names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest,
+            ties to even; what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy.
         use_ema: Take the averaged weights as the model's.
         publish: Write the weights and ``meta`` only, and put the first eight digits of the file's SHA-256 in its name.
         max_shard_size: Write a directory of safetensors files with at most so many bytes of tensor data each, such as

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["has_numpy", "raw", "require_numpy", "values"]
+__all__ = ["has_numpy", "raw", "require_numpy", "small_floats", "values"]
 
 # dtype -> (bits of the exponent, bits of the mantissa, bias, what the largest codes mean):
 # https://arxiv.org/abs/2209.05433 for e4m3fn and e5m2, https://onnx.ai/onnx/technical/float8.html for the others.
@@ -68,12 +68,13 @@ def values(block: memoryview, dtype: str) -> NDArray[Any]:
     if dtype == "bfloat16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype.startswith("float8"):
-        return _table(dtype)[np.frombuffer(block, np.uint8)]
+        return small_floats(dtype)[np.frombuffer(block, np.uint8)]
     return np.frombuffer(block, np.dtype(dtype).newbyteorder("<"))
 
 
 @cache
-def _table(dtype: str) -> NDArray[np.float32]:
+def small_floats(dtype: str) -> NDArray[np.float32]:
+    """Return what each of the 256 codes of an 8-bit float stands for."""
     import numpy as np
 
     return np.array([_decoded(dtype, code) for code in range(256)], np.float32)
