@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -454,7 +457,8 @@ class TestRefused:
                     assert message in text
 
     def test_no_model(self) -> None:
-        assert "EMAHook averages a model, but the runner's model is 'NoneType'" in without_model(0)
+        for text in run_ranks(without_model, 2):
+            assert "EMAHook averages a model, but the runner's model is 'NoneType'" in text
 
 
 class TestRegistered:
@@ -463,3 +467,69 @@ class TestRegistered:
             assert HOOKS.get(name) is EMAHook
         assert mmengine.hooks.EMAHook is EMAHook
         assert issubclass(EMAHook, StockEMAHook)
+
+
+OWN_HOOKS = """
+import math
+
+from mmengine.hooks import EMAHook
+from mmengine.model import ExponentialMovingAverage
+from mmengine.registry import HOOKS, MODELS
+
+
+@MODELS.register_module()
+class ExpMomentum(ExponentialMovingAverage):
+    def avg_func(self, averaged_param, source_param, steps):
+        momentum = (1 - self.momentum) * math.exp(-float(1 + steps) / 4) + self.momentum
+        averaged_param.lerp_(source_param, momentum)
+
+
+@HOOKS.register_module()
+class OwnEMAHook(EMAHook):
+    swaps = 0
+
+    def _swap_ema_parameters(self):
+        type(self).swaps += 1
+        super()._swap_ema_parameters()
+"""
+# Forked before anything has imported the package.
+IN_BOTH_ORDERS = """
+import os
+import sys
+
+import mmengine.runner
+import own_hooks
+
+folder = sys.argv[1]
+for name in ('before', 'after'):
+    pid = os.fork()
+    if not pid:
+        if name == 'after':
+            import mmfsdp_mmengine
+            del sys.modules['own_hooks'], own_hooks
+            for registry in (mmengine.registry.HOOKS, mmengine.registry.MODELS):
+                registry.module_dict.pop('OwnEMAHook', None)
+                registry.module_dict.pop('ExpMomentum', None)
+        import own_hooks
+        from tests.mmengine_adapter.toy import config, runner_of
+        hook = dict(type='OwnEMAHook', ema_type='ExpMomentum', momentum=0.1, priority='ABOVE_NORMAL')
+        runner = runner_of(config(f'{folder}/{name}', 1, custom_hooks=[hook]))
+        runner.train()
+        assert own_hooks.OwnEMAHook.swaps == 4, own_hooks.OwnEMAHook.swaps
+        sys.exit()
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+def test_modules_imported_before_or_after(tmp_path: Path) -> None:
+    (tmp_path / "own_hooks.py").write_text(OWN_HOOKS)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path, str(Path(__file__).parents[2])])}
+    command = [sys.executable, "-c", IN_BOTH_ORDERS, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (load(tmp_path / name / "epoch_2.pth") for name in ("before", "after"))
+    for part in ("state_dict", "ema_state_dict"):
+        for name, value in before[part].items():
+            assert torch.equal(value, after[part][name]), name
+    assert not torch.equal(before["state_dict"]["head.weight"], before["ema_state_dict"]["module.head.weight"])

@@ -104,7 +104,7 @@ def sharded(rank: int, folder: Path, pretrained: str) -> dict[str, dict[str, tor
             "pretrained": {"strategy": strategy, "model": {"type": "InitModel", "pretrained": pretrained}},
             "skipped": {"strategy": {**strategy, "skip_init_weights": True}, "load_from": pretrained},
         }
-        for name, changes in runs.items():
+        for name, changes in runs.items() if engine == "fsdp2" else [("strategy", runs["strategy"])]:
             runner = trained(folder / f"{engine} {name}", 2, **changes)
             found[f"{engine} {name}"] = model_state_dict(runner.model, "full", rank0_only=False)
     return found

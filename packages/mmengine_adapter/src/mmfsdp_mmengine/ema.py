@@ -151,5 +151,8 @@ class EMAHook(StockEMAHook):
 
 
 replace_stock(HOOKS, EMAHook)
-# Hooks derived from MMEngine's are derived from this one if they are defined later, as those of mmpretrain are.
+# Hooks derived from MMEngine's, as mmpretrain's is, are derived from this one, whichever was imported first.
 mmengine.hooks.EMAHook = EMAHook
+for _derived in StockEMAHook.__subclasses__():
+    if _derived is not EMAHook:
+        _derived.__bases__ = tuple(EMAHook if base is StockEMAHook else base for base in _derived.__bases__)

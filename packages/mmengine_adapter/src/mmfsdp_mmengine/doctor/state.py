@@ -80,9 +80,9 @@ def averaged_weights(subject: Subject) -> Iterator[Finding]:
                 yield Finding(
                     "error",
                     f"{path}.type",
-                    f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Import the "
-                    "module that defines it after mmfsdp_mmengine.",
-                    advice="custom_imports = dict(imports=['mmfsdp_mmengine', ...], allow_failed_imports=False)",
+                    f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Derive it "
+                    "from mmengine.hooks.EMAHook, or import the module that defines it before mmfsdp_mmengine.",
+                    advice="from mmengine.hooks import EMAHook",
                 )
                 continue
             yield Finding(
