@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from mmengine.registry import HOOKS, MODELS
-from tests.mmengine_adapter.toy import config, run, strategy, train
+from tests.mmengine_adapter.toy import config, run, runner_of, strategy, train
 
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.testing import run_ranks
+from mmfsdp.testing import run_ranks, single_rank
 from mmfsdp_mmengine import CheckpointHook
 from mmfsdp_mmengine.checkpoint import read_content, safe_globals
 
@@ -115,3 +115,29 @@ class TestPublishing:
             MODELS.build({"type": "ToyModel"}).load_state_dict(content["state_dict"])
         # What was published loads where it came from.
         run_with(kind, tmp_path / "c", {"interval": 2}, load_from=str(published))
+
+
+def logged(folder: Path, counts: int, length: int) -> str:
+    """What a run logs that saves after every iteration."""
+    settings = config(folder, 1, param_scheduler=None)
+    settings["optim_wrapper"]["accumulative_counts"] = counts
+    settings["train_cfg"] = {"by_epoch": False, "max_iters": length}
+    settings["default_hooks"] = {"checkpoint": {"type": "CheckpointHook", "interval": 1, "by_epoch": False}}
+    settings |= {"val_dataloader": None, "val_evaluator": None, "val_cfg": None}
+    with single_rank():
+        runner = runner_of(settings)
+        runner.train()
+    return Path(runner.logger.handlers[-1].baseFilename).read_text()
+
+
+class TestInTheMiddleOfAccumulation:
+    def test_is_told_once(self, tmp_path: Path) -> None:
+        text = logged(tmp_path, 3, 5)
+        assert text.count("Gradients that wait for the others are not saved") == 1
+        assert "iter_1.pth is saved after 1 of accumulative_counts=3 iterations." in text
+        assert "Save at multiples of 3 iterations." in text
+
+    def test_is_not_told_of_steps(self, tmp_path: Path) -> None:
+        # The last iteration makes a step, whatever waits.
+        assert "Gradients that wait" not in logged(tmp_path / "1", 1, 2)
+        assert "Gradients that wait" not in logged(tmp_path / "2", 2, 1)

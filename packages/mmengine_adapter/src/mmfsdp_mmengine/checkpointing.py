@@ -25,7 +25,7 @@ from mmfsdp_mmengine.checkpoint import (
     revised_keys,
     with_own_counters,
 )
-from mmfsdp_mmengine.optim import optim_wrappers_of
+from mmfsdp_mmengine.optim import optim_wrappers_of, waiting_gradients
 from mmfsdp_mmengine.pending import PendingWeights
 from mmfsdp_mmengine.progress import own_random_state, random_states
 from mmfsdp_mmengine.randomness import random_state, restore_random_state
@@ -61,6 +61,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._pending: PendingWeights | None = None
         self._paused_at: torch.Tensor | None = None
         self._resumed: Resumed | None = None
+        self._warned = False
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights under their own names. Collective: every rank.
@@ -220,6 +221,7 @@ class CheckpointingStrategy(DDPStrategy):
         kind: Literal["full", "sharded"] = "full" if self._kind == "full" else "sharded"
         content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
         if save_optimizer and hasattr(self, "optim_wrapper"):
+            self._warn_of_waiting_gradients(filename)
             content["optimizer"] = self.optim_state_dict()
             content["progress"] = {
                 "random_states": random_states(
@@ -257,6 +259,17 @@ class CheckpointingStrategy(DDPStrategy):
         """Return what `resume` found for the training loop, once."""
         resumed, self._resumed = self._resumed, None
         return resumed
+
+    def _warn_of_waiting_gradients(self, filename: str) -> None:
+        waiting = waiting_gradients(self.optim_wrapper)
+        if waiting is not None and not self._warned:
+            self._warned = True
+            done, counts = waiting
+            self.logger.warning(
+                f"{filename} is saved after {done} of accumulative_counts={counts} iterations. Gradients that wait for "
+                f"the others are not saved: resuming from it loses those of {done} iterations. Save at multiples of "
+                f"{counts} iterations. This is said once."
+            )
 
     def _optimizer_classes(self) -> dict[str, str]:
         wrappers = optim_wrappers_of(self.optim_wrapper)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
-from mmengine.optim import OptimWrapperDict
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.clipping import clip_globally
 
-__all__ = ["OptimizerBinding", "optim_wrappers_of"]
+__all__ = ["OptimizerBinding", "optim_wrappers_of", "waiting_gradients"]
 
 
 def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
@@ -21,6 +21,15 @@ def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
     if isinstance(optim_wrapper, OptimWrapperDict):
         return dict(optim_wrapper.items())
     return {"": optim_wrapper}
+
+
+def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:
+    """Return after how many iterations gradients wait for how many; None if all of them were used for a step."""
+    for wrapper in optim_wrappers_of(optim_wrapper).values():
+        if isinstance(wrapper, OptimWrapper) and not wrapper.should_update():
+            counts = wrapper._accumulative_counts
+            return wrapper._inner_count % counts, counts
+    return None
 
 
 class OptimizerBinding:
