@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmfsdp.checkpoint.open_files import refuse_special
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "atomic_output",
     "commit",
     "discard",
+    "located",
     "refuse_existing",
     "refuse_missing_parent",
     "temporary_sibling",
@@ -30,6 +32,7 @@ __all__ = [
 
 _PARTIAL = "mmfsdp-partial"
 _REPLACED = "mmfsdp-replaced"
+_LONGEST = 160  # bytes of the name in that of its sibling
 
 
 class TargetExistsError(CheckpointError):
@@ -47,9 +50,11 @@ def temporary_sibling(path: Path) -> Path:
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
+        FormatError: The target is a pipe, a device or a socket.
     """
-    path = _absolute(path)
     refuse_missing_parent(path)
+    path = located(path)
+    refuse_special(path)
     _remove_stale(path)
     return _sibling(path, _PARTIAL)
 
@@ -69,7 +74,7 @@ def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool 
     Raises:
         TargetExistsError: There is something at ``path`` and ``overwrite`` is false. ``temporary`` is left as it is.
     """
-    path = _absolute(path)
+    path = located(path)
     if not overwrite:
         refuse_existing(path)
     if fsync:
@@ -111,7 +116,6 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
         TargetExistsError: There is something at ``path`` and ``overwrite`` is false; said before the block begins.
         CheckpointNotFoundError: The directory that should hold the target does not exist.
     """
-    path = _absolute(path)
     if not overwrite:
         refuse_existing(path)
     temporary = temporary_sibling(path)
@@ -123,14 +127,19 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
         raise
 
 
-def _absolute(path: Path) -> Path:
-    # Without following links: a link at the target is replaced, what it points to stays.
-    return Path(os.path.abspath(path))
+def located(path: Path) -> Path:
+    """Return the absolute path of a target: links on the way are followed, as the operating system does before ``..``.
+
+    A link at the target itself is not: it is replaced, and what it points to stays.
+
+    Args:
+        path: The target; its directory should exist.
+    """
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
 def refuse_missing_parent(path: Path) -> None:
     """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
-    path = _absolute(path)
     if not path.parent.is_dir():
         raise CheckpointNotFoundError(
             f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
@@ -140,7 +149,8 @@ def refuse_missing_parent(path: Path) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise ``TargetExistsError`` if there is something at a target already."""
+    """Raise ``TargetExistsError`` if there is something at a target already, ``FormatError`` if it is a device."""
+    refuse_special(path)
     if os.path.lexists(path):
         kind = "directory" if path.is_dir() else "file"
         raise TargetExistsError(
@@ -155,11 +165,19 @@ def _machine() -> str:
 
 
 def _sibling(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
+    return path.with_name(f".{_stem(path)}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
+
+
+def _stem(path: Path) -> str:
+    # The sibling of a long name must not be too long itself: file systems take 255 bytes.
+    name = os.fsencode(path.name)
+    if len(name) <= _LONGEST:
+        return path.name
+    return f"{os.fsdecode(name[: _LONGEST - 8]).encode('utf-8', 'ignore').decode()}{zlib.crc32(name):08x}"
 
 
 def _remove_stale(path: Path) -> None:
-    pattern = re.compile(re.escape(f".{path.name}.") + rf"{_machine()}-(\d+)-[0-9a-f]{{8}}\.({_PARTIAL}|{_REPLACED})")
+    pattern = re.compile(re.escape(f".{_stem(path)}.") + rf"{_machine()}-(\d+)-[0-9a-f]{{8}}\.({_PARTIAL}|{_REPLACED})")
     for entry in list(path.parent.iterdir()):
         match = pattern.fullmatch(entry.name)
         if match is None or _is_alive(int(match[1])):

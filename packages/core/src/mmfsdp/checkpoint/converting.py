@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.atomic import commit, discard, located, refuse_existing, refuse_missing_parent, temporary_sibling
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.intent import Intent, intended
@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.saves import check_save
 from mmfsdp.checkpoint.selection import Part
 from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
 from mmfsdp.checkpoint.tracking import Progress
-from mmfsdp.checkpoint.write_errors import not_written
+from mmfsdp.checkpoint.write_errors import writing
 from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import ConfigError
 
@@ -176,7 +176,8 @@ def convert(
         if isinstance(source, Layout)
         else open_layout(source, trust=trust, reference=reference, format=source_format)
     )
-    _refuse_own_files(layout, target)
+    with writing(target):
+        _refuse_own_files(layout, target)
     overflows = _Overflows()
     intent = intended(
         layout,
@@ -198,22 +199,22 @@ def convert(
         refuse_existing(target)
     if not dry_run:
         check_space(target, written, free)
-        check_replaceable(target)
-        temporary = temporary_sibling(target)
-        try:
-            entries = write_files(temporary, intent.planned, verify=verify, progress=progress, jobs=jobs, fsync=fsync)
-            if kind.directory:
-                write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
-            if verify_output:
-                check_output(temporary, intent.written, trust=trust, progress=progress)
-            final = published_path(target, temporary) if publish else target
-            commit(temporary, final, overwrite=overwrite, fsync=fsync)
-        except OSError as error:  # a full disk, most likely
-            discard(temporary)
-            raise not_written(target, error) from error
-        except BaseException:  # an interrupt must not leave a half-written file either
-            discard(temporary)
-            raise
+        with writing(target):
+            check_replaceable(target)
+            temporary = temporary_sibling(target)
+            try:
+                entries = write_files(
+                    temporary, intent.planned, verify=verify, progress=progress, jobs=jobs, fsync=fsync
+                )
+                if kind.directory:
+                    write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
+                if verify_output:
+                    check_output(temporary, intent.written, trust=trust, progress=progress)
+                final = published_path(target, temporary) if publish else target
+                commit(temporary, final, overwrite=overwrite, fsync=fsync)
+            except BaseException:  # an interrupt must not leave a half-written file either
+                discard(temporary)
+                raise
     return _report(intent, layout, final, written, free, overflows, verify_output, dry_run, began)
 
 
@@ -247,6 +248,8 @@ def _report(
 
 
 def _refuse_own_files(layout: Layout, target: Path) -> None:
+    refuse_missing_parent(target)
+    target = located(target)
     if not target.exists():
         return
     files = [layout.path, *layout.files()]

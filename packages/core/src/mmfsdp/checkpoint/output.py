@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mmfsdp.checkpoint.atomic import refuse_missing_parent
+from mmfsdp.checkpoint.atomic import located, refuse_missing_parent
 from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
@@ -32,7 +31,7 @@ def free_bytes(target: Path) -> int:
         CheckpointNotFoundError: The directory that should hold it does not exist.
     """
     refuse_missing_parent(target)
-    return shutil.disk_usage(Path(os.path.abspath(target)).parent).free
+    return shutil.disk_usage(located(target).parent).free
 
 
 def check_space(target: Path, needed: int, free: int) -> None:

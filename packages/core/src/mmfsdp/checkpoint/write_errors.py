@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmfsdp.errors import CheckpointError
 
-__all__ = ["not_written"]
+__all__ = ["not_written", "writing"]
 
 _ROOM = "Make room on that disk, or choose a path on another."
 _PLACE = "Choose a directory that you may write to."
@@ -40,6 +40,24 @@ def not_written(target: Path, error: BaseException, *, rank: int | None = None) 
     advice = f" {_ADVICE[cause.errno]}" if cause.errno in _ADVICE else ""
     text = f"{target.name} cannot be written: {cause.strerror or cause}.{advice}"
     return CheckpointError(text, file=str(target), rank=rank)
+
+
+class writing:  # noqa: N801 - reads as a statement
+    """Errors of the operating system become ours, which say that it is this target that cannot be written.
+
+    Args:
+        target: What is written within the block.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise not_written(self._target, error) from error
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

@@ -45,7 +45,7 @@ def write_files(
         files: What they hold.
         verify: Check the stored CRC-32 of every source record.
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
-        jobs: Threads that copy; ``default_jobs()`` by default. What is written does not depend on it.
+        jobs: Threads that copy, at most; ``default_jobs()`` by default. What is written does not depend on it.
         fsync: Begin to bring the data to disk while it is written. It is there only after a sync of one's own.
 
     Returns:
@@ -61,7 +61,9 @@ def write_files(
         with path.open("xb") as created:
             os.truncate(created.fileno(), file.size)
     tracker = Tracker(sum(file.nbytes for file in files), progress)
-    count = jobs or default_jobs()
+    batches = [[*_batches(file.pieces)] for file in files]
+    # No more than there is work for: each has memory of its own.
+    count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
     with ExitStack() as stack:
         if fsync:
             stack.enter_context(Flusher(paths))
@@ -72,8 +74,8 @@ def write_files(
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         try:
             copies = [
-                [pool.submit(_copy, idle, tracker, path, batch) for batch in _batches(file.pieces)]
-                for file, path in zip(files, paths, strict=True)
+                [pool.submit(_copy, idle, tracker, path, batch) for batch in own]
+                for own, path in zip(batches, paths, strict=True)
             ]
             entries = {}
             for file, path, parts in zip(files, paths, copies, strict=True):

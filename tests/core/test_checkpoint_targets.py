@@ -1,0 +1,76 @@
+"""Odd targets of a conversion: what they mean is what they mean to the operating system, or an error before any byte."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmfsdp.checkpoint import convert, diff
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.pth"
+    torch.save({"state_dict": {"w": torch.arange(6.0)}, "optimizer": {"x": torch.ones(2)}}, path)
+    return path
+
+
+def test_a_pipe_is_not_replaced(source: Path) -> None:
+    pipe = source.with_name("out.pth")
+    os.mkfifo(pipe)
+    for overwrite in (True, False):
+        with pytest.raises(FormatError, match=r"out\.pth is a pipe, a device or a socket, and not a file"):
+            convert(source, pipe, overwrite=overwrite)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(os.listdir(source.parent)) == ["in.pth", "out.pth"]
+
+
+def test_the_source_by_another_name(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source.parent)
+    before = source.read_bytes()
+    with pytest.raises(CheckpointNotFoundError, match=r"the directory 'x/\.\.' does not exist"):
+        convert(source, "x/../in.pth", overwrite=True)
+    Path("link.pth").symlink_to("in.pth")
+    Path("same").symlink_to(".")
+    for name in ("./in.pth", "link.pth", "same/in.pth", "same/same/link.pth"):
+        with pytest.raises(ConfigError, match=r"is part of the source\. Choose another path"):
+            convert(source, name, overwrite=True)
+    assert source.read_bytes() == before
+
+
+def test_a_link_before_two_dots(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    monkeypatch.chdir(tmp_path)
+    convert(source, "link/../out.pth", fsync=False)
+    assert sorted(os.listdir("a")) == ["b", "out.pth"]
+    assert not os.path.exists("out.pth")
+
+
+@pytest.mark.parametrize("name", ["n" * 250 + ".pth", "é" * 125 + ".pth", "a b\nc😀.pth", "-.pth"])
+def test_names(source: Path, name: str) -> None:
+    target = source.with_name(name)
+    for _ in range(2):
+        convert(source, target, overwrite=True, keep="all", fsync=False)
+    assert sorted(os.listdir(source.parent)) == sorted(["in.pth", name])
+    assert diff(target, source).same
+
+
+def test_a_name_that_is_too_long(source: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be written: File name too long\. Choose a shorter name"):
+        convert(source, source.with_name("n" * 300 + ".pth"))
+
+
+def test_more_threads_than_work(source: Path) -> None:
+    convert(source, source.with_name("out.pth"), keep="all", jobs=1_000_000, fsync=False)
+    assert diff(source.with_name("out.pth"), source).same
+
+
+def test_too_many_ranks(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Write a number up to 65536"):
+        convert(source, source.with_name("out"), to="dcp", ranks=1_000_000)
