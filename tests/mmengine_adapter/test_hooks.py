@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from mmengine.dataset import pseudo_collate
-from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
-from mmengine.model import BaseTTAModel
-from mmengine.registry import DATASETS, MODELS
-from tests.mmengine_adapter.toy import ToyData, config, loader, runner_of, strategy
+from mmengine.config import Config
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.hooks.test_time_aug_hook import PrepareTTAHook, build_runner_with_tta
+from mmengine.model import BaseModel, BaseTTAModel
+from mmengine.registry import DATASETS, MODELS, TRANSFORMS, VISUALIZERS
+from mmengine.runner import Runner
+from mmengine.structures import BaseDataElement
+from mmengine.visualization import Visualizer
+from tests.mmengine_adapter.toy import POLICY, ToyData, ToyModel, config, loader, runner_of, strategy
 
 from mmfsdp.testing import run_ranks
 
@@ -115,3 +119,117 @@ class TestTimeAugmentation:
             for found in run_ranks(augmented, 2, tmp_path / engine, 2, strategy(engine=engine)):
                 assert found == pytest.approx(expected)
         assert expected["count"] == 32
+
+    def test_runner_built_with_it(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        torch.save(ToyModel().state_dict(), tmp_path / "weights.pth")
+        [expected] = run_ranks(piped, 1, tmp_path, 1, {"launcher": "none"})
+        assert expected["count"] == 32
+        wrapper = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY}
+        plain = {"launcher": "pytorch", "model_wrapper_cfg": wrapper}
+        for made in (plain, {"runner_type": "FlexibleRunner", "strategy": strategy()}):
+            for found in run_ranks(piped, 2, tmp_path, 2, made):
+                assert found == pytest.approx(expected)
+
+
+@TRANSFORMS.register_module(force=True)
+class Twice:
+    """A sample as it is, and flipped."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        image, label = sample["inputs"], sample["labels"]
+        return {"inputs": [image, image.flip(-1)], "labels": [label, label]}
+
+
+@DATASETS.register_module(force=True)
+class Piped(ToyData):
+    """Passes its samples through transforms."""
+
+    def __init__(self, pipeline: Any = ()) -> None:
+        super().__init__()
+        self.pipeline = Compose(pipeline)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline(super().__getitem__(index))
+
+
+def piped(rank: int, folder: Path, world_size: int, made: dict[str, Any]) -> dict[str, float]:
+    tests = {**loader(8 // world_size, shuffle=False), "dataset": {"type": "Piped"}, "collate_fn": {"type": stacked}}
+    changes = {"test_dataloader": tests, "test_evaluator": {"type": "Accuracy"}, "test_cfg": {}}
+    settings = config(folder, world_size, **changes, load_from=str(folder / "weights.pth"))
+    del settings["strategy"]
+    settings |= {"tta_model": {"type": "Voting"}, "tta_pipeline": [{"type": "Twice"}], **made}
+    name = f"piped {world_size} {made.get('runner_type')}"
+    return build_runner_with_tta(Config({**settings, "experiment_name": name})).test()
+
+
+@MODELS.register_module(force=True)
+class ListModel(BaseModel):
+    """Takes a list of samples, as the hook that draws does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3, 5)
+
+    def forward(self, *samples: Any, mode: str = "tensor") -> Any:
+        logits = self.head(torch.stack([sample["inputs"].mean((0, 2, 3)) for sample in samples]))
+        labels = torch.stack([sample["label"] for sample in samples])
+        if mode == "loss":
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+        return [{"label": label, "pred": pred} for label, pred in zip(labels, logits.argmax(1), strict=True)]
+
+
+@DATASETS.register_module(force=True)
+class Drawable(ToyData):
+    """Samples that the hook can draw."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        about = {"ori_width": 16, "ori_height": 16, "img_path": f"images/{index}.png"}
+        sample = BaseDataElement(metainfo=about)
+        return {"inputs": self.images[index][None], "label": self.labels[index], "data_sample": sample}
+
+
+@VISUALIZERS.register_module(force=True)
+class Drawn(Visualizer):
+    """Keeps what it is to draw."""
+
+    seen: dict[str, tuple[Any, int]]
+
+    def add_datasample(self, name: str, image: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen[name] = image.shape, int(args[1]["pred"])
+
+
+def drawn(rank: int, folder: Path, world_size: int, made: dict[str, Any]) -> dict[str, tuple[Any, int]]:
+    batches = {**loader(8 // world_size, shuffle=False), "dataset": {"type": "Drawable"}, "collate_fn": {"type": list}}
+    settings = config(
+        folder, world_size, model={"type": "ListModel"}, train_dataloader=batches, test_dataloader=batches
+    )
+    for name in ("param_scheduler", "val_dataloader", "val_evaluator", "val_cfg", "default_hooks"):
+        settings[name] = None
+    del settings["strategy"]
+    settings |= {"test_evaluator": {"type": "Accuracy"}, "test_cfg": {}, "load_from": str(folder / "list.pth"), **made}
+    settings |= {"train_cfg": {"by_epoch": False, "max_iters": 2}, "custom_hooks": [{"type": "NaiveVisualizationHook"}]}
+    settings["visualizer"] = {"type": "Drawn", "vis_backends": [{"type": "LocalVisBackend"}]}
+    if "strategy" in made:
+        runner: Any = runner_of(settings)
+    else:
+        runner = Runner.from_cfg(Config({**settings, "experiment_name": f"drawn {world_size}"}))
+    runner.train()
+    runner.visualizer.seen = {}
+    runner.test()
+    return runner.visualizer.seen
+
+
+class TestVisualization:
+    def test_draws_what_the_unsharded_model_predicts(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        torch.save(ListModel().state_dict(), tmp_path / "list.pth")
+        [expected] = run_ranks(drawn, 1, tmp_path, 1, {"launcher": "none"})
+        assert len(expected) == 32
+        assert {shape for shape, _ in expected.values()} == {(16, 16, 3)}
+        assert len({pred for _, pred in expected.values()}) > 1
+        plain = {"launcher": "pytorch", "model_wrapper_cfg": {"type": "MMFullyShardedDataParallel"}}
+        for made in (plain, {"strategy": {"type": "FSDPStrategy"}}):
+            first, second = run_ranks(drawn, 2, tmp_path, 2, made)
+            assert len(first) == len(second) == 16
+            assert {**first, **second} == expected
