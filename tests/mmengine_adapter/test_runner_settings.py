@@ -16,6 +16,8 @@ from mmfsdp.testing import run_ranks
 
 SCALE = {"auto_scale_lr": {"enable": True, "base_batch_size": 32}}
 ONCE = {"by_epoch": True, "max_epochs": 1, "val_interval": 1}
+SHALLOW = {"type": "ToyModel", "depth": 1}
+UNVALIDATED = {"val_dataloader": None, "val_evaluator": None, "val_cfg": None}
 graphs: list[list[str]] = []
 
 
@@ -34,7 +36,7 @@ class OwnStep(ToyModel):
 
 
 def plain_run(folder: Path, world_size: int, **changes: Any) -> Runner:
-    settings = config(folder, world_size, train_cfg=ONCE, **changes)
+    settings = config(folder, world_size, **{"train_cfg": ONCE, "model": SHALLOW, **changes})
     del settings["strategy"]
     if world_size > 1:
         wrapper = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY}
@@ -56,8 +58,8 @@ def stock(rank: int, folder: Path) -> tuple[list[float], list[float]]:
 def sharded(rank: int, folder: Path) -> dict[str, Any]:
     """Runs with settings, by name; and the rate that each ends with."""
     found: dict[str, Any] = {}
-    compiled = {"compile": {"backend": noting}}
-    own = {**compiled, "model": {"type": "OwnStep"}}
+    compiled = {"compile": {"backend": noting}, **UNVALIDATED}  # validation would be compiled again
+    own = {**compiled, "model": {**SHALLOW, "type": "OwnStep"}}
     for name, changes in {"as it is": {}, "scaled": SCALE, "compiled": compiled, "own step": own}.items():
         for kind in ("flexible", "plain"):
             graphs.clear()
@@ -65,14 +67,16 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
             if kind == "plain":
                 runner: Any = plain_run(folder / f"plain_{name}", 2, **changes)
             else:
-                runner = runner_of(config(folder / f"flexible_{name}", 2, train_cfg=ONCE, **changes))
+                runner = runner_of(
+                    config(folder / f"flexible_{name}", 2, **{"train_cfg": ONCE, "model": SHALLOW, **changes})
+                )
                 runner.train()
             seen = "".join(target for graph in graphs for target in graph)
             history = history_of(runner)
             found[f"{kind} {name}"] = (history.losses, runner.optim_wrapper.get_lr()["lr"], "linear" in seen)
             if (kind, name) != ("flexible", "as it is"):
                 continue
-            validating = runner_of(config(folder / "validating", 2, train_cfg=ONCE))
+            validating = runner_of(config(folder / "validating", 2, train_cfg=ONCE, model=SHALLOW))
             first = validating.val()
             assert first == validating.val()
             validating.train()
