@@ -1,4 +1,4 @@
-"""Ctrl-C during a conversion ends it at once, and leaves nothing half."""
+"""Ctrl-C or SIGTERM during a conversion ends it at once, and leaves nothing half."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 
-def test_interrupted(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "Interrupted; nothing was written."), (signal.SIGTERM, 143, "")],
+)
+def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, message: str) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 26], "data_offsets": [0, 1 << 28]}}).encode()
     with (tmp_path / "in.safetensors").open("wb") as file:  # almost all of it a hole
         file.write(len(header).to_bytes(8, "little") + header)
@@ -22,10 +28,19 @@ def test_interrupted(tmp_path: Path) -> None:
     process = subprocess.Popen([*map(str, program), "--jobs", "2"], stderr=subprocess.PIPE, text=True)
     while not os.listdir(target.parent) and process.poll() is None:
         time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     began = time.perf_counter()
     _, errors = process.communicate(timeout=20)
     assert time.perf_counter() - began < 10
-    assert process.returncode == 130, errors
-    assert "Interrupted; nothing was written." in errors
+    assert process.returncode == code, errors
+    assert message in errors
+    assert "Traceback" not in errors
     assert os.listdir(target.parent) == []
+
+
+def test_no_stderr(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "in.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    program = f"{Path(sys.executable).with_name('mmfsdp-cli')} convert in.safetensors out.pth --no-fsync 2>&-"
+    done = subprocess.run(["sh", "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["Wrote", "out.pth"])

@@ -1,4 +1,4 @@
-"""Odd targets of a conversion: what they mean is what they mean to the operating system, or an error before any byte."""
+"""Odd targets of a conversion mean what they mean to the operating system, or are an error before any byte."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ def test_names(source: Path, name: str) -> None:
 def test_a_name_that_is_too_long(source: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be written: File name too long\. Choose a shorter name"):
         convert(source, source.with_name("n" * 300 + ".pth"))
+
+
+def test_nothing_to_convert(source: Path) -> None:
+    torch.save({}, source)
+    with pytest.raises(FormatError, match=r"in\.pth holds nothing: it has no weights"):
+        convert(source, source.with_name("out.safetensors"))
 
 
 def test_more_threads_than_work(source: Path) -> None:

@@ -71,7 +71,7 @@ def count_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
 def _progress(quiet: bool, text: Callable[[int], str] | None) -> Iterator[Callable[[int, int], None] | None]:
     if quiet:
         yield None
-    elif sys.stderr.isatty():
+    elif sys.stderr is not None and sys.stderr.isatty():  # None: closed by who started this
         with _bar(in_bytes=text is not None) as advance:
             yield advance
     else:

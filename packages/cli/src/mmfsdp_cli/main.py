@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -55,6 +57,8 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
+    # As an interrupt does, SIGTERM must not leave half an output: what ends the process is raised where it is at work.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Metadata is many objects and no garbage: looking for cycles among them takes as long as reading them.
     gc.disable()
     app()

@@ -30,6 +30,8 @@ def model_key(layout: Layout) -> Any:
     for key in MODEL_KEYS:
         if isinstance(layout.tree.get(key), dict):
             return key
+    if not layout.top_level:
+        raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
     raise FormatError(
         f"{layout.path.name} has no 'state_dict'. Its top-level keys are {listed(layout.top_level)}; name one "
         "with keep= (--keep).",
