@@ -205,11 +205,6 @@ def refused(rank: int, config: dict[str, Any], name: str) -> Told:
             errors.ConfigError,
             "forward prefetch of more than one unit needs engine 'fsdp2'.",
         ),
-        (
-            {"engine": "fsdp1", "sharding": {"forward_methods": ["extra_repr"]}},
-            errors.ConfigError,
-            "sharding.forward_methods needs engine 'fsdp2'.",
-        ),
         ({"init": {"device": "cuda"}}, errors.MeshError, "torch sees no CUDA device"),
     ],
     ids=str,

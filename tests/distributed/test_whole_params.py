@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.distributed.models import BLOCKS, Block, adamw, build, difference, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -116,7 +117,7 @@ class Outside(nn.Module):
 
 class WithMethod(Block):
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
+        return F.linear(F.linear(x, self.up.weight, self.up.bias), self.down.weight)
 
 
 def call_from_outside(rank: int, methods: list[str]) -> list[str]:
@@ -139,10 +140,10 @@ def call_from_outside(rank: int, methods: list[str]) -> list[str]:
 def test_a_method_called_from_outside_its_unit_is_named() -> None:
     """Fails without diagnostics.py: torch says 'mixed torch.Tensor and DTensor', and not where."""
     note = (
-        "mmfsdp: 'block.up' (Linear) computed in forward() with its parameters weight, bias while their shard unit "
-        "'block' was not gathered: something outside the unit calls a method of it other than forward, or reads its "
-        "weights. List the method ('project') in sharding.forward_methods, or change the wrap policy so that 'block' "
-        "is no unit of its own."
+        "mmfsdp: 'block' (WithMethod) computed in project() with 'block.up.weight', 'block.up.bias', "
+        "'block.down.weight', while the shard unit 'block' was not gathered: code other than the unit's forward reads "
+        "them. List the method ('project') in sharding.forward_methods, or change the wrap policy so that 'block' is "
+        "no unit of its own (exclude_wrap_modules=['WithMethod'] in MMEngine's size policy)."
     )
     assert run_ranks(call_from_outside, 2, []) == [[note]] * 2
     assert run_ranks(call_from_outside, 2, ["project"]) == [[], []]

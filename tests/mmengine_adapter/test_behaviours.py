@@ -160,18 +160,17 @@ CASES: dict[str, tuple[type[Base], Any]] = {
 }
 POLICY = {"type": "ModuleWrapPolicy", "module_classes": [Stage, LowRankStage]}
 ENGINES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"auto_wrap_policy": POLICY, "config": {"sharding": {"forward_methods": ["project"]}}},
+    "fsdp2": {"auto_wrap_policy": POLICY},
     "replicate": {
         "auto_wrap_policy": POLICY,
         "sharding_strategy": "NO_SHARD",
-        "config": {"sharding": {"forward_methods": ["project"]}},
     },
     "fsdp1": {"auto_wrap_policy": POLICY, "engine": "fsdp1"},
 }
 
 
 def compared(rank: int, engine: str) -> dict[str, Any]:
-    return {name: compare(rank, *CASES[name], ENGINES[engine]) for name in CASES if (engine, name) not in REFUSED}
+    return {name: compare(rank, *CASES[name], ENGINES[engine]) for name in CASES}
 
 
 def compare(rank: int, cls: type[Base], before: Any, wrapper: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -201,9 +200,6 @@ def compare(rank: int, cls: type[Base], before: Any, wrapper: dict[str, Any]) ->
             expected.append(alone.val_step({"inputs": inputs}).sum().item())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in alone.named_parameters()]
     return logged, expected
-
-
-REFUSED = {("fsdp1", "methods")}  # engine fsdp1 has no forward_methods
 
 
 class TestBehaviours:
@@ -247,15 +243,15 @@ def looked_at(rank: int, engine: str) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int, wrapper: dict[str, Any]) -> list[str]:
+def layer_of_a_unit(rank: int, wrapper: dict[str, Any]) -> bool:
     """Code outside of a unit computes with a layer in it."""
-    model = MMFullyShardedDataParallel(Base(), auto_wrap_policy=POLICY, **wrapper)
-    type(model.module).logits = lambda self, x: self.head(self.backbone.fc(x))
-    try:
-        model(torch.ones(2, WIDTH))
-    except (RuntimeError, AttributeError) as error:
-        return list(error.__notes__)
-    return []
+    torch.manual_seed(0)
+    alone = Base()
+    model = MMFullyShardedDataParallel(copy.deepcopy(alone), auto_wrap_policy=POLICY, **wrapper)
+    x = torch.ones(2, WIDTH)
+    for net in (alone, model.module):
+        net.logits = lambda x, net=net: net.head(net.backbone.fc(x))
+    return torch.allclose(model(x), alone(x))
 
 
 class Convolutions(Base):
@@ -272,18 +268,13 @@ class Convolutions(Base):
         return super().logits(image[:, 0, 0])
 
 
-def by_size(rank: int) -> list[Any]:
-    """The note, and the loss once the policy leaves that unit out."""
-    policy: dict[str, Any] = {"type": "size_based_auto_wrap_policy", "min_num_params": 60}
-    found: list[Any] = []
-    for exclude in ([], ["Sequential"]):
-        settings = {**policy, "exclude_wrap_modules": exclude} if exclude else policy
-        model = MMFullyShardedDataParallel(Convolutions(), auto_wrap_policy=settings, engine="fsdp1")
-        try:
-            found.append(model(torch.ones(2, WIDTH), mode="loss")["loss"].item())
-        except RuntimeError as error:
-            found.append("".join(getattr(error, "__notes__", ["no note"])))
-    return found
+def by_size(rank: int) -> bool:
+    policy = {"type": "size_based_auto_wrap_policy", "min_num_params": 60}
+    torch.manual_seed(0)
+    alone = Convolutions()
+    model = MMFullyShardedDataParallel(copy.deepcopy(alone), auto_wrap_policy=policy, engine="fsdp1")
+    x = torch.ones(2, WIDTH)
+    return torch.allclose(model(x), alone(x), atol=1e-6)
 
 
 @MODELS.register_module(force=True)
@@ -307,24 +298,14 @@ class Generates(Base):
         return super().forward(self.lm(inputs), mode)
 
 
-def generated(rank: int) -> dict[str, Any]:
-    """Notes without forward_methods, whether predictions are right with them, and by root methods of the wrapper."""
+def generated(rank: int, settings: dict[str, Any]) -> bool:
     torch.manual_seed(0)
     alone = Generates()
     x = torch.randn(4, WIDTH)
     policy = {"type": "ModuleWrapPolicy", "module_classes": [Generates.Generator]}
-    expected = alone.val_step({"inputs": x})
-    found: dict[str, Any] = {}
-    for methods in ([], ["generate"]):
-        model = MMFullyShardedDataParallel(
-            copy.deepcopy(alone), auto_wrap_policy=policy, config={"sharding": {"forward_methods": methods}}
-        )
-        try:
-            with torch.no_grad():
-                found[str(methods)] = torch.allclose(model.val_step({"inputs": x}), expected, atol=1e-6)
-        except RuntimeError as error:
-            found[str(methods)] = "".join(getattr(error, "__notes__", ["no note"]))
-    return found
+    model = MMFullyShardedDataParallel(copy.deepcopy(alone), auto_wrap_policy=policy, **settings)
+    with torch.no_grad():
+        return torch.allclose(model.val_step({"inputs": x}), alone.val_step({"inputs": x}), atol=1e-6)
 
 
 class TestDirectCalls:
@@ -334,23 +315,15 @@ class TestDirectCalls:
             assert found.pop("device") == "cpu"
             assert all(found.values()), found
 
-    def test_layer_of_a_unit_that_is_not_gathered(self) -> None:
-        for [note] in run_ranks(refused, 2, {}):
-            assert "'backbone.fc' (Linear) computed in forward() with its parameters weight, bias while" in note
-            assert "change the wrap policy so that 'backbone' is no unit of its own" in note
-
-    def test_the_same_with_fsdp1(self) -> None:
-        for [note] in run_ranks(refused, 2, {"engine": "fsdp1"}):
-            assert "'backbone.fc' (Linear) computed in forward() with its parameters weight" in note
-            assert "so that 'backbone' is no unit of its own (exclude_wrap_modules=['Stage'] in a size policy)" in note
+    @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+    def test_layer_of_a_unit(self, engine: str) -> None:
+        assert run_ranks(layer_of_a_unit, 2, {"engine": engine}) == [True, True]
 
     def test_children_of_a_container_under_a_size_policy(self) -> None:
-        for note, loss in run_ranks(by_size, 2):
-            assert "exclude_wrap_modules=['Sequential']" in note
-            assert isinstance(loss, float)
+        assert run_ranks(by_size, 2) == [True, True]
 
-    def test_generate(self) -> None:
-        for found in run_ranks(generated, 2):
-            assert found["['generate']"] is True
-            assert "'lm.fc' (Linear) computed in forward() with its parameters weight, bias" in found["[]"]
-            assert "List the method ('generate') in sharding.forward_methods" in found["[]"]
+    @pytest.mark.parametrize(
+        "settings", [{}, {"config": {"sharding": {"forward_methods": ["generate"]}}}, {"engine": "fsdp1"}], ids=str
+    )
+    def test_generate(self, settings: dict[str, Any]) -> None:
+        assert run_ranks(generated, 2, settings) == [True, True]

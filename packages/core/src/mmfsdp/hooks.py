@@ -5,17 +5,25 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from mmfsdp.engines.outside_calls import (
+    UnitGate,
+    UnitParts,
+    open_to_methods,
+    route,
+    watch_flat_unit,
+    watch_unit,
+)
 from mmfsdp.guards import watch_optimizers
 from mmfsdp.runtime import ShardedModel
 
-__all__ = ["install"]
+__all__ = ["install", "route_calls"]
 
 
 def install(state: ShardedModel, module: nn.Module) -> None:
@@ -42,7 +50,6 @@ def install(state: ShardedModel, module: nn.Module) -> None:
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(functools.partial(_average, me))
     if not state.is_fsdp1:
-        _begin_at_root(module)
         original = type(module).named_parameters
 
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -52,26 +59,54 @@ def install(state: ShardedModel, module: nn.Module) -> None:
             return original(this, *args, **kwargs)  # type: ignore[arg-type]
 
         module.named_parameters = named_parameters  # type: ignore[method-assign]
-        for name in state.plan.root.forward_methods:
-            setattr(module, name, _as_forward(getattr(module, name), me))
     watch_optimizers()
 
 
-def _begin_at_root(root: nn.Module) -> None:
+def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
+    """Let units, their methods that the plan lists, and layers inside them be called from anywhere. Not collective.
+
+    Args:
+        state: The runtime.
+        parts: What `parts_of_units` returned before the model was sharded.
+    """
+    begin = _begin_at_root(state)
+    wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(state.module)}
+    for part in parts:
+        gate = UnitGate(_nothing if part.unit.is_root else begin)
+        if state.is_fsdp1:
+            watch_flat_unit(wrappers[id(part.modules[0])], gate)
+        else:
+            members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
+            watch_unit(members, gate, full_precision=part.unit.precision.full_precision)
+            if part.unit.is_root:
+                gate.run = _as_forward(gate.run, weakref.ref(state))
+        route(part.holders, gate)
+        for module in part.modules:
+            open_to_methods(module, part.unit.forward_methods, gate)
+
+
+def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
     """Let units be called before their root ever was: torch takes the first module that runs for the root."""
-    reference = weakref.ref(root)
-    handles: list[Any] = []
+    me = weakref.ref(state)
+    begun = False
 
-    def begin(unit: nn.Module, args: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        if isinstance(live := reference(), FSDPModule):
-            live._get_fsdp_state()._lazy_init()  # no public function does it
+    def begin() -> None:
+        nonlocal begun
+        if begun or (live := me()) is None:
+            return
+        begun = True
+        root = live.module
+        if isinstance(root, FSDPModule):
+            root._get_fsdp_state()._lazy_init()  # no public function does it
+        elif not live.is_running:
+            with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
+                pass
 
-    for unit in root.modules():
-        if isinstance(unit, FSDPModule) and unit is not root:
-            handles.append(unit.register_forward_pre_hook(begin, prepend=True))
+    return begin
+
+
+def _nothing() -> None:
+    pass
 
 
 def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:

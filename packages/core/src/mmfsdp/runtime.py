@@ -206,6 +206,11 @@ class ShardedModel:
         for dim in range(self.mesh.ndim):
             dist.all_reduce(value, op, group=self.mesh.get_group(dim))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the root's forward is under way."""
+        return self._in_forward > 0
+
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
         return not self._in_forward and not self._tracker.is_bw

@@ -14,7 +14,9 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.engines import ENGINES
 from mmfsdp.engines.base import WrapRoot
 from mmfsdp.engines.device_mesh import build_mesh, shape_of
+from mmfsdp.engines.outside_calls import parts_of_units
 from mmfsdp.errors import ConfigError, PlanMismatchError, RankMismatchError
+from mmfsdp.hooks import route_calls
 from mmfsdp.initialise import InitFn, UnitPreparer
 from mmfsdp.planning.fingerprints import describe, fingerprint
 from mmfsdp.planning.policies import Policy
@@ -131,9 +133,10 @@ def _carry_out(
             apply_activation_checkpointing(model, plan.activation_checkpointing)
         return preparer
 
+    parts = parts_of_units(model, plan)
     [prepare] = on_all_ranks(ready, scope, share=False)
     sharded = engine.apply(model, plan, device_mesh, prepare, wrap_root)
-    ShardedModel(sharded, plan, device_mesh)
+    route_calls(ShardedModel(sharded, plan, device_mesh), parts)
     return sharded
 
 

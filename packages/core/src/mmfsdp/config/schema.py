@@ -39,7 +39,7 @@ class ShardingConfig(ConfigModel):
     ignored_parameters: Names = ()
     """FQN patterns of parameters that stay whole on every rank; their gradients are averaged over ranks."""
     forward_methods: Names = ()
-    """Methods of shard units, besides ``forward``, that are called from outside and compute with parameters."""
+    """Methods of shard units, besides ``forward``, that are called from outside and read weights themselves."""
     limit_all_gathers: bool = True
     """Accepted for FSDP1's sake: gathers are always limited."""
 

@@ -45,7 +45,7 @@ def _parts(container: nn.Module) -> list[nn.Module]:
 
 
 def keep_class_name(module: nn.Module) -> None:
-    """Let the class that ``fully_shard`` made be found under the full name of the original.
+    """Let the class that ``fully_shard`` made be found, and shown in messages, under the name of the original.
 
     transformers looks up by ``str(type(model))`` what a model can record, hidden states among it.
 
@@ -55,3 +55,4 @@ def keep_class_name(module: nn.Module) -> None:
     sharded = type(module)
     original = sharded.__mro__[2]  # torch makes it as class FSDPName(FSDPModule, Name)
     sharded.__module__, sharded.__qualname__ = original.__module__, original.__qualname__
+    sharded.__name__ = original.__name__

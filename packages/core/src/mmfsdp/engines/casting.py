@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["compute_in_full_precision"]
+__all__ = ["compute_in_full_precision", "in_full_precision"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -18,26 +19,44 @@ def compute_in_full_precision(module: nn.Module) -> None:
     incoming: list[torch.dtype | None] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found: list[torch.dtype] = []
-
-        def up(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dtype in _LOW:
-                found.append(value.dtype)
-                return value.float()
-            return value
-
-        args, kwargs = tree_map(up, args), tree_map(up, kwargs)
-        incoming.append(found[0] if found else None)
+        args, kwargs, dtype = _up(args, kwargs)
+        incoming.append(dtype)
         return args, kwargs
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        dtype = incoming.pop() if incoming else None
-        if dtype is None:
-            return output
-        return tree_map(
-            lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
-            output,
-        )
+        return _back(output, incoming.pop() if incoming else None)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
+
+
+def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its low-precision arguments cast to float32, and its result cast back."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, dtype = _up(args, kwargs)
+        return _back(function(*args, **kwargs), dtype)
+
+    return call
+
+
+def _up(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype | None]:
+    found: list[torch.dtype] = []
+
+    def up(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in _LOW:
+            found.append(value.dtype)
+            return value.float()
+        return value
+
+    args, kwargs = tree_map(up, args), tree_map(up, kwargs)
+    return args, kwargs, found[0] if found else None
+
+
+def _back(output: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return output
+    return tree_map(
+        lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
+        output,
+    )

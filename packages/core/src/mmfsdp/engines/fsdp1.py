@@ -37,8 +37,6 @@ class Fsdp1Engine:
         problems = []
         if any(not isinstance(unit.reshard_after_forward, bool) for unit in plan.units):
             problems.append("resharding to a smaller group after forward needs engine 'fsdp2'.")
-        if any(unit.forward_methods for unit in plan.units):
-            problems.append("sharding.forward_methods needs engine 'fsdp2'.")
         if any(unit.precision.output_dtype for unit in plan.units):
             problems.append("precision.output_dtype needs engine 'fsdp2'.")
         if plan.cpu_offload and device_type == "cpu":

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 from mmfsdp.dtypes import to_torch
@@ -69,10 +68,6 @@ class Fsdp2Engine:
             )
             for module in modules:
                 keep_class_name(module)
-            for module in units:
-                for name in unit.forward_methods:
-                    if callable(getattr(module, name, None)):
-                        register_fsdp_forward_method(module, name)
         _set_prefetching(model, plan, first_called)
         return model
 
