@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmfsdp import save_checkpoint, shard
 from mmfsdp.checkpoint import convert, diff
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
+from mmfsdp.testing import single_rank
 
 
 @pytest.fixture
@@ -80,3 +82,19 @@ def test_more_threads_than_work(source: Path) -> None:
 def test_too_many_ranks(source: Path) -> None:
     with pytest.raises(ConfigError, match=r"Write a number up to 65536"):
         convert(source, source.with_name("out"), to="dcp", ranks=1_000_000)
+
+
+def test_errors_of_content_name_the_file(tmp_path: Path) -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    torch.save({"state_dict": {"w": torch.ones(1)}, "odd": cycle}, tmp_path / "in.pth")
+    with pytest.raises(FormatError, match=r"What is at 'odd/0' holds itself") as caught:
+        convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert caught.value.context == {"file": str(tmp_path / "in.pth")}
+    with single_rank():
+        model = shard(torch.nn.Linear(2, 2))
+        for kind in ("full", "local"):
+            with pytest.raises(FormatError, match=r"What is at 'odd/0' holds itself") as caught:
+                save_checkpoint(tmp_path / "new", model, kind=kind, extra={"odd": cycle})
+            assert str(caught.value.context["file"]).startswith(str(tmp_path / "new"))
+    assert os.listdir(tmp_path) == ["in.pth"]

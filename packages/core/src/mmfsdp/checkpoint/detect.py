@@ -17,7 +17,15 @@ from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.open_files import refuse_special
-from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError, closest
+from mmfsdp.checkpoint.write_errors import of_file
+from mmfsdp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FormatError,
+    closest,
+)
 
 __all__ = ["open_layout"]
 
@@ -58,6 +66,8 @@ def open_layout(
         layout = _open(path, trust, reference, format)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return layout
+    except CheckpointError as error:
+        raise of_file(error, path) from error.__cause__
     except RecursionError as error:
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:

@@ -129,7 +129,8 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
             raise StateDictError(f"{path!r} is a shard; a full checkpoint is of whole tensors.", file=str(target))
         return leaf
 
-    map_leaves(dict(content), check)
+    with as_checkpoint_error(target):
+        map_leaves(dict(content), check)
     with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
         save_archive(content, temporary)
 

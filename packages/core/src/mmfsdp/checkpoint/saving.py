@@ -21,9 +21,9 @@ from torch.futures import Future
 from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.checkpoint.write_errors import not_written
+from mmfsdp.checkpoint.write_errors import not_written, of_file
 from mmfsdp.collective import Scope, on_all_ranks, shared
-from mmfsdp.errors import MmfsdpError
+from mmfsdp.errors import FormatError, MmfsdpError
 from mmfsdp.state.boxes import box_of
 from mmfsdp.state.nested import NestedSavePlanner
 
@@ -166,6 +166,8 @@ class as_checkpoint_error:  # noqa: N801 - reads as a statement
             if isinstance(first, MmfsdpError):
                 raise type(first)(first.message, **{**first.context, "rank": rank}) from error
             raise not_written(self._path, first, rank=rank) from error
+        if isinstance(error, FormatError):
+            raise of_file(error, self._path) from error.__cause__
         if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
             raise not_written(self._path, error) from error
 

@@ -1,13 +1,13 @@
-"""What the operating system says while a checkpoint is written, as an error of ours: which target, why, what to do."""
+"""Errors that say which file they are about; what the operating system says while one is written becomes one."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
 
-from mmfsdp.errors import CheckpointError
+from mmfsdp.errors import CheckpointError, MmfsdpError
 
-__all__ = ["not_written", "writing"]
+__all__ = ["not_written", "of_file", "writing"]
 
 _ROOM = "Make room on that disk, or choose a path on another."
 _PLACE = "Choose a directory that you may write to."
@@ -40,6 +40,11 @@ def not_written(target: Path, error: BaseException, *, rank: int | None = None) 
     advice = f" {_ADVICE[cause.errno]}" if cause.errno in _ADVICE else ""
     text = f"{target.name} cannot be written: {cause.strerror or cause}.{advice}"
     return CheckpointError(text, file=str(target), rank=rank)
+
+
+def of_file(error: MmfsdpError, file: Path) -> MmfsdpError:
+    """Return an error that says which file it is about: itself if it says so already."""
+    return error if "file" in error.context else type(error)(error.message, **{**error.context, "file": str(file)})
 
 
 class writing:  # noqa: N801 - reads as a statement
