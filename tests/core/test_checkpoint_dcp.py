@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.dtypes import DTYPES, to_torch
 from mmfsdp.errors import (
     CheckpointNotFoundError,
@@ -132,7 +132,7 @@ def test_safetensors_inside(tmp_path: Path) -> None:
         file = source / "__0_0.distcp"
         file.write_bytes(file.read_bytes()[:-length])
         with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
-            open_layout(source)
+            located(source)
 
 
 def test_flat_names_and_model_only(tmp_path: Path) -> None:
@@ -146,6 +146,12 @@ def test_async_save(tmp_path: Path) -> None:
     dcp.async_save({"a": torch.arange(6.0)}, checkpoint_id=tmp_path / "in", no_dist=True).result()
     convert(tmp_path / "in", tmp_path / "out.pth")
     assert torch.equal(torch.load(tmp_path / "out.pth")["state_dict"]["a"], torch.arange(6.0))
+
+
+def located(directory: Path) -> None:
+    """Open a checkpoint and look up all of its tensors."""
+    for entry in open_layout(directory).tensors.values():
+        assert entry.num_chunks == len(entry.chunks)
 
 
 def rewrite(directory: Path, change: Callable[[Metadata], Any]) -> None:
@@ -184,7 +190,7 @@ def relocate(name: str, **fields: Any) -> Callable[[Metadata], None]:
 def test_crafted_locations(small: Path, fields: dict[str, Any], error: type[MmfsdpError], message: str) -> None:
     rewrite(small, relocate("a", **fields))
     with pytest.raises(error, match=message):
-        open_layout(small)
+        located(small)
 
 
 def test_overlapping_and_swapped_extents(small: Path) -> None:
@@ -199,8 +205,11 @@ def test_overlapping_and_swapped_extents(small: Path) -> None:
 
     rewrite(small, swap)
     message = r"holds float32 of size \[4\] for tensor 'a' at \[0\] \(expected float32 of size \[6\]\)"
+    assert open_layout(small).tensors["a"].num_chunks == 1
     with pytest.raises(CorruptCheckpointError, match=message):
-        open_layout(small)
+        located(small)
+    report = verify(small)  # names each of them
+    assert {problem.message.split("tensor ")[1][:3] for problem in report.problems} == {"'a'", "'b'"}
     rewrite(small, same_place)
     with pytest.raises(CorruptCheckpointError, match=r"overlap in __0_0\.distcp"):
         open_layout(small)
@@ -384,7 +393,7 @@ def test_archives_like_one_already_read_are_checked_all_the_same(tmp_path: Path)
             damaged[place] ^= 1
             (tmp_path / "in" / "__0_0.distcp").write_bytes(damaged)
             with pytest.raises(CorruptCheckpointError, match=rf"'{name}': "):
-                open_layout(tmp_path / "in")
+                located(tmp_path / "in")
         # A byte of the data, or of its stored checksum: found when they are compared.
         crc_at = data.find(struct.pack("<L", record.crc32 or 0), data.find(b"PK\x01\x02", end))
         for place in (record.offset, crc_at):

@@ -113,7 +113,7 @@ def _print_tables(layout: Layout, limit: int) -> None:
     shown = entries[: limit or None]
     rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
     for entry in shown:
-        chunks = str(len(entry.chunks))
+        chunks = str(entry.num_chunks)
         rows.append((entry.name, entry.dtype, _shape(entry.shape), chunks, human_bytes(entry.nbytes)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for name, dtype, shape, chunks, size in rows:

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from mmfsdp.checkpoint.collecting import without_collection
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
-from mmfsdp.checkpoint.formats.mmengine_local import is_mmengine_local, read_mmengine_local
-from mmfsdp.checkpoint.formats.rank_local import is_rank_local, read_rank_local
+from mmfsdp.checkpoint.formats.mmengine_local import read_mmengine_local
+from mmfsdp.checkpoint.formats.rank_files import RankFiles, has_rank_files
+from mmfsdp.checkpoint.formats.rank_local import read_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from mmfsdp.checkpoint.formats.safetensors_index import read_safetensors_directory, read_safetensors_index
 from mmfsdp.checkpoint.formats.shard_index import inside, read_index
@@ -63,7 +65,8 @@ def open_layout(
     """
     path = Path(path)
     try:
-        layout = _open(path, trust, reference, format)
+        with without_collection():
+            layout = _open(path, trust, reference, format)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return layout
     except CheckpointError as error:
@@ -110,8 +113,8 @@ def _open_as(format: str, path: Path, trust: bool, reference: str | os.PathLike[
     }
     directories: dict[str, Callable[[], Layout]] = {
         "dcp": lambda: read_dcp(path, trust=trust),
-        "rank_local": lambda: read_rank_local(path, trust=trust),
-        "mmengine_local": lambda: read_mmengine_local(path, trust=trust, reference=_opened(reference, trust)),
+        "rank_local": lambda: read_rank_local(_rank_files(path, trust)),
+        "mmengine_local": lambda: read_mmengine_local(_rank_files(path, trust), reference=_opened(reference, trust)),
         "safetensors_index": lambda: read_safetensors_index(_index_of(path, ".safetensors"), path),
         "safetensors_ranks": lambda: read_safetensors_directory(path),
         "torch_index": lambda: read_torch_index(_index_of(path, ".bin"), path, trust=trust),
@@ -122,6 +125,12 @@ def _open_as(format: str, path: Path, trust: bool, reference: str | os.PathLike[
         hint = closest(format, readers, count=1) or f" Known for a {kind} are {', '.join(map(repr, readers))}."
         raise ConfigError(f"format={format!r} (--from) is not a format of the {kind} {path.name!r}.{hint}")
     return readers[format]()
+
+
+def _rank_files(path: Path, trust: bool) -> RankFiles:
+    if not has_rank_files(path):
+        raise CheckpointNotFoundError(f"{path.name} holds no rank{{i}}.pth.", file=str(path))
+    return RankFiles(path, trust=trust)
 
 
 def _index_of(path: Path, suffix: str) -> Path:
@@ -138,10 +147,11 @@ def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> L
 
 
 def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
-    if is_rank_local(path):
-        if not is_mmengine_local(path):
-            return read_rank_local(path, trust=trust)
-        return read_mmengine_local(path, trust=trust, reference=_opened(reference, trust))
+    if has_rank_files(path):
+        files = RankFiles(path, trust=trust)
+        if files.of_mmfsdp:
+            return read_rank_local(files)
+        return read_mmengine_local(files, reference=_opened(reference, trust))
     if is_dcp(path):
         return read_dcp(path, trust=trust)
     names = sorted(entry.name for entry in path.iterdir())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmfsdp.dtypes import itemsize
 
-__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "row_major_strides"]
+__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "Unlocated", "row_major_strides"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Unlocated:
+    """Chunks whose places in their files have not been looked up: where that means to read from each, as in DCP."""
+
+    count: int
+    """How many there are."""
+    locate: Callable[[], tuple[Chunk, ...]]
+    """Looks them up, or returns them if that was done."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor of a checkpoint: what it is, and where its parts lie."""
 
@@ -78,8 +88,22 @@ class TensorEntry:
     """Canonical dtype name, such as ``'bfloat16'``."""
     shape: tuple[int, ...]
     """Global shape in elements."""
-    chunks: tuple[Chunk, ...]
-    """The stored boxes that make it up."""
+    stored: tuple[Chunk, ...] | Unlocated
+    """The stored boxes that make it up; or how to find them."""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The stored boxes that make it up.
+
+        Raises:
+            CheckpointError: They had not been looked up yet, and are not where they should be.
+        """
+        return self.stored.locate() if isinstance(self.stored, Unlocated) else self.stored
+
+    @property
+    def num_chunks(self) -> int:
+        """How many stored boxes make it up."""
+        return self.stored.count if isinstance(self.stored, Unlocated) else len(self.stored)
 
     @property
     def numel(self) -> int:
@@ -106,7 +130,7 @@ class TensorRef:
 class Layout:
     """A checkpoint as read: its nested content, and every tensor's place on disk.
 
-    Reading a layout touches metadata only; no tensor data is read.
+    Reading a layout touches metadata only; no tensor data is read. A layout may keep files open while it is in use.
     """
 
     path: Path
@@ -161,7 +185,7 @@ class Layout:
                 "name": entry.name,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                "chunks": len(entry.chunks),
+                "chunks": entry.num_chunks,
                 "bytes": entry.nbytes,
             }
             for entry in self.tensors.values()

@@ -27,6 +27,10 @@ class OpenFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close them all; files that are asked for later are opened again."""
         while self._files:
             os.close(self._files.popitem()[1])
 

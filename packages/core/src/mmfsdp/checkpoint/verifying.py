@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,8 @@ def verify(
         raise
     except CheckpointError as error:
         problems.append(_problem(error))
+    if layout is not None:
+        layout = _located(layout, problems)
     directory = root if root.is_dir() else root.parent
     manifest = _manifest(directory, root, layout, problems)
     listed = _listed(directory, manifest, problems)
@@ -161,6 +163,20 @@ def _listed(directory: Path, manifest: Manifest | None, problems: list[Problem])
         else:
             listed[path] = entry
     return listed
+
+
+def _located(layout: Layout, problems: list[Problem]) -> Layout:
+    """Return the layout without the tensors that are not where they should be."""
+    found = {}
+    for name, entry in layout.tensors.items():
+        try:
+            entry.chunks  # noqa: B018 - looks them up
+            found[name] = entry
+        except UnsafePickleError:
+            raise
+        except CheckpointError as error:
+            problems.append(_problem(error))
+    return replace(layout, tensors=found)
 
 
 def _coverage(layout: Layout) -> list[Problem]:

@@ -16,15 +16,14 @@ from typing import Any
 
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_sections import Known, Section, known_shapes, resolve_section
-from mmfsdp.checkpoint.formats.rank_local import rank_files
+from mmfsdp.checkpoint.formats.rank_files import RankFiles
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["is_mmengine_local", "read_mmengine_local"]
+__all__ = ["read_mmengine_local"]
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,11 @@ class _Rank:
     shards: Mapping[str, StoredShards]  # by path in the tree
 
 
-def is_mmengine_local(directory: Path) -> bool:
-    """Tell whether the first rank file of a directory is stock MMEngine's, and not one of mmfsdp.
-
-    Raises:
-        FormatError, CorruptCheckpointError: The file cannot be read at all.
-    """
-    files = rank_files(directory)
-    tree = read_tree(files[min(files)], trust=True)
-    return isinstance(tree, dict) and "mmfsdp" not in tree
-
-
-def read_mmengine_local(directory: Path, *, trust: bool = False, reference: Layout | None = None) -> Layout:
+def read_mmengine_local(files: RankFiles, *, reference: Layout | None = None) -> Layout:
     """Read the layout of a ``local`` checkpoint of stock MMEngine.
 
     Args:
-        directory: The directory of rank files.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        files: Its files.
         reference: A whole checkpoint of the same model, for shapes (and with ``use_orig_params=False`` the order of
             parameters and tied names) that the files do not say.
 
@@ -60,7 +47,7 @@ def read_mmengine_local(directory: Path, *, trust: bool = False, reference: Layo
         FormatError: A file is something else.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
-    ranks = _read_ranks(directory, trust)
+    ranks = _read_ranks(files)
     known = known_shapes(ranks[0].tree.get("optimizer"), reference)
     tree: dict[Any, Any] = {}
     for key, value in ranks[0].tree.items():
@@ -82,7 +69,7 @@ def read_mmengine_local(directory: Path, *, trust: bool = False, reference: Layo
         return TensorRef(unique, leaf.parameter if isinstance(leaf, StoredTensor) else None)
 
     bound = map_leaves(tree, bind)
-    return Layout(directory, "mmengine_local", len(ranks), tensors, bound)
+    return Layout(files.directory, "mmengine_local", len(ranks), tensors, bound)
 
 
 @dataclass(frozen=True)
@@ -90,12 +77,12 @@ class _Resolved:
     entry: TensorEntry
 
 
-def _read_ranks(directory: Path, trust: bool) -> list[_Rank]:
-    present = rank_files(directory)
+def _read_ranks(files: RankFiles) -> list[_Rank]:
+    directory, present = files.directory, files.paths
     ranks = []
     world_size = None
-    for number in sorted(present):
-        rank = _read_rank(present[number], trust)
+    for number in present:
+        rank = _rank(present[number], files.read(number))
         ranks.append(rank)
         for name, held in rank.shards.items():
             world_size = held.world_size if world_size is None else world_size
@@ -118,8 +105,7 @@ def _read_ranks(directory: Path, trust: bool) -> list[_Rank]:
     return ranks
 
 
-def _read_rank(path: Path, trust: bool) -> _Rank:
-    tree = read_tree(path, trust=trust)
+def _rank(path: Path, tree: Any) -> _Rank:
     if not isinstance(tree, dict) or "mmfsdp" in tree or not isinstance(tree.get("state_dict"), dict):
         raise FormatError(
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)

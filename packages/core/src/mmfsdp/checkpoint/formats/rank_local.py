@@ -11,24 +11,21 @@ not listed is the same on all ranks, and taken from rank 0.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.shard_index import inside
+from mmfsdp.checkpoint.formats.rank_files import RankFiles
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["is_rank_local", "rank_files", "read_rank_local"]
+__all__ = ["read_rank_local"]
 
 _MAX_RANKS = 1_000_000  # more is damage, or malice
-_RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -40,37 +37,11 @@ class _RankFile:
     tensors: Mapping[str, StoredTensor]
 
 
-def is_rank_local(directory: Path) -> bool:
-    """Tell whether a directory holds files named like those of a ``local`` checkpoint."""
-    return any(_RANK_FILE.fullmatch(entry.name) for entry in directory.iterdir())
-
-
-def rank_files(directory: Path) -> dict[int, Path]:
-    """Return the files of a directory that are named like those of ranks, by rank.
-
-    Raises:
-        FormatError: One is a link out of the directory, or no file.
-        CorruptCheckpointError: Two are of one rank.
-    """
-    found: dict[int, Path] = {}
-    for name in sorted(entry.name for entry in directory.iterdir()):
-        match = _RANK_FILE.fullmatch(name)
-        if match is None:
-            continue
-        path = inside(directory, name, directory)
-        number = int(match[1])
-        if number in found:
-            raise CorruptCheckpointError(f"{found[number].name} and {name} are both of rank {number}.", file=str(path))
-        found[number] = path
-    return found
-
-
-def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
+def read_rank_local(files: RankFiles) -> Layout:
     """Read the layout of a ``local`` checkpoint.
 
     Args:
-        directory: The directory of rank files.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        files: Its files.
 
     Raises:
         IncompleteCheckpointError: Files of some ranks are missing; they are named.
@@ -78,10 +49,9 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
         FormatError: The files were written by something else, such as stock MMEngine.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
-    present = rank_files(directory)
+    directory, present = files.directory, files.paths
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
-    first = present[min(present)]
-    tree = read_tree(first, trust=trust)
+    first, tree = files.first
     world_size = _header(first, tree)["world_size"]
     if manifest is not None and manifest.world_size != world_size:
         raise CorruptCheckpointError(
@@ -107,7 +77,7 @@ def read_rank_local(directory: Path, *, trust: bool = False) -> Layout:
         check_manifest(directory, checksums=False)
     ranks = [_of_rank(first, tree, 0, world_size)]
     for number in range(1, world_size):
-        ranks.append(_of_rank(present[number], read_tree(present[number], trust=trust), number, world_size))
+        ranks.append(_of_rank(present[number], files.read(number), number, world_size))
     expected = ranks[0].save_id if manifest is None else manifest.save_id
     for rank in ranks:
         if rank.save_id != expected:

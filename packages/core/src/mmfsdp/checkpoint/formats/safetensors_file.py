@@ -166,7 +166,7 @@ def _records(path: Path, raw: Any, text: Any, tensors: Mapping[str, TensorEntry]
     for (name, entry), crc in zip(tensors.items(), crcs[1:], strict=True):
         [chunk] = entry.chunks
         record = Record(path, chunk.offset, chunk.nbytes, crc)
-        found[name] = replace(entry, chunks=(replace(chunk, record=record),))
+        found[name] = replace(entry, stored=(replace(chunk, record=record),))
     return found
 
 

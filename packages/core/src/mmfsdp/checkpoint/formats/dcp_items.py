@@ -1,0 +1,163 @@
+"""Finds and reads what the ``.distcp`` files of a DCP directory hold, where the metadata says that it lies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location
+from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_entries
+from mmfsdp.checkpoint.formats.safetensors_index import box_offsets
+from mmfsdp.checkpoint.formats.shard_index import inside
+from mmfsdp.checkpoint.formats.similar_archives import SimilarArchives
+from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.torch_zip import read_archive
+from mmfsdp.checkpoint.formats.zip_archive import read_records
+from mmfsdp.checkpoint.layout import Chunk, TensorEntry
+from mmfsdp.checkpoint.open_files import OpenFiles
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
+
+__all__ = ["DcpItems"]
+
+
+class DcpItems:
+    """The stored items of a DCP directory. Files that were read from stay open as long as this is in use.
+
+    Args:
+        directory: The directory.
+        metadata: Its metadata.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing.
+        CorruptCheckpointError: An item reaches past the end of its file, or into another item.
+        FormatError: A file is outside of the directory.
+    """
+
+    def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool) -> None:
+        self._trust = trust
+        self._open = OpenFiles()
+        weakref.finalize(self, self._open.close)
+        self._lock = threading.Lock()
+        self._similar = SimilarArchives()
+        self._files: dict[str, tuple[Path, int]] = {}
+        self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
+        self._found: dict[str, tuple[Chunk, ...]] = {}
+        for (name, _), location in metadata.locations.items():
+            if location.file not in self._files:
+                path = inside(directory, location.file, directory / ".metadata")
+                if not path.is_file():
+                    raise IncompleteCheckpointError(
+                        f"{location.file}, which holds {name!r}, is missing.", file=str(path)
+                    )
+                self._files[location.file] = path, path.stat().st_size
+        self._check_extents(metadata)
+
+    def chunks(self, name: str, dtype: str, boxes: Mapping[Box, Location]) -> tuple[Chunk, ...]:
+        """Look up the data of each box of a tensor; it is remembered. Threads may call this at the same time.
+
+        Args:
+            name: Flat name of the tensor.
+            dtype: What it should be.
+            boxes: Its boxes, none of them empty, and where they are stored.
+
+        Raises:
+            CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: Something else is there.
+        """
+        with self._lock:
+            if name not in self._found:
+                chunks = tuple(self._chunk(name, dtype, box, location) for box, location in boxes.items())
+                self._found[name] = chunks
+            return self._found[name]
+
+    def load(self, name: str, location: Location) -> Any:
+        """Return what an archive holds: a ``StoredTensor``, or something else with such within.
+
+        Raises:
+            CorruptCheckpointError, FormatError, UnsafePickleError: It cannot be read.
+        """
+        path = self._files[location.file][0]
+        begin, end = location.offset, location.offset + location.length
+        source = self._open.descriptor(path)
+        try:
+            records = read_records(path, begin, end, source)
+            content = read_archive(path, source, records, trust=self._trust)
+        except (CorruptCheckpointError, FormatError, UnsafePickleError) as error:
+            raise type(error)(f"{name!r}: {error.message}", **error.context) from error
+        if isinstance(content, StoredTensor):
+            self._similar.remember(source, begin, end, records, content)
+        return content
+
+    def _chunk(self, name: str, dtype: str, box: Box, location: Location) -> Chunk:
+        path = self._files[location.file][0]
+        begin, end = location.offset, location.offset + location.length
+        known = self._similar.find(self._open.descriptor(path), path, begin, end)
+        if known is not None:
+            chunk, found = known.chunk(box[0]), known.dtype
+        elif self._is_safetensors(path, location.offset):
+            chunk, found = self._in_safetensors(path, name, box, location)
+        else:
+            stored = self.load(name, location)
+            if not isinstance(stored, StoredTensor):
+                raise CorruptCheckpointError(
+                    f"{path.name} does not hold a tensor where {name!r} should be.",
+                    file=str(path),
+                    offset=location.offset,
+                )
+            chunk, found = stored.chunk(box[0]), stored.dtype
+        if found != dtype or chunk.box_sizes != box[1]:
+            raise CorruptCheckpointError(
+                f"{path.name} holds {found} of size {list(chunk.box_sizes)} for tensor {name!r} at {list(box[0])} "
+                f"(expected {dtype} of size {list(box[1])}).",
+                file=str(path),
+                offset=location.offset,
+            )
+        return chunk
+
+    def _is_safetensors(self, path: Path, offset: int) -> bool:
+        if (path, offset) in self._appended:
+            return True
+        return looks_like_safetensors(os.pread(self._open.descriptor(path), 9, offset))
+
+    def _in_safetensors(self, path: Path, name: str, box: Box, location: Location) -> tuple[Chunk, str]:
+        key = path, location.offset
+        if key not in self._appended:
+            entries, metadata = read_entries(path, begin=location.offset)
+            offsets = box_offsets(path, metadata)
+            self._appended[key] = {item: (entry, offsets.get(item, ())) for item, entry in entries.items()}
+        entry, offsets_found = self._appended[key].get(name, (None, ()))
+        if entry is None or offsets_found != box[0]:
+            # torch's writer keeps one box per name and file: a second one of a rank is lost when it is written.
+            raise IncompleteCheckpointError(
+                f"{path.name} lacks the box of tensor {name!r} at {list(box[0])}.",
+                file=str(path),
+                offset=location.offset,
+            )
+        chunk = entry.chunks[0]
+        return Chunk(path, chunk.offset, chunk.nbytes, box[0], chunk.box_sizes), entry.dtype
+
+    def _check_extents(self, metadata: DcpMetadata) -> None:
+        by_file: dict[str, list[tuple[int, int, str]]] = {}
+        for (name, _), location in metadata.locations.items():
+            path, size = self._files[location.file]
+            end = location.offset + location.length
+            if end > size:
+                raise CorruptCheckpointError(
+                    f"{path.name} is truncated: {name!r} reaches to byte {end}, but the file has {size} bytes.",
+                    file=str(path),
+                    offset=location.offset,
+                )
+            by_file.setdefault(location.file, []).append((location.offset, end, name))
+        for file, extents in by_file.items():
+            path = self._files[file][0]
+            for (begin, end, name), (other, _, neighbour) in itertools.pairwise(sorted(extents)):
+                # The tensors of an appended safetensors file all name its beginning.
+                if other < end and not (other == begin and self._is_safetensors(path, begin)):
+                    raise CorruptCheckpointError(
+                        f"{name!r} and {neighbour!r} overlap in {path.name}.", file=str(path), offset=other
+                    )

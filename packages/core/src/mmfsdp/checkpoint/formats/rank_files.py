@@ -1,0 +1,80 @@
+"""The files of a ``local`` checkpoint, whoever wrote it: one ``rank{i}.pth`` per rank."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.formats.shard_index import inside
+from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.errors import CorruptCheckpointError
+
+__all__ = ["RankFiles", "has_rank_files"]
+
+_NAME = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
+
+
+def has_rank_files(directory: Path) -> bool:
+    """Tell whether a directory holds files named like those of a ``local`` checkpoint."""
+    return any(_NAME.fullmatch(entry.name) for entry in directory.iterdir())
+
+
+class RankFiles:
+    """The files of a directory that are named like those of ranks.
+
+    Args:
+        directory: The directory.
+        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+
+    Raises:
+        FormatError: One is a link out of the directory, or no file.
+        CorruptCheckpointError: Two are of one rank.
+    """
+
+    def __init__(self, directory: Path, *, trust: bool = False) -> None:
+        self.directory = directory
+        self.paths: Mapping[int, Path] = _found(directory)
+        """Rank to file, in order."""
+        self._trust = trust
+
+    @functools.cached_property
+    def first(self) -> tuple[Path, Any]:
+        """The file of the lowest rank, and its content: a ``StoredTensor`` for each tensor.
+
+        Raises:
+            FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
+        """
+        path = next(iter(self.paths.values()))
+        return path, read_tree(path, trust=self._trust)
+
+    @property
+    def of_mmfsdp(self) -> bool:
+        """Whether the first file is one of mmfsdp, and not one of stock MMEngine."""
+        tree = self.first[1]
+        return not isinstance(tree, dict) or "mmfsdp" in tree
+
+    def read(self, rank: int) -> Any:
+        """Return the content of a rank's file.
+
+        Raises:
+            FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
+        """
+        path = self.paths[rank]
+        return self.first[1] if path == self.first[0] else read_tree(path, trust=self._trust)
+
+
+def _found(directory: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for name in sorted(entry.name for entry in directory.iterdir()):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        path = inside(directory, name, directory)
+        number = int(match[1])
+        if number in found:
+            raise CorruptCheckpointError(f"{found[number].name} and {name} are both of rank {number}.", file=str(path))
+        found[number] = path
+    return dict(sorted(found.items()))
