@@ -255,6 +255,15 @@ def in_bfloat16(rank: int, settings: dict[str, Any]) -> float:
     return max(error, (inputs[0].grad - inputs[1].grad).abs().max()).item()
 
 
+def in_full_precision(rank: int) -> list[torch.dtype]:
+    """A unit kept in float32 is given bfloat16 from outside, by a call of the unit and of a layer in it."""
+    *_, parts = two_of({"precision": {"param_dtype": "bfloat16", "ignore_classes": ["Stage"]}})
+    x = torch.randn(4, DIM, dtype=torch.bfloat16)
+    results = [parts.neck(x), parts.neck.fc(x)]
+    sum(result.sum() for result in results).backward()
+    return [result.dtype for result in results]
+
+
 def compiled(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -286,6 +295,10 @@ class TestEngines:
 
     def test_compiled(self, settings: dict[str, Any]) -> None:
         assert run_ranks(compiled, 2, settings) == [(pytest.approx(0, abs=1e-5), {})] * 2
+
+
+def test_a_unit_kept_in_full_precision() -> None:
+    assert run_ranks(in_full_precision, 2) == [[torch.bfloat16, torch.bfloat16]] * 2
 
 
 def test_layers_look_and_copy_as_they_did() -> None:
