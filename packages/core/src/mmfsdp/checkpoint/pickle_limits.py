@@ -25,6 +25,8 @@ _SMALL = 100  # elements that a tuple in the memo has at most if runs are skippe
 
 # A value on the stack is 0, or for a tuple its elements all told, times 1024, plus how deep it is nested.
 _UNKNOWN = WEIGHT[0] << 10 | WEIGHT[1]
+_ENTRIES = -1  # stands for all entries of a run, which a dict takes as a whole; nothing else may take of them
+_TORN = "it takes values apart that belong to a dict"
 _AGAIN = frozenset(b"Rbue(")  # opcodes after which an entry of a dict may begin
 _PUSH, _GET, _PUT, _MARK, _TUPLE, _TUPLES, _POP, _TO_MARK, _REPLACE_MARKED, _NOTHING, _DUP = map(int, Effect)
 
@@ -67,17 +69,18 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
     named = size  # the first place that a run may have taken by name
     used: dict[int, int] = {}  # places that hold no tuple to how often they were referred to
     followed, warm, fresh = 0, _WARM, False
-    taken = 0  # places that no run takes by name
+    taken, hits = 0, 0  # places that no run takes by name; runs since they were last looked for
     while True:
         if fresh and runs is not None and (run := runs.at(data, at)) is not None:
             at, fresh = run.end, run.closed
             skipped += run.memoized
             if not implicit:
                 named = min(named, taken)
+            hits += 1
             if run.closed:
                 del stack[marks.pop() :]
                 continue
-            stack.extend([0] * (2 * run.entries))
+            stack.append(_ENTRIES)
         opcode = data[at]
         found = table[opcode]
         if found is None:  # STOP, or no opcode
@@ -102,9 +105,11 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
             followed += 1
             if followed == warm:
                 warm *= 8
-                plain = sorted(used, key=used.__getitem__)[-64:]
-                taken = len(memo) + skipped if implicit else max(memo, default=0) + 1
-                runs = Runs(bool(implicit), plain, taken)
+                if not hits:
+                    plain = sorted(used, key=used.__getitem__)[-64:]
+                    taken = max(memo, default=0) + 1
+                    runs = Runs(bool(implicit), plain, taken)
+                hits = 0
         if effect == _PUSH:
             stack.append(0)
         elif effect == _PUT:
@@ -116,12 +121,16 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
             if index > size:
                 return f"it stores a value at place {index} of its memo, but has only {size} bytes", begin - 1
             value = stack[-1]
+            if value == _ENTRIES:
+                return _TORN, begin - 1
             if value >> 10 > _SMALL or (value and used.pop(index, 0)):
                 skip, runs = False, None
             memo[index] = value
         elif effect in (_GET, _DUP):
             if effect == _DUP:
                 value = stack[-1]
+                if value == _ENTRIES:
+                    return _TORN, begin - 1
             else:
                 index = _index(data, begin, at, length)
                 value = memo.get(index, _UNKNOWN)
@@ -141,16 +150,19 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
             del stack[first:]
             value = (1 + len(items)) << 10 | 1
             if any(items):
+                if _ENTRIES in items:
+                    return _TORN, begin - 1
                 value += sum(item >> 10 for item in items) << 10
                 value += max(item & 1023 for item in items)
                 if value & 1023 > _NESTING:
                     return f"its tuples are nested more than {_NESTING} deep", begin - 1
             stack.append(value)
         elif effect == _POP:
-            if number > 0:
-                del stack[-number:]
-            else:
-                del stack[number - 1 :]
+            first = len(stack) - number if number > 0 else len(stack) + number - 1
+            if _ENTRIES in stack[first:]:
+                return _TORN, begin - 1
+            del stack[first:]
+            if number <= 0:
                 stack.append(0)
         elif effect in (_TO_MARK, _REPLACE_MARKED):
             del stack[marks.pop() :]

@@ -27,8 +27,6 @@ class Run:
     """Where what follows them begins, in bytes."""
     closed: bool
     """Whether the dict takes the entries, and the mark below them; otherwise they lie on the stack."""
-    entries: int
-    """How many there are; not counted if it is closed."""
     memoized: int
     """How many places of the memo they take one after another, without naming them."""
 
@@ -45,19 +43,18 @@ class Runs:
     def __init__(self, implicit: bool, plain: Collection[int], taken: int) -> None:
         entry = _entry(_places(plain), rb"\x94?" if implicit else rb"(?:r" + _above(taken) + rb")?", implicit)
         self._implicit = implicit
-        self._entry = entry
-        self._run = re.compile(rb"(?:" + entry + rb")++(u)?", re.DOTALL)
+        self._run = re.compile(rb"(?:" + entry + rb")++(?:(u)|(?!s))", re.DOTALL)
 
     def at(self, data: bytes | mmap.mmap, begin: int) -> Run | None:
         """Return the run of entries that begins at a place of the pickle, if one does."""
         found = self._run.match(data, begin)
         if found is None:
             return None
-        end, closed = found.end(), found[1] is not None
-        entries = 0 if closed else len(re.compile(self._entry, re.DOTALL).findall(data, begin, end))
-        return Run(end, closed, entries, len(_memoized().findall(data, begin, end)) if self._implicit else 0)
+        memoized = len(_memoized().findall(data, begin, found.end())) if self._implicit else 0
+        return Run(found.end(), found[1] is not None, memoized)
 
 
+_NAME = 128  # bytes; entries with longer names are not recognised
 _GOT = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}))"
 _CONSTANT = rb"[N\x88\x89]|G.{8}"
@@ -81,13 +78,14 @@ def _entry(plain: bytes, put: bytes, implicit: bool) -> bytes:
     box = _GOT + attributes(number)
     items = rb"\]" + put + rb"(?:\((?:" + box + rb"|" + simple + rb")++e|(?:" + box + rb"|" + simple + rb")a)?"
     part = _GOT + rb"(?:" + size + rb"|" + slots + rb")?|" + items + rb"|" + _INT + rb"|" + _CONSTANT
-    place = number + rb"|" + _text(implicit, 256) + put
+    place = number + rb"|" + _text(implicit, _NAME) + put
     tensor = plain + rb"\(\(" + plain * 2 + _text(implicit, 8) + put + plain + _INT + rb"t" + put + rb"Q" + _INT
     tensor += ints * 2 + rb"[\x88\x89]" + plain + rb"\)R" + put + rb"t" + put + rb"R" + put
-    mapping = rb"}" + put + rb"(?:\((?:" + _GOT + rb"(?:" + tensor + rb"|" + part + rb")){1,9}+u)?"
-    key = _text(implicit, 256) + put + rb"|" + _INT + rb"|" + _GOT + rb"(?:" + attributes(place) + rb")?"
+    item = _GOT + rb"(?:" + tensor + rb"|" + part + rb")"
+    mapping = rb"}" + put + rb"(?:\((?:" + item + rb"){1,9}+u|" + item + rb"s)"
+    key = _text(implicit, _NAME) + put + rb"|" + _INT + rb"|" + _GOT + rb"(?:" + attributes(place) + rb")?"
     value = tensor + rb"|" + _GOT + rb"(?:" + attributes(place) + rb"|" + attributes(part) + rb")|" + mapping
-    return rb"(?:" + key + rb")(?:" + value + rb"|" + part + rb")"
+    return rb"(?:" + key + rb")(?:" + value + rb")"
 
 
 def _places(plain: Collection[int]) -> bytes:
@@ -115,5 +113,5 @@ def _text(implicit: bool, below: int) -> bytes:
 @functools.cache
 def _memoized() -> re.Pattern[bytes]:
     """Return what matches a part of a run up to where a value is stored in the memo."""
-    other = rb"[)\x81}(\]uReabt\x85-\x87Q]|" + _GOT + rb"|" + _INT + rb"|" + _CONSTANT + rb"|" + _text(True, 256)
+    other = rb"[)\x81}(\]uReabt\x85-\x87Q]|" + _GOT + rb"|" + _INT + rb"|" + _CONSTANT + rb"|" + _text(True, _NAME)
     return re.compile(rb"(?:" + other + rb")*+\x94", re.DOTALL)
