@@ -154,6 +154,16 @@ def located(directory: Path) -> None:
         assert entry.num_chunks == len(entry.chunks)
 
 
+def test_a_layout_can_be_sent_to_other_processes(small: Path) -> None:
+    layout = open_layout(small)
+    expected = [entry.chunks for entry in open_layout(small).tensors.values()]
+    assert [entry.chunks for entry in pickle.loads(pickle.dumps(layout)).tensors.values()] == expected
+    assert [entry.chunks for entry in layout.tensors.values()] == expected
+    sent = pickle.dumps(layout)
+    (small / "__0_0.distcp").write_bytes(b"")  # what was looked up goes along
+    assert [entry.chunks for entry in pickle.loads(sent).tensors.values()] == expected
+
+
 def rewrite(directory: Path, change: Callable[[Metadata], Any]) -> None:
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())

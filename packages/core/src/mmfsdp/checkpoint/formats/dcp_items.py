@@ -41,13 +41,9 @@ class DcpItems:
 
     def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool) -> None:
         self._trust = trust
-        self._open = OpenFiles()
-        weakref.finalize(self, self._open.close)
-        self._lock = threading.Lock()
-        self._similar = SimilarArchives()
         self._files: dict[str, tuple[Path, int]] = {}
-        self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
         self._found: dict[str, tuple[Chunk, ...]] = {}
+        self._prepare()
         for (name, _), location in metadata.locations.items():
             if location.file not in self._files:
                 path = inside(directory, location.file, directory / ".metadata")
@@ -57,6 +53,21 @@ class DcpItems:
                     )
                 self._files[location.file] = path, path.stat().st_size
         self._check_extents(metadata)
+
+    def _prepare(self) -> None:
+        self._open = OpenFiles()
+        weakref.finalize(self, self._open.close)
+        self._lock = threading.Lock()
+        self._similar = SimilarArchives()
+        self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        # One rank reads a layout, and shares it with the others.
+        return self._trust, self._files, self._found
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._trust, self._files, self._found = state
+        self._prepare()
 
     def chunks(self, name: str, dtype: str, boxes: Mapping[Box, Location]) -> tuple[Chunk, ...]:
         """Look up the data of each box of a tensor; it is remembered. Threads may call this at the same time.
