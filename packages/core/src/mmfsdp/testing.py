@@ -23,9 +23,11 @@ from mmfsdp.errors import MmfsdpError
 __all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
 
 _Answer = tuple[BaseException | None, Any, str]
+_CALLS = 10  # after so many, processes are replaced: gloo has threads for each group ever made, and they never rest
 _GRACE = 5.0  # seconds that other ranks have to end once one has failed
 _pools: dict[int, _Pool] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
+_preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports them at some first use
 
 
 class RankError(MmfsdpError):
@@ -37,7 +39,7 @@ class RankError(MmfsdpError):
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world and return the results by rank.
 
-    The processes are kept for the next call with the same ``world_size``; one that fails or hangs ends them all.
+    The processes are kept for some more calls with the same ``world_size``; one that fails or hangs ends them all.
 
     Args:
         function: Defined at the top of a module, so that other processes can import it.
@@ -57,8 +59,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         _drop(world_size)
         raise
     errors = [error for error, _, _ in answers]
-    if any(errors):
+    pool.calls += 1
+    if any(errors) or pool.calls == _CALLS:
         _drop(world_size)
+    if any(errors):
         rank, (_, _, trace) = next((rank, answer) for rank, answer in enumerate(answers) if answer[0] is not None)
         failure = RankError(f"{function.__name__} failed on rank {rank}:\n{trace}")
         failure.errors = errors
@@ -95,6 +99,7 @@ def single_rank() -> Iterator[None]:
 class _Pool:
     def __init__(self, world_size: int) -> None:
         context = _context()
+        self.calls = 0
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -52,8 +52,8 @@ class ConversionReport:
     casts: Mapping[str, str]
     """Tensors whose dtype changed, and their new dtype."""
     overflowed: Mapping[str, int]
-    """Tensors in which elements were too large for the dtype that they were cast to, and how many. They became infinite,
-    or 448, its largest number, in float8_e4m3fn."""
+    """Tensors in which elements were too large for the dtype that they were cast to, and how many. They became
+    infinite, or 448, its largest number, in float8_e4m3fn."""
     notes: tuple[str, ...]
     """What else one should know."""
     verified: bool
