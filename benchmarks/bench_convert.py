@@ -186,18 +186,20 @@ def _measure(folder: Path, nbytes: int, pairs: int, peers: str | None) -> dict[s
     _remove(both)
     _remove(weights)
 
-    small = _make("small", folder / "small", nbytes)
+    small = _make("small", folder / "small", nbytes * 5 // 4)  # 50,000 tensors at 4 GB
     for target in ("out.safetensors", "out.pth"):
         ours = converting(small, folder / target)
         note(f"many of 100 kB: DCP -> {target[4:]}", ours, {"cp -r, sync": copying(small, copy, True)}, 3, 300)
     _remove(small)
 
-    names = _make("names", folder / "names", 10_000)
-    opened = [names] + [_convert(names, folder / f"names{suffix}") for suffix in (".pth", ".safetensors")]
-    opened.append(_convert(names, folder / "names_local", "--to", "local", "--ranks", "4"))
+    names = _make("names", folder / "dcp of 4 ranks", 10_000)
+    one = _make("names_of_one", folder / "dcp", 10_000)
+    opened = [_convert(one, folder / f"names{suffix}") for suffix in (".safetensors", ".pth")]
+    opened += [_convert(one, folder / "local", "--to", "local", "--ranks", "1"), one]
+    opened += [_convert(names, folder / "local of 4 ranks", "--to", "local", "--ranks", "4"), names]
     for path in opened:
         figures = [run(Command((CLI, "inspect", str(path)), out)) for _ in range(pairs + 1)][1:]
-        name = f"inspect 10,000 tensors, {path.name.removeprefix('names').strip('._') or 'dcp'}"
+        name = f"inspect 10,000 tensors, {path.name.removeprefix('names.')}"
         seconds = spread([figure.seconds for figure in figures])
         results[name] = {"seconds": asdict(seconds), "megabytes": max(figure.megabytes for figure in figures)}
         print(f"{name:44} {seconds} s  to reach 0.4 s: {'yes' if seconds.median <= 0.4 else 'NO'}", flush=True)

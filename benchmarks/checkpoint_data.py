@@ -33,6 +33,8 @@ def _state(kind: str, nbytes: int, rank: int) -> dict[str, Any]:
 
     if kind == "small":
         return {"model": {f"layers.{i}.weight": torch.randn(SMALL) for i in range(nbytes // (4 * SMALL))}}
+    if kind == "names_of_one":
+        return {"model": {f"layers.{i}.weight": torch.randn(RANKS * (1 + i % 7), 4) for i in range(nbytes)}}
     if kind == "names":
         return {"model": {f"layers.{i}.weight": sharded(RANKS * (1 + i % 7), 4) for i in range(nbytes)}}
     names = [f"layers.{i}.weight" for i in range(max(1, nbytes // (4 * ROWS * COLUMNS)))]
@@ -46,8 +48,9 @@ def _state(kind: str, nbytes: int, rank: int) -> dict[str, Any]:
 def _rank(rank: int, kind: str, path: str, nbytes: int, store: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    state = _state(kind, nbytes, rank) if kind != "small" or rank == 0 else {}
-    if kind == "small":  # whole tensors, from one rank: planning so many among four takes minutes
+    alone = kind in ("small", "names_of_one")
+    state = _state(kind, nbytes, rank) if not alone or rank == 0 else {}
+    if alone:  # whole tensors, from one rank: planning so many among four takes minutes
         if rank == 0:
             dcp.save(state, checkpoint_id=path, no_dist=True)
     elif kind == "huggingface":

@@ -18,10 +18,10 @@ import pytest
     [(signal.SIGINT, 130, "Interrupted; nothing was written."), (signal.SIGTERM, 143, "")],
 )
 def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, message: str) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 26], "data_offsets": [0, 1 << 28]}}).encode()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]}}).encode()
     with (tmp_path / "in.safetensors").open("wb") as file:  # almost all of it a hole
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + (1 << 28))
+        file.truncate(8 + len(header) + (1 << 30))
     target = tmp_path / "out" / "out.pth"
     target.parent.mkdir()
     program = [Path(sys.executable).with_name("mmfsdp-cli"), "convert", tmp_path / "in.safetensors", target]

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -226,8 +227,13 @@ def test_what_fails_in_one_thread_stops_all(tmp_path: Path, monkeypatch: pytest.
         file.seek(20 * 30_000)
         file.write(bytes([byte ^ 1]))
     seen.clear()
+
+    def slowly(done: int, _: int) -> None:
+        seen.append(done)
+        time.sleep(0.001)
+
     with pytest.raises(CorruptCheckpointError, match=r"tensor 't20' in source is damaged"):
-        write_files(tmp_path / "b", planned(entries, 2), jobs=jobs, progress=lambda done, _: seen.append(done))
+        write_files(tmp_path / "b", planned(entries, 2), jobs=jobs, progress=slowly)
     assert len(seen) < 100  # of 400
     assert threading.active_count() == threads
     write_files(tmp_path / "c", planned(entries, 2), jobs=jobs, verify=False)
