@@ -36,6 +36,25 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
 
 
+def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    names = ["a\x1b[2Jb", "two\nlines", "x" * 5000, "größe"]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "in.pth")
+    for args in (["inspect"], ["inspect", "--tree"], ["inspect", "--tensor", names[0]]):
+        result = runner.invoke(app, [args[0], str(tmp_path / "in.pth"), *args[1:]])
+        assert result.exit_code == 0
+        assert "a\\x1b[2Jb" in result.output
+        assert "\x1b" not in result.output
+        assert "\nlines" not in result.output
+        assert max(map(len, result.output.splitlines())) < 300
+    assert "größe" in runner.invoke(app, ["inspect", str(tmp_path / "in.pth")]).output
+    torch.save({names[0]: torch.zeros(2)}, tmp_path / "other.pth")
+    result = runner.invoke(app, ["diff", str(tmp_path / "in.pth"), str(tmp_path / "other.pth")])
+    assert result.exit_code == 1
+    assert "\x1b" not in result.output
+    described = json.loads(runner.invoke(app, ["inspect", str(tmp_path / "in.pth"), "--json"]).output)
+    assert [entry["name"] for entry in described["tensors"]] == names
+
+
 def test_inspect(checkpoint: Path) -> None:
     result = runner.invoke(app, ["inspect", str(checkpoint)])
     assert result.exit_code == 0

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["byte_progress", "count_progress", "human_bytes", "reporting_errors"]
+__all__ = ["byte_progress", "count_progress", "human_bytes", "reporting_errors", "say", "shown_name"]
 
 _FAILED = 1
 _USAGE = 2
 _SECONDS_PER_LINE = 5.0
+_NAME = 200  # characters
 
 
 @contextmanager
@@ -37,6 +38,27 @@ def reporting_errors() -> Iterator[None]:
         _complain(f"{error.strerror or error} [file={error.filename!r}]" if error.filename else str(error), _FAILED)
     except KeyboardInterrupt:
         _complain("Interrupted; nothing was written.", 130)
+
+
+def say(text: str) -> None:
+    """Print lines; what in them would move a terminal's cursor or change its colours is shown, and not done."""
+    typer.echo(_visible_lines(text))
+
+
+def shown_name(name: str) -> str:
+    """Return a tensor's name as a table shows it: in one line, and not longer than a line can be."""
+    name = _visible(name)
+    return name if len(name) <= _NAME else f"{name[: _NAME // 2]}...{name[-_NAME // 2 :]}"
+
+
+def _visible_lines(text: str) -> str:
+    return "\n".join(map(_visible, text.split("\n")))
+
+
+def _visible(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def human_bytes(count: int) -> str:
@@ -117,5 +139,5 @@ def _target_exists(error: Exception) -> bool:
 
 
 def _complain(message: str, code: int) -> None:
-    typer.secho(f"error: {message}", fg="red", err=True)
+    typer.secho(f"error: {_visible_lines(message)}", fg="red", err=True)
     raise typer.Exit(code)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
@@ -145,24 +145,24 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 def _print(report: ConversionReport) -> None:
     what = f"{report.tensors} tensors, {human_bytes(report.bytes)}"
     if report.dry_run:
-        typer.echo(f"Would write {report.path} ({report.format}): {what}.")
+        say(f"Would write {report.path} ({report.format}): {what}.")
         for name, size in report.files.items():
             if name:
-                typer.echo(f"  {name}: {human_bytes(size)}")
-        typer.echo(f"To read: {human_bytes(report.bytes_read)}. Free on the disk: {human_bytes(report.free_bytes)}.")
+                say(f"  {name}: {human_bytes(size)}")
+        say(f"To read: {human_bytes(report.bytes_read)}. Free on the disk: {human_bytes(report.free_bytes)}.")
     else:
         rate = human_bytes(int(report.bytes / report.seconds)) if report.seconds else "?"
         checked = ", verified" if report.verified else ""
-        typer.echo(f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.")
+        say(f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.")
     if report.casts:
-        typer.echo(f"Cast: {len(report.casts)} tensors.")
+        say(f"Cast: {len(report.casts)} tensors.")
     for name, count in report.overflowed.items():
         lost = "448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinite"
         typer.secho(f"warning: {count} elements of {name} became {lost}.", fg="yellow", err=True)
     for note in report.notes:
-        typer.echo(f"Note: {note}.")
+        say(f"Note: {note}.")
     if report.dropped:
-        typer.echo(f"Not written: {_listed(report.dropped)}.")
+        say(f"Not written: {_listed(report.dropped)}.")
 
 
 def _listed(paths: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmfsdp_cli.console import count_progress, reporting_errors
+from mmfsdp_cli.console import count_progress, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
@@ -80,12 +80,12 @@ def _print(report: DiffReport, limit: int) -> None:
     }
     for title, lines in kinds.items():
         if lines:
-            typer.echo(f"{title} ({len(lines)}):")
+            say(f"{title} ({len(lines)}):")
             for line in lines[: limit or None]:
-                typer.echo(f"  {line}")
+                say(f"  {line}")
             if limit and len(lines) > limit:
-                typer.echo(f"  ... and {len(lines) - limit} more (--limit 0 shows all)")
+                say(f"  ... and {len(lines) - limit} more (--limit 0 shows all)")
     if report.left_out:
-        typer.echo(f"Not compared: {', '.join(report.left_out)}.")
+        say(f"Not compared: {', '.join(report.left_out)}.")
     verdict = "the same" if report.same else "different"
-    typer.echo(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.")
+    say(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say, shown_name
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import CheckpointPath, ModelArguments, ModelName, Reference, Trust
 
@@ -64,7 +64,7 @@ def _print_statistics(layout: Layout, name: str, as_json: bool) -> None:
         return
     for key, value in found.items():
         shown = _shape(value) if key == "shape" else f"{value:.9g}" if isinstance(value, float) else value
-        typer.echo(f"{key:9}{shown}")
+        say(f"{key:9}{shown}")
 
 
 def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
@@ -83,9 +83,9 @@ def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
         content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
         typer.echo(json.dumps(content, indent=1))
         return
-    typer.echo(f"{entry.name}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
+    say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
     for chunk in entry.chunks:
-        typer.echo(
+        say(
             f"  {list(chunk.box_offsets)} of size {list(chunk.box_sizes)}: {chunk.file} at byte {chunk.offset}, "
             f"{chunk.nbytes} bytes" + ("" if chunk.crc32 is None else f", CRC-32 {chunk.crc32:08x}")
         )
@@ -101,10 +101,10 @@ def _print_tree(layout: Layout, depth: int, as_json: bool) -> None:
     rows = []
     for level, node in root.walk(depth or None):
         what = f"{node.tensors} tensors" if node.entry is None else f"{node.entry.dtype} {_shape(node.entry.shape)}"
-        rows.append(("  " * level + node.name, what, human_bytes(node.nbytes)))
+        rows.append(("  " * level + shown_name(node.name), what, human_bytes(node.nbytes)))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     for name, what, size in rows:
-        typer.echo(f"{name:{widths[0]}}  {what:{widths[1]}}  {size:>{widths[2]}}")
+        say(f"{name:{widths[0]}}  {what:{widths[1]}}  {size:>{widths[2]}}")
     _print_totals(layout)
 
 
@@ -114,23 +114,23 @@ def _print_tables(layout: Layout, limit: int) -> None:
     rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
     for entry in shown:
         chunks = str(entry.num_chunks)
-        rows.append((entry.name, entry.dtype, _shape(entry.shape), chunks, human_bytes(entry.nbytes)))
+        rows.append((shown_name(entry.name), entry.dtype, _shape(entry.shape), chunks, human_bytes(entry.nbytes)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for name, dtype, shape, chunks, size in rows:
         line = (
             f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}  {chunks:>{widths[3]}}  {size:>{widths[4]}}"
         )
-        typer.echo(line)
+        say(line)
     if len(shown) < len(entries):
-        typer.echo(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
+        say(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
     _print_totals(layout)
 
 
 def _print_totals(layout: Layout) -> None:
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
-    typer.echo(f"\n{layout.format}{ranks}: {len(layout.tensors)} tensors, {human_bytes(layout.nbytes)}")
+    say(f"\n{layout.format}{ranks}: {len(layout.tensors)} tensors, {human_bytes(layout.nbytes)}")
     for key, summary in layout.content().items():
-        typer.echo(f"  {key}: {summary}")
+        say(f"  {key}: {summary}")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

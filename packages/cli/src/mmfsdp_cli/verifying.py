@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors
+from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
 
@@ -44,9 +44,9 @@ def verify_command(
             for problem in report.problems:
                 typer.secho(f"error: {problem.message}", fg="red", err=True)
             for what in report.unchecked:
-                typer.echo(f"Not checked: {what}.")
+                say(f"Not checked: {what}.")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
-            typer.echo(
+            say(
                 f"{path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
                 f"{human_bytes(report.bytes)} compared with checksums"
                 f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s."

@@ -24,6 +24,9 @@ from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 __all__ = ["PickledObject", "StandIn", "fields", "integers", "read_pickle"]
 
 
+_DIMENSIONS = 64  # no tensor has more; the product of thousands of sizes takes for ever
+
+
 class PickledObject:
     """What a pickle says about an object of a class that is not imported here.
 
@@ -143,11 +146,18 @@ def read_pickle(
 
 
 def integers(values: Any) -> tuple[int, ...]:
-    """Return a ``torch.Size``, list or tuple of a pickle as a tuple; anything but sizes is a ``ValueError``."""
-    if isinstance(values, PickledObject) and values.qualname == "Size":
-        values = values.args[0]
-    if not isinstance(values, tuple | list):
-        raise ValueError(f"{brief(values)} is not a tuple of sizes")
+    """Return a ``torch.Size``, list or tuple of a pickle as a tuple.
+
+    Raises:
+        ValueError: It is anything but up to 64 sizes.
+    """
+    if type(values) is not tuple:
+        if isinstance(values, PickledObject) and values.qualname == "Size":
+            values = values.args[0]
+        if not isinstance(values, tuple | list):
+            raise ValueError(f"{brief(values)} is not a tuple of sizes")
+    if len(values) > _DIMENSIONS:
+        raise ValueError(f"{brief(values)} has {len(values)} sizes (expected at most {_DIMENSIONS})")
     for value in values:
         if type(value) is not int or value < 0:
             raise ValueError(f"{brief(values)} is not a tuple of sizes")

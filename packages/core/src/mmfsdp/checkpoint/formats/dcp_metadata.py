@@ -5,13 +5,14 @@ The classes are those of torch/distributed/checkpoint/metadata.py and filesystem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any
 
-from mmfsdp.checkpoint.pickles import PickledObject, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.dtypes import DTYPES
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
@@ -76,7 +77,8 @@ def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
         UnsafePickleError: It names something that is not on the list of safe names.
         CorruptCheckpointError: It is damaged, or its values make no sense.
     """
-    content = read_pickle(path.read_bytes(), file=path, trust=trust)
+    functions = {"torch.Size": StandIn(integers)}  # there are several for each chunk
+    content = read_pickle(path.read_bytes(), file=path, trust=trust, functions=functions)
     try:
         if not isinstance(content, PickledObject) or content.qualname != "Metadata":
             raise FormatError(f"{path.name} is not the metadata of a torch DCP checkpoint.", file=str(path))
@@ -129,10 +131,7 @@ def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
             raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
         boxes.append((offsets, sizes))
     for numbers in (shape, *(sizes for _, sizes in boxes)):
-        numel = 1
-        for number in numbers:
-            numel *= max(number, 1)
-        if numel > _ELEMENTS:
+        if math.prod([number or 1 for number in numbers]) > _ELEMENTS:
             raise ValueError(f"tensor {name!r} has the size {list(numbers)}")
     return TensorInfo(dtype.qualname, shape, tuple(boxes))
 

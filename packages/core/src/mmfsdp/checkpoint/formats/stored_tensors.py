@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +60,7 @@ class StoredTensor:
 
     def chunk(self, box_offsets: tuple[int, ...]) -> Chunk:
         """Return it as the chunk of a tensor whose box begins at ``box_offsets``."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        nbytes = numel * itemsize(self.dtype)
+        nbytes = math.prod(self.shape) * itemsize(self.dtype)
         return Chunk(self.record.file, self.offset, nbytes, box_offsets, self.shape, self.strides, self.record)
 
 
@@ -152,21 +151,23 @@ class TensorBuilder:
             )
         item = itemsize(dtype)
         shape, strides = integers(size), integers(stride)
-        first = storage.record.offset + integers((offset,))[0] * item
-        stored = StoredTensor(dtype, shape, first, _simplified(shape, strides), storage.record)
-        chunk = stored.chunk((0,) * len(shape))
-        if chunk.nbytes > _LIMIT:
+        record, numel = storage.record, math.prod(shape)
+        if numel * item > _LIMIT:
             raise CorruptCheckpointError(
                 f"{self._path.name} holds a tensor of shape {list(shape)}, which is too large for any machine.",
                 file=str(self._path),
-                offset=storage.record.offset,
+                offset=record.offset,
             )
-        if chunk.numel and chunk.offset + chunk.span > storage.record.offset + storage.record.nbytes:
+        first = record.offset + integers((offset,))[0] * item
+        steps = _simplified(shape, strides)
+        stored = StoredTensor(dtype, shape, first, steps, record)
+        span = numel * item if steps is None else stored.chunk((0,) * len(shape)).span
+        if numel and first + span > record.offset + record.nbytes:
             raise CorruptCheckpointError(
                 f"{self._path.name} holds a tensor of shape {list(shape)} that reaches past its storage of "
-                f"{storage.record.nbytes} bytes.",
+                f"{record.nbytes} bytes.",
                 file=str(self._path),
-                offset=storage.record.offset,
+                offset=record.offset,
             )
         return stored
 
@@ -175,6 +176,7 @@ def _nothing(*_: Any) -> None:
     """Stand for an empty tensor of a subclass, which its state fills."""
 
 
+@functools.lru_cache(4096)  # a model has few distinct shapes
 def _simplified(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     # The step along a dimension of one element means nothing; torch leaves any number there.
     if 0 in shape:
