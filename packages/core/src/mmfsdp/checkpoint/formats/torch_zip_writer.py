@@ -9,7 +9,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.casting import CastEntry
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
-from mmfsdp.checkpoint.formats.zip_archive import Placement, central_directory, local_header, place
+from mmfsdp.checkpoint.formats.zip_writer import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickling import PickleWriter
 from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
