@@ -1,4 +1,4 @@
-"""Runs all benchmarks, one after the other, and writes what they measured to ``benchmarks/results.json``."""
+"""Runs benchmarks, one after the other, and writes what they measured into ``benchmarks/results.json``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def main() -> None:
     """Run those named on the command line, or all."""
     names = sys.argv[1:] or sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
     sys.path.insert(0, str(HERE.parent))
-    results = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    path = HERE / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}  # of those that do not run now
+    results |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
     for name in names:
         print(f"\n== {name} ==", flush=True)
         results[name] = importlib.import_module(f"benchmarks.bench_{name}").main()
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
