@@ -80,11 +80,12 @@ class DcpItems:
         Raises:
             CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: Something else is there.
         """
+        found = self._found.get(name)
+        if found is not None:
+            return found
         with self._lock:
-            if name not in self._found:
-                chunks = tuple(self._chunk(name, dtype, box, location) for box, location in boxes.items())
-                self._found[name] = chunks
-            return self._found[name]
+            found = self._found[name] = tuple(self._chunk(name, dtype, box, where) for box, where in boxes.items())
+        return found
 
     def load(self, name: str, location: Location) -> Any:
         """Return what an archive holds: a ``StoredTensor``, or something else with such within.
