@@ -58,6 +58,7 @@ class Command:
     """One process to time."""
 
     words: tuple[str, ...]
+    source: Path
     target: Path
     prepare: Callable[[], None] = lambda: None
 
@@ -75,6 +76,7 @@ def run(command: Command) -> Figure:
     _remove(command.target)
     command.prepare()
     os.sync()
+    _warm(command.source)
     began = time.perf_counter()
     process = subprocess.Popen(command.words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -86,6 +88,15 @@ def run(command: Command) -> Figure:
         raise RuntimeError(f"{command.words}: exit code {process.returncode}: {complaint.decode()[-500:]}")
     _remove(command.target)
     return Figure(seconds, usage.ru_maxrss / 1000)
+
+
+def _warm(path: Path) -> None:
+    """Read a checkpoint, so that its pages are cached whatever else was read since."""
+    for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        if file.is_file():
+            with file.open("rb", buffering=0) as stream:
+                while stream.read(1 << 24):
+                    pass
 
 
 def compare(ours: Command, others: Mapping[str, Command], pairs: int) -> dict[str, Any]:
@@ -115,12 +126,12 @@ def compare(ours: Command, others: Mapping[str, Command], pairs: int) -> dict[st
 def copying(source: Path, target: Path, sync: bool) -> Command:
     """Return what copies a file or directory, and waits until it is on disk."""
     text = 'cp -r "$0" "$1"' + (' && find "$1" -type f -exec sync {} +' if sync else "")
-    return Command(("sh", "-c", text, str(source), str(target)), target)
+    return Command(("sh", "-c", text, str(source), str(target)), source, target)
 
 
 def converting(source: Path, target: Path, *options: str) -> Command:
     """Return our conversion."""
-    return Command((CLI, "convert", str(source), str(target), *options), target)
+    return Command((CLI, "convert", str(source), str(target), *options), source, target)
 
 
 def _remove(path: Path) -> None:
@@ -198,7 +209,7 @@ def _measure(folder: Path, nbytes: int, pairs: int, peers: str | None) -> dict[s
     opened += [_convert(one, folder / "local", "--to", "local", "--ranks", "1"), one]
     opened += [_convert(names, folder / "local of 4 ranks", "--to", "local", "--ranks", "4"), names]
     for path in opened:
-        figures = [run(Command((CLI, "inspect", str(path)), out)) for _ in range(pairs + 1)][1:]
+        figures = [run(Command((CLI, "inspect", str(path)), path, out)) for _ in range(pairs + 1)][1:]
         name = f"inspect 10,000 tensors, {path.name.removeprefix('names.')}"
         seconds = spread([figure.seconds for figure in figures])
         results[name] = {"seconds": asdict(seconds), "megabytes": max(figure.megabytes for figure in figures)}
@@ -213,9 +224,10 @@ def _compare_peers(folder: Path, dcp: Path, nbytes: int, pairs: int, python: str
     for name, code in PEERS.items():
         ours = "HF" in name
         target = folder / ("peer.pth" if "torch_save" in name or "Lightning" in name else "peer")
-        words = (python, "-c", code.format(source=str(huggingface if ours else dcp), target=str(target)))
+        source = huggingface if ours else dcp
+        words = (python, "-c", code.format(source=str(source), target=str(target)))
         prepare = target.mkdir if ours else (lambda: None)
-        commands[name] = Command(words, target, prepare)
+        commands[name] = Command(words, source, target, prepare)
     ours = converting(dcp, folder / "out.safetensors", "--no-fsync")
     for name, command in commands.items():
         try:
