@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 
+def _heed_interrupts() -> None:
+    # Shells let what they start in the background, these tests for instance, ignore them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [(signal.SIGINT, 130, "Interrupted; nothing was written."), (signal.SIGTERM, 143, "")],
@@ -25,7 +30,9 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, message:
     target = tmp_path / "out" / "out.pth"
     target.parent.mkdir()
     program = [Path(sys.executable).with_name("mmfsdp-cli"), "convert", tmp_path / "in.safetensors", target]
-    process = subprocess.Popen([*map(str, program), "--jobs", "2"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*map(str, program), "--jobs", "2"], stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    )
     while not os.listdir(target.parent) and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(number)
