@@ -19,7 +19,7 @@ from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]
 
-WIDTH, DEPTH, BATCH, TOKENS, PAIRS = 256, 6, 16, 32, 40
+WIDTH, DEPTH, BATCH, TOKENS, PAIRS = 256, 6, 16, 32, 150
 WRAP = {"kind": "module_class", "classes": "Block"}
 
 
