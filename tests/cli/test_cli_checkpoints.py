@@ -51,6 +51,10 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     result = runner.invoke(app, ["diff", str(tmp_path / "in.pth"), str(tmp_path / "other.pth")])
     assert result.exit_code == 1
     assert "\x1b" not in result.output
+    torch.save({names[0]: torch.full((2,), 1e30)}, tmp_path / "large.pth")
+    done = run("convert", tmp_path / "large.pth", tmp_path / "out.pth", "--dtype", "float16")
+    assert "warning: 2 elements of" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
     described = json.loads(runner.invoke(app, ["inspect", str(tmp_path / "in.pth"), "--json"]).output)
     assert [entry["name"] for entry in described["tensors"]] == names
 

@@ -40,19 +40,21 @@ def reporting_errors() -> Iterator[None]:
         _complain("Interrupted; nothing was written.", 130)
 
 
-def say(text: str) -> None:
-    """Print lines; what in them would move a terminal's cursor or change its colours is shown, and not done."""
-    typer.echo(_visible_lines(text))
+def say(text: str, *, colour: str | None = None, err: bool = False) -> None:
+    """Print lines; what in them would move a terminal's cursor or change its colours is shown, and not done.
+
+    Args:
+        text: The lines.
+        colour: Colour on a terminal.
+        err: Print to stderr.
+    """
+    typer.secho("\n".join(map(_visible, text.split("\n"))), fg=colour, err=err)
 
 
 def shown_name(name: str) -> str:
     """Return a tensor's name as a table shows it: in one line, and not longer than a line can be."""
     name = _visible(name)
     return name if len(name) <= _NAME else f"{name[: _NAME // 2]}...{name[-_NAME // 2 :]}"
-
-
-def _visible_lines(text: str) -> str:
-    return "\n".join(map(_visible, text.split("\n")))
 
 
 def _visible(text: str) -> str:
@@ -139,5 +141,5 @@ def _target_exists(error: Exception) -> bool:
 
 
 def _complain(message: str, code: int) -> None:
-    typer.secho(f"error: {_visible_lines(message)}", fg="red", err=True)
+    say(f"error: {message}", colour="red", err=True)
     raise typer.Exit(code)

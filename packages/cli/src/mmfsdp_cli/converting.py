@@ -158,7 +158,7 @@ def _print(report: ConversionReport) -> None:
         say(f"Cast: {len(report.casts)} tensors.")
     for name, count in report.overflowed.items():
         lost = "448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinite"
-        typer.secho(f"warning: {count} elements of {name} became {lost}.", fg="yellow", err=True)
+        say(f"warning: {count} elements of {name} became {lost}.", colour="yellow", err=True)
     for note in report.notes:
         say(f"Note: {note}.")
     if report.dropped:

@@ -42,7 +42,7 @@ def verify_command(
             typer.echo(json.dumps(report.describe(), indent=1))
         else:
             for problem in report.problems:
-                typer.secho(f"error: {problem.message}", fg="red", err=True)
+                say(f"error: {problem.message}", colour="red", err=True)
             for what in report.unchecked:
                 say(f"Not checked: {what}.")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"

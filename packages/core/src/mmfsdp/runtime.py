@@ -213,7 +213,7 @@ class ShardedModel:
 
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
-        return not self._in_forward and not self._tracker.is_bw
+        return not self.is_running and not self._tracker.is_bw
 
 
 def _free_flat(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -49,6 +49,26 @@ def named(value: Any) -> Any:
     return str(value)
 
 
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], config: str) -> None:
+    """Raise for the first argument that a class does not have.
+
+    Args:
+        owner: The class, as the message calls it.
+        given: Names of arguments.
+        known: Those that it has.
+        config: Dotted path of the setting that holds them.
+
+    Raises:
+        ConfigError: An argument is unknown; the nearest one is told.
+    """
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{owner} has no argument {name!r}.{closest(name, known)} Accepted: {', '.join(known) or 'none'}.",
+                config=f"{config}.{name}",
+            )
+
+
 def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
     """Return arguments of `mmfsdp.FullyShardedDataParallel` from those of `MMFullyShardedDataParallel`.
 
@@ -62,13 +82,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         PolicyNotFoundError: A function is named that nothing has.
         ConfigError: An argument is unknown or has a value that is not accepted.
     """
-    for name in given:
-        if name not in ARGUMENTS:
-            raise ConfigError(
-                f"MMFullyShardedDataParallel has no argument {name!r}.{closest(name, ARGUMENTS)} Accepted: "
-                f"{', '.join(ARGUMENTS)}.",
-                config=f"model_wrapper.{name}",
-            )
+    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper")
     arguments: dict[str, Any] = plain(given)
     for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy"):
         if name in arguments:
@@ -190,12 +204,7 @@ def _kind_of(value: Any, setting: str) -> str:
         )
     # What they ask for (offloading, the first rank alone) is how it is done here anyway: only misspelt ones matter.
     known = [field.name for field in fields(getattr(torch_fsdp, name))] if name.endswith("Config") else []
-    for key in arguments:
-        if key not in known:
-            raise ConfigError(
-                f"{name} has no argument {key!r}.{closest(key, known)} Accepted: {', '.join(known) or 'none'}.",
-                config=f"state_dict_cfg.{setting}.{key}",
-            )
+    refuse_unknown(name, arguments, known, f"state_dict_cfg.{setting}")
     return accepted[name]
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmfsdp.errors import ConfigError, closest
 from mmfsdp.reachability import LossReach
 from mmfsdp_mmengine.anomalies import unreached_logged
+from mmfsdp_mmengine.config import refuse_unknown
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.steps import forward_batch, forwards_reach, overrides
 
@@ -36,13 +36,7 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
 
     def __init__(self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any) -> None:
         known = [*inspect.signature(DistributedDataParallel).parameters, "detect_anomalous_params"]
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(
-                    f"MMDistributedDataParallel has no argument {name!r}.{closest(name, known)} Accepted: "
-                    f"{', '.join(known)}.",
-                    config=f"model_wrapper.{name}",
-                )
+        refuse_unknown("MMDistributedDataParallel", kwargs, known, "model_wrapper")
         if not torch.cuda.is_available():
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
         super().__init__(module=module, detect_anomalous_params=detect_anomalous_params, **kwargs)

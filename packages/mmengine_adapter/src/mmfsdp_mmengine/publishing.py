@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from mmfsdp.checkpoint import convert
+from mmfsdp.checkpoint.saving import save_archive
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.checkpoint import read_content
 
@@ -43,8 +42,7 @@ def publish(path: Path, keys: Sequence[str]) -> Path:
         if not content:
             raise ConfigError(f"{path.name} has none of the published_keys {list(keys)}.", config="published_keys")
         written = Path(folder) / "published.pth"
-        with written.open("wb") as file:  # given a path, torch does not notice that a full disk cut off its end
-            torch.save(content, file)
+        save_archive(content, written)
         with written.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         final = target.with_name(f"{target.stem}-{digest[:8]}.pth")

@@ -9,7 +9,7 @@ from pathlib import Path
 from mmfsdp.checkpoint.collecting import without_collection
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
 from mmfsdp.checkpoint.formats.mmengine_local import read_mmengine_local
-from mmfsdp.checkpoint.formats.rank_files import RankFiles, has_rank_files
+from mmfsdp.checkpoint.formats.rank_files import RankFiles
 from mmfsdp.checkpoint.formats.rank_local import read_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from mmfsdp.checkpoint.formats.safetensors_index import read_safetensors_directory, read_safetensors_index
@@ -128,9 +128,10 @@ def _open_as(format: str, path: Path, trust: bool, reference: str | os.PathLike[
 
 
 def _rank_files(path: Path, trust: bool) -> RankFiles:
-    if not has_rank_files(path):
+    files = RankFiles(path, trust=trust)
+    if not files.paths:
         raise CheckpointNotFoundError(f"{path.name} holds no rank{{i}}.pth.", file=str(path))
-    return RankFiles(path, trust=trust)
+    return files
 
 
 def _index_of(path: Path, suffix: str) -> Path:
@@ -147,8 +148,8 @@ def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> L
 
 
 def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
-    if has_rank_files(path):
-        files = RankFiles(path, trust=trust)
+    files = RankFiles(path, trust=trust)
+    if files.paths:
         if files.of_mmfsdp:
             return read_rank_local(files)
         return read_mmengine_local(files, reference=_opened(reference, trust))

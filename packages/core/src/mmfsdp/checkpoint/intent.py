@@ -67,7 +67,7 @@ def intended(
         dtype: The dtype of floating point tensors, or patterns and dtypes.
         limit: Bytes of tensor data per file, for formats of several files.
         ranks: How many ranks, for formats with files per rank.
-        overflow: Called with name and count where a cast made elements infinite.
+        overflow: Called with name and count where elements were too large for the dtype of a cast.
 
     Raises:
         ConfigError, FormatError: See ``convert``.

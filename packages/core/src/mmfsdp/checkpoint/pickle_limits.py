@@ -42,9 +42,10 @@ def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
     Raises:
         CorruptCheckpointError: It was made to exhaust the machine that reads it.
     """
+    skip = len(data) - begin > _LONG
     try:
-        reason = _excess(data, begin, skip=len(data) - begin > _LONG)
-        if reason is not None and len(data) - begin > _LONG:
+        reason = _excess(data, begin, skip=skip)
+        if reason is not None and skip:
             reason = _excess(data, begin, skip=False)  # the memo is not known in full where runs were skipped
     except (IndexError, ValueError):
         return  # it ends early, or makes no sense: the unpickler says so

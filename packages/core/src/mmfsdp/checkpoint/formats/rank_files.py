@@ -12,14 +12,9 @@ from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["RankFiles", "has_rank_files"]
+__all__ = ["RankFiles"]
 
 _NAME = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
-
-
-def has_rank_files(directory: Path) -> bool:
-    """Tell whether a directory holds files named like those of a ``local`` checkpoint."""
-    return any(_NAME.fullmatch(entry.name) for entry in directory.iterdir())
 
 
 class RankFiles:
@@ -37,7 +32,7 @@ class RankFiles:
     def __init__(self, directory: Path, *, trust: bool = False) -> None:
         self.directory = directory
         self.paths: Mapping[int, Path] = _found(directory)
-        """Rank to file, in order."""
+        """Rank to file, in order; empty if the directory is no ``local`` checkpoint."""
         self._trust = trust
 
     @functools.cached_property
