@@ -57,7 +57,7 @@ def bench(session: nox.Session) -> None:
 def core_alone(session: nox.Session) -> None:
     """Install core alone: no MMEngine, no CLI, and its tests pass."""
     install(session, CORE, *TEST_TOOLS)
-    expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "typer")
+    expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "click")
     expect_absent(session, *TEST_TRUTHS)
     session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
     session.run("python", "-m", "pytest", "tests/test_docs.py", "-k", "blocks_run and README")
@@ -69,7 +69,7 @@ def core_alone(session: nox.Session) -> None:
 def adapter_alone(session: nox.Session) -> None:
     """Install core and the MMEngine adapter, without the CLI: its tests pass."""
     install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS)
-    expect_absent(session, "mmfsdp_cli", "typer")
+    expect_absent(session, "mmfsdp_cli", "click")
     session.run("python", "-c", "import mmfsdp_mmengine")
     session.run("python", "-m", "pytest", "tests/mmengine_adapter", *session.posargs)
 

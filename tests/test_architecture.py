@@ -90,8 +90,8 @@ class TestImportDirection:
     @pytest.mark.parametrize(
         ("package", "banned"),
         [
-            ("mmfsdp", ("mmengine", "mmcv", "mmfsdp_mmengine", "mmfsdp_cli", "typer", "rich")),
-            ("mmfsdp_mmengine", ("mmfsdp_cli", "typer", "rich")),
+            ("mmfsdp", ("mmengine", "mmcv", "mmfsdp_mmengine", "mmfsdp_cli", "click", "rich")),
+            ("mmfsdp_mmengine", ("mmfsdp_cli", "click", "rich")),
             ("mmfsdp_cli", ("mmengine", "mmcv", "mmfsdp_mmengine")),
         ],
     )

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from tests.mmengine_adapter.test_doctor import CONFIGS, diagnosis
-from typer.testing import CliRunner
 
 import mmfsdp
 from mmfsdp_cli.main import app

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from mmfsdp_cli import __version__
 from mmfsdp_cli.main import app

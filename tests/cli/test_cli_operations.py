@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from mmfsdp_cli.main import app
 

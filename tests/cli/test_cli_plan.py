@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 import mmfsdp
 from mmfsdp.planning import estimate_memory

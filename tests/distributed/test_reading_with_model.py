@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tests.distributed.stock_local import save_local, toy
-from typer.testing import CliRunner
 
 from mmfsdp.checkpoint import convert, layout_of_model, open_layout
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError

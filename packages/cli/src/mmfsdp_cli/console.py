@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import typer
+import click
+from click.exceptions import Exit
 
 __all__ = ["byte_progress", "count_progress", "human_bytes", "reporting_errors", "say", "shown_name"]
 
@@ -33,7 +34,7 @@ def reporting_errors() -> Iterator[None]:
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+        raise Exit(0) from None
     except OSError as error:
         _complain(f"{error.strerror or error} [file={error.filename!r}]" if error.filename else str(error), _FAILED)
     except KeyboardInterrupt:
@@ -48,7 +49,7 @@ def say(text: str, *, colour: str | None = None, err: bool = False) -> None:
         colour: Colour on a terminal.
         err: Print to stderr.
     """
-    typer.secho("\n".join(map(_visible, text.split("\n"))), fg=colour, err=err)
+    click.secho("\n".join(map(_visible, text.split("\n"))), fg=colour, err=err)
 
 
 def shown_name(name: str) -> str:
@@ -129,7 +130,7 @@ def _line_printer(text: Callable[[int], str]) -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - printed >= _SECONDS_PER_LINE:
             printed = now
-            typer.echo(f"{100 * done // total} %  {text(done)} of {text(total)}", err=True)
+            click.echo(f"{100 * done // total} %  {text(done)} of {text(total)}", err=True)
 
     return show
 
@@ -142,4 +143,4 @@ def _target_exists(error: Exception) -> bool:
 
 def _complain(message: str, code: int) -> None:
     say(f"error: {message}", colour="red", err=True)
-    raise typer.Exit(code)
+    raise Exit(code)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
+from mmfsdp_cli.options import PATH, checkpoint_argument, flag, json_report, several, shapes_from, trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport
@@ -18,86 +18,79 @@ if TYPE_CHECKING:
 __all__ = ["convert_command"]
 
 
+@click.command("convert")
+@checkpoint_argument("source")
+@click.argument("target", type=PATH, help="What to write: .safetensors, .pth or .pt, or a directory.")
+@click.option(
+    "--only",
+    "--keep",
+    "keep",
+    metavar="model|all|KEY",
+    help="The weights, everything, or one top-level key. By default everything for dcp and local, else model.",
+)
+@several("--drop", metavar="KEY", help="Everything but this top-level key, such as optimizer.")
+@several("--include", metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
+@several("--exclude", metavar="PATTERN", help="Leave out such names.")
+@several("--rename", metavar="REGEX=REPL", help="Rewrite names, as Python's re.sub; in order.")
+@click.option("--strip-prefix", metavar="TEXT", help="Take this off the beginning of names, before renaming.")
+@several("--dtype", metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name.")
+@flag("--use-ema", help="Take the averaged weights as the model's.")
+@flag("--publish", help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
+@click.option("--max-shard-size", metavar="SIZE", help="Write a directory of safetensors files up to, say, 5GB each.")
+@click.option("--from", "source_format", metavar="FORMAT", help="What the source is, if not what it looks like.")
+@click.option(
+    "--to", metavar="FORMAT", help="safetensors, pth, safetensors_index, dcp or local, where the suffix does not say."
+)
+@click.option("--ranks", metavar="N|RxS", help="dcp, local: among how many ranks; 2x4 is two replicas of four shards.")
+@flag("--force", help="Replace an existing target.")
+@flag("--verify", help="Read the output again and compare it with the source.")
+@flag("--no-verify", help="Do not compare the source's stored checksums with its data.")
+@flag("--no-fsync", help="Do not wait until the output is on disk.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Threads that copy; one per processor by default, four at most."
+)
+@flag("--dry-run", help="Check everything and say what would be written; write nothing.")
+@trust
+@shapes_from
+@json_report
 def convert_command(
-    source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .pth or .pt, or a directory.")],
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            "--only",
-            "--keep",
-            metavar="model|all|KEY",
-            help="The weights, everything, or one top-level key. By default everything for dcp and local, else model.",
-        ),
-    ] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Everything but this top-level key, such as optimizer.")
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave out such names.")] = None,
-    rename: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX=REPL", help="Rewrite names, as Python's re.sub; in order.")
-    ] = None,
-    strip_prefix: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Take this off the beginning of names, before renaming.")
-    ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name."),
-    ] = None,
-    use_ema: Annotated[bool, typer.Option("--use-ema", help="Take the averaged weights as the model's.")] = False,
-    publish: Annotated[
-        bool, typer.Option("--publish", help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
-    ] = False,
-    max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Write a directory of safetensors files up to, say, 5GB each.")
-    ] = None,
-    source_format: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="What the source is, if not what it looks like.")
-    ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="safetensors, pth, safetensors_index, dcp or local, where the suffix does not say.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(metavar="N|RxS", help="dcp, local: among how many ranks; 2x4 is two replicas of four shards."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing target.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read the output again and compare it with the source.")
-    ] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not compare the source's stored checksums with its data.")
-    ] = False,
-    no_fsync: Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the output is on disk.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Threads that copy; one per processor by default, four at most.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and say what would be written; write nothing.")
-    ] = False,
-    trust: Trust = False,
-    reference: Reference = None,
-    model: ModelName = None,
-    model_arguments: ModelArguments = None,
-    as_json: JsonReport = False,
+    source: Path,
+    target: Path,
+    keep: str | None,
+    drop: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[str, ...],
+    strip_prefix: str | None,
+    dtype: tuple[str, ...],
+    use_ema: bool,
+    publish: bool,
+    max_shard_size: str | None,
+    source_format: str | None,
+    to: str | None,
+    ranks: str | None,
+    force: bool,
+    verify: bool,
+    no_verify: bool,
+    no_fsync: bool,
+    jobs: int | None,
+    dry_run: bool,
+    trust: bool,
+    reference: Path | None,
+    model: str | None,
+    model_arguments: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
 
     Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or cannot be written; 2 a path or argument
     is wrong.
     """
-    rewrites = [_pair(text, "--rename", "REGEX=REPL") for text in rename or ()]
-    if len(dtype or ()) == 1 and dtype is not None and "=" not in dtype[0]:
+    rewrites = [_pair(text, "--rename", "REGEX=REPL") for text in rename]
+    if len(dtype) == 1 and "=" not in dtype[0]:
         dtypes: str | dict[str, str] | None = dtype[0]
     else:
-        dtypes = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtype or ()) or None
+        dtypes = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtype) or None
     with reporting_errors():
         from mmfsdp.checkpoint import convert
 
@@ -106,9 +99,9 @@ def convert_command(
                 source,
                 target,
                 keep=keep,
-                drop=drop or (),
-                include=include or (),
-                exclude=exclude or (),
+                drop=drop,
+                include=include,
+                exclude=exclude,
                 rename=rewrites,
                 strip_prefix=strip_prefix,
                 dtype=dtypes,
@@ -129,7 +122,7 @@ def convert_command(
                 reference=reference_of(reference, model, model_arguments),
             )
         if as_json:
-            typer.echo(json.dumps(report.describe(), indent=1))
+            click.echo(json.dumps(report.describe(), indent=1))
         else:
             _print(report)
 
@@ -138,7 +131,7 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
     # The last sign counts: a regular expression may hold one, as in (?=...), a replacement or dtype hardly does.
     left, sign, right = text.rpartition("=")
     if not sign or not left:
-        raise typer.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
+        raise click.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
     return left, right
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
+from click.exceptions import Exit
 
 from mmfsdp_cli.console import count_progress, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
+from mmfsdp_cli.options import PATH, checkpoint_argument, flag, json_report, shapes_from, trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import DiffReport
@@ -18,23 +19,30 @@ if TYPE_CHECKING:
 __all__ = ["diff_command"]
 
 
+@click.command("diff")
+@checkpoint_argument("a")
+@click.argument("b", type=PATH, help="Another, of any format.")
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
+@click.option("--keep", metavar="model|all|KEY", help="What to compare; as much as both have, by default.")
+@flag("--ignore-dtypes", help="Compare values of different dtypes as numbers.")
+@click.option("--limit", type=click.IntRange(min=0), default=20, help="Lines per kind of difference; 0 shows all.")
+@trust
+@shapes_from
+@json_report
 def diff_command(
-    a: CheckpointPath,
-    b: Annotated[Path, typer.Argument(help="Another, of any format.")],
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 0.0,
-    keep: Annotated[
-        str | None, typer.Option(metavar="model|all|KEY", help="What to compare; as much as both have, by default.")
-    ] = None,
-    ignore_dtypes: Annotated[
-        bool, typer.Option("--ignore-dtypes", help="Compare values of different dtypes as numbers.")
-    ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Lines per kind of difference; 0 shows all.")] = 20,
-    trust: Trust = False,
-    reference: Reference = None,
-    model: ModelName = None,
-    model_arguments: ModelArguments = None,
-    as_json: JsonReport = False,
+    a: Path,
+    b: Path,
+    rtol: float,
+    atol: float,
+    keep: str | None,
+    ignore_dtypes: bool,
+    limit: int,
+    trust: bool,
+    reference: Path | None,
+    model: str | None,
+    model_arguments: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
 
@@ -56,11 +64,11 @@ def diff_command(
                 reference=reference_of(reference, model, model_arguments),
             )
         if as_json:
-            typer.echo(json.dumps(report.describe(), indent=1))
+            click.echo(json.dumps(report.describe(), indent=1))
         else:
             _print(report, limit)
         if not report.same:
-            raise typer.Exit(1)
+            raise Exit(1)
 
 
 def _print(report: DiffReport, limit: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
+from click.exceptions import Exit
 
 from mmfsdp_cli.console import reporting_errors
 from mmfsdp_cli.modelling import running_user_code
+from mmfsdp_cli.options import PATH, flag
 from mmfsdp_cli.planning import mesh_of
 
 if TYPE_CHECKING:
@@ -25,15 +27,12 @@ _TITLES: dict[Level, tuple[str, str]] = {
 }
 
 
-def doctor_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="An MMEngine config. Its imports are run.")],
-    ranks: Annotated[
-        str | None,
-        typer.Option(metavar="N|RxS", help="For how many ranks to plan; by default what device_mesh says, else 8."),
-    ] = None,
-    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not show the plan.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print findings and plan as JSON.")] = False,
-) -> None:
+@click.command("doctor")
+@click.argument("config", type=PATH, help="An MMEngine config. Its imports are run.")
+@click.option("--ranks", metavar="N|RxS", help="For how many ranks to plan; by default what device_mesh says, else 8.")
+@flag("--no-plan", help="Do not show the plan.")
+@flag("--json", "as_json", help="Print findings and plan as JSON.")
+def doctor_command(config: Path, ranks: str | None, no_plan: bool, as_json: bool) -> None:
     """Say how an MMEngine config will train sharded, what differs from stock MMEngine, and what to change.
 
     The model's weights take no memory; no device is used, and no process is started.
@@ -47,11 +46,11 @@ def doctor_command(
         with running_user_code():
             diagnosis = read_config(config).diagnose(mesh)
         if as_json:
-            typer.echo(json.dumps(diagnosis.describe(), indent=1))
+            click.echo(json.dumps(diagnosis.describe(), indent=1))
         else:
             _print(diagnosis, with_plan=not no_plan)
         if not diagnosis.ok:
-            raise typer.Exit(1)
+            raise Exit(1)
 
 
 def _print(diagnosis: Diagnosis, *, with_plan: bool) -> None:
@@ -59,29 +58,29 @@ def _print(diagnosis: Diagnosis, *, with_plan: bool) -> None:
 
     if with_plan and diagnosis.plan is not None:
         if diagnosis.suggested:
-            typer.echo("The config shards nothing. With what is advised below:\n")
-        typer.echo(f"{diagnosis.plan.table()}\n")
+            click.echo("The config shards nothing. With what is advised below:\n")
+        click.echo(f"{diagnosis.plan.table()}\n")
         if diagnosis.memory is not None:
-            typer.echo(f"{diagnosis.memory.table()}\n")
+            click.echo(f"{diagnosis.memory.table()}\n")
     groups = {level: [item for item in diagnosis.findings if item.level == level] for level in LEVELS}
     for level, findings in groups.items():
         if findings:
             title, colour = _TITLES[level]
-            typer.secho(f"{title} ({len(findings)})", fg=colour, bold=True)
+            click.secho(f"{title} ({len(findings)})", fg=colour, bold=True)
             for finding in findings:
                 _print_finding(finding, colour)
-            typer.echo()
+            click.echo()
     counts = ", ".join(f"{len(groups[level])} {level}" for level in LEVELS if groups[level])
-    typer.echo(f"{diagnosis.path}: {counts or 'nothing to say'}.")
+    click.echo(f"{diagnosis.path}: {counts or 'nothing to say'}.")
 
 
 def _print_finding(finding: Finding, colour: str) -> None:
-    typer.secho(f"  {finding.path}", fg=colour)
+    click.secho(f"  {finding.path}", fg=colour)
     for label, text in (("here", finding.here), ("stock", finding.stock)):
         if text:
-            typer.echo(_wrapped(f"{label}: {text}", 4))
+            click.echo(_wrapped(f"{label}: {text}", 4))
     for index, line in enumerate(finding.advice.splitlines()):
-        typer.echo(f"    {'write: ' if not index else '       '}{line}")
+        click.echo(f"    {'write: ' if not index else '       '}{line}")
 
 
 def _wrapped(text: str, indent: int) -> str:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
+import click
 
 from mmfsdp_cli.console import reporting_errors
+from mmfsdp_cli.options import flag
 
 __all__ = ["formats_command"]
 
 
-def formats_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
-) -> None:
+@click.command("formats")
+@flag("--json", "as_json", help="Print the list as JSON.")
+def formats_command(as_json: bool) -> None:
     """List the formats. Whatever can be read can be converted to whatever can be written."""
     with reporting_errors():
         from mmfsdp.checkpoint import known_formats
 
         formats = known_formats()
         if as_json:
-            typer.echo(json.dumps([info.describe() for info in formats], indent=1))
+            click.echo(json.dumps([info.describe() for info in formats], indent=1))
             return
         rows = [("format", "reads", "writes", "what it is")]
         for info in formats:
@@ -30,4 +30,4 @@ def formats_command(
             rows.append((info.name, "yes" if info.reads else "no", "yes" if info.writes else "no", what))
         width = max(len(row[0]) for row in rows)
         for name, reads, writes, what in rows:
-            typer.echo(f"{name:{width}}  {reads:5}  {writes:6}  {what}")
+            click.echo(f"{name:{width}}  {reads:5}  {writes:6}  {what}")

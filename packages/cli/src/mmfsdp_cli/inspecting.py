@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say, shown_name
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import CheckpointPath, ModelArguments, ModelName, Reference, Trust
+from mmfsdp_cli.options import checkpoint_argument, flag, shapes_from, trust
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import Layout, TensorEntry
@@ -17,27 +18,35 @@ if TYPE_CHECKING:
 __all__ = ["inspect_command"]
 
 
+@click.command("inspect")
+@checkpoint_argument("path")
+@flag("--json", "as_json", help="Print JSON, with every tensor.")
+@click.option("--limit", type=click.IntRange(min=0), default=40, help="Rows of the table; 0 shows all.")
+@flag("--tree", help="Sum up along the parts of the names.")
+@click.option("--depth", type=click.IntRange(min=0), default=3, help="Levels of the tree; 0 shows all.")
+@click.option("--tensor", metavar="NAME", help="Show where the parts of one tensor lie.")
+@flag("--stats", help="With --tensor: read it, and show its minimum, mean, norm...")
+@trust
+@shapes_from
 def inspect_command(
-    path: CheckpointPath,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 shows all.")] = 40,
-    tree: Annotated[bool, typer.Option("--tree", help="Sum up along the parts of the names.")] = False,
-    depth: Annotated[int, typer.Option(min=0, help="Levels of the tree; 0 shows all.")] = 3,
-    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Show where the parts of one tensor lie.")] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="With --tensor: read it, and show its minimum, mean, norm...")
-    ] = False,
-    trust: Trust = False,
-    reference: Reference = None,
-    model: ModelName = None,
-    model_arguments: ModelArguments = None,
+    path: Path,
+    as_json: bool,
+    limit: int,
+    tree: bool,
+    depth: int,
+    tensor: str | None,
+    stats: bool,
+    trust: bool,
+    reference: Path | None,
+    model: str | None,
+    model_arguments: tuple[str, ...],
 ) -> None:
     """Show the tensors of a checkpoint and what else it holds. Without --stats no tensor data is read.
 
     Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe; 2 a path or argument is wrong.
     """
     if stats and tensor is None:
-        raise typer.BadParameter("needs --tensor NAME", param_hint="--stats")
+        raise click.BadParameter("needs --tensor NAME", param_hint="--stats")
     with reporting_errors():
         from mmfsdp.checkpoint import find_tensor, open_layout
 
@@ -49,7 +58,7 @@ def inspect_command(
         elif tree:
             _print_tree(layout, depth, as_json)
         elif as_json:
-            typer.echo(json.dumps(layout.describe(), indent=1))
+            click.echo(json.dumps(layout.describe(), indent=1))
         else:
             _print_tables(layout, limit)
 
@@ -60,7 +69,7 @@ def _print_statistics(layout: Layout, name: str, as_json: bool) -> None:
     with byte_progress(quiet=as_json) as progress:
         found = tensor_statistics(layout, name, progress=progress).describe()
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(found, indent=1))
         return
     for key, value in found.items():
         shown = _shape(value) if key == "shape" else f"{value:.9g}" if isinstance(value, float) else value
@@ -81,7 +90,7 @@ def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
     ]
     if as_json:
         content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
-        typer.echo(json.dumps(content, indent=1))
+        click.echo(json.dumps(content, indent=1))
         return
     say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
     for chunk in entry.chunks:
@@ -96,7 +105,7 @@ def _print_tree(layout: Layout, depth: int, as_json: bool) -> None:
 
     root = tensor_tree(layout)
     if as_json:
-        typer.echo(json.dumps(root.describe(), indent=1))
+        click.echo(json.dumps(root.describe(), indent=1))
         return
     rows = []
     for level, node in root.walk(depth or None):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from typing import Annotated
 
-import typer
+import click
 
 from mmfsdp_cli import __version__
+from mmfsdp_cli.completing import completion_command
 from mmfsdp_cli.converting import convert_command
 from mmfsdp_cli.differing import diff_command
 from mmfsdp_cli.doctoring import doctor_command
@@ -20,39 +20,29 @@ from mmfsdp_cli.verifying import verify_command
 
 __all__ = ["app", "main"]
 
-# Plain help: rich would double the time that `--help` takes.
-app = typer.Typer(
+
+@click.group(
     name="mmfsdp-cli",
-    no_args_is_help=True,
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Inspect, convert, verify and compare checkpoints, without torch; look at plans and configs, without ranks.",
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
     "or argument is wrong.",
 )
-app.command("inspect")(inspect_command)
-app.command("convert")(convert_command)
-app.command("verify")(verify_command)
-app.command("diff")(diff_command)
-app.command("formats")(formats_command)
-app.command("plan")(plan_command)
-app.command("doctor")(doctor_command)
+@click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
+def app() -> None:
+    """Inspect, convert, verify and compare checkpoints, without torch; look at plans and configs, without ranks."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mmfsdp-cli {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+for command in (
+    inspect_command,
+    convert_command,
+    verify_command,
+    diff_command,
+    formats_command,
+    plan_command,
+    doctor_command,
+    completion_command,
+):
+    app.add_command(command)
 
 
 def main() -> None:

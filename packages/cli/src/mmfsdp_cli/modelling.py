@@ -6,12 +6,12 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["key_values", "model_of", "reference_of", "running_user_code"]
 
 
-def key_values(texts: list[str] | None, option: str) -> dict[str, Any]:
+def key_values(texts: Sequence[str], option: str) -> dict[str, Any]:
     """Return ``KEY=VALUE`` texts as a dict; a value is JSON where it can be read as such, else text.
 
     Raises:
         BadParameter: One has no sign, or no key.
     """
     found: dict[str, Any] = {}
-    for text in texts or ():
+    for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not key.strip():
-            raise typer.BadParameter(f"{text!r} is not of the form KEY=VALUE.", param_hint=option)
+            raise click.BadParameter(f"{text!r} is not of the form KEY=VALUE.", param_hint=option)
         found[key.strip()] = _value(value)
     return found
 
@@ -47,7 +47,7 @@ def running_user_code() -> Iterator[None]:
         yield
 
 
-def model_of(name: str, arguments: list[str] | None) -> tuple[nn.Module, ReadConfig | None]:
+def model_of(name: str, arguments: Sequence[str]) -> tuple[nn.Module, ReadConfig | None]:
     """Build a model, its parameters on the meta device; see `mmfsdp.building.build_model`."""
     given = key_values(arguments, "--model-arg")
     with running_user_code():
@@ -56,13 +56,13 @@ def model_of(name: str, arguments: list[str] | None) -> tuple[nn.Module, ReadCon
         return build_model(name, given)
 
 
-def reference_of(reference: Path | None, model: str | None, arguments: list[str] | None) -> Path | Layout | None:
+def reference_of(reference: Path | None, model: str | None, arguments: Sequence[str]) -> Path | Layout | None:
     """Return where shapes come from: a checkpoint, a model, or nowhere."""
     if reference is not None and model is not None:
-        raise typer.BadParameter("give --reference or --model, not both", param_hint="--model")
+        raise click.BadParameter("give --reference or --model, not both", param_hint="--model")
     if model is None:
         if arguments:
-            raise typer.BadParameter("needs --model", param_hint="--model-arg")
+            raise click.BadParameter("needs --model", param_hint="--model-arg")
         return reference
     built, _ = model_of(model, arguments)
     from mmfsdp.checkpoint import layout_of_model

@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import click
 
-__all__ = ["CheckpointPath", "JsonReport", "ModelArguments", "ModelName", "Reference", "Trust"]
+__all__ = ["PATH", "checkpoint_argument", "flag", "json_report", "model_arguments", "several", "shapes_from", "trust"]
 
-CheckpointPath = Annotated[
-    Path, typer.Argument(help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards.")
-]
-"""The checkpoint that a command reads."""
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
-JsonReport = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")]
-"""Output for machines."""
+PATH = click.Path(path_type=Path)
+"""A path, which may be missing: what reads it says what is wrong with it."""
 
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
-]
-"""Reading pickles with unknown names; nothing is imported even then."""
 
-Reference = Annotated[
-    Path | None,
-    typer.Option(help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes."),
-]
-"""Where shapes come from that the checkpoint does not say."""
+def checkpoint_argument(name: str) -> Decorator:
+    """Take the checkpoint that a command reads."""
+    return click.argument(
+        name, type=PATH, help="A .pth/.pt or .safetensors file, an index, or a directory: rank{i}.pth, DCP, shards."
+    )
 
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODULE:FACTORY|CONFIG",
-        help="In place of --reference: the model, as package.module:factory or an MMEngine config. Needs torch.",
-    ),
-]
-"""The model itself, where shapes come from it."""
 
-ModelArguments = Annotated[
-    list[str] | None,
-    typer.Option("--model-arg", metavar="KEY=VALUE", help="A keyword argument of the factory; may be repeated."),
-]
-"""How the model's factory is called."""
+def flag(*names: str, help: str) -> Decorator:
+    """Take an option without a value."""
+    return click.option(*names, is_flag=True, help=help)
+
+
+def several(*names: str, metavar: str, help: str) -> Decorator:
+    """Take an option that may be given many times; the command gets a tuple."""
+    return click.option(*names, metavar=metavar, multiple=True, help=help)
+
+
+json_report = flag("--json", "as_json", help="Print the report as JSON, and no progress.")
+trust = flag("--trust", help="Keep unknown pickled objects as placeholders instead of refusing them.")
+model_arguments = several(
+    "--model-arg", "model_arguments", metavar="KEY=VALUE", help="A keyword argument of the factory; may be repeated."
+)
+
+
+def shapes_from(command: Command) -> Command:
+    """Take the options that say where shapes come from that the checkpoint lacks."""
+    for option in (
+        model_arguments,
+        click.option(
+            "--model",
+            metavar="MODULE:FACTORY|CONFIG",
+            help="In place of --reference: the model, as package.module:factory or an MMEngine config. Needs torch.",
+        ),
+        click.option(
+            "--reference",
+            type=PATH,
+            help="A whole checkpoint of the same model, for rank files of MMEngine that lack shapes.",
+        ),
+    ):
+        command = option(command)
+    return command

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors
 from mmfsdp_cli.modelling import key_values, model_of
-from mmfsdp_cli.options import ModelArguments
+from mmfsdp_cli.options import PATH, flag, model_arguments, several
 from mmfsdp_cli.settings import read_settings, with_settings
 
 if TYPE_CHECKING:
@@ -25,41 +25,43 @@ if TYPE_CHECKING:
 __all__ = ["mesh_of", "plan_command"]
 
 
+@click.command("plan")
+@click.argument("model", help="package.module:factory, or the path of an MMEngine config.")
+@click.option("--ranks", metavar="N|RxS", default="8", help="For how many ranks; 2x4 is two replicas of four shards.")
+@click.option(
+    "--config",
+    type=PATH,
+    help="Settings as JSON, TOML or YAML. By default those of an MMEngine config, if MODEL is one.",
+)
+@several("--set", "changes", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP.")
+@model_arguments
+@click.option(
+    "--optimizer", metavar="NAME|N", help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter."
+)
+@flag("--tree", help="Show the units as a tree of modules.")
+@flag("--chart", help="Show the bytes of units as bars.")
+@click.option("--diff", "other", type=PATH, metavar="FILE", help="Show what other settings would change.")
+@flag("--json", "as_json", help="Print the plan as JSON.")
 def plan_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="package.module:factory, or the path of an MMEngine config.")
-    ],
-    ranks: Annotated[
-        str, typer.Option(metavar="N|RxS", help="For how many ranks; 2x4 is two replicas of four shards.")
-    ] = "8",
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Settings as JSON, TOML or YAML. By default those of an MMEngine config, if MODEL is one."),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP."),
-    ] = None,
-    model_arguments: ModelArguments = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|N", help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter."),
-    ] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Show the units as a tree of modules.")] = False,
-    chart: Annotated[bool, typer.Option("--chart", help="Show the bytes of units as bars.")] = False,
-    other: Annotated[
-        Path | None, typer.Option("--diff", metavar="FILE", help="Show what other settings would change.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    model: str,
+    ranks: str,
+    config: Path | None,
+    changes: tuple[str, ...],
+    model_arguments: tuple[str, ...],
+    optimizer: str | None,
+    tree: bool,
+    chart: bool,
+    other: Path | None,
+    as_json: bool,
 ) -> None:
     """Show how a model would be sharded, and the memory of a step. Weights take none here; no process is started.
 
     Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong.
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
-        raise typer.BadParameter("give one of --tree, --chart, --json and --diff")
+        raise click.BadParameter("give one of --tree, --chart, --json and --diff")
     if optimizer is not None and (chart or other is not None):
-        raise typer.BadParameter(
+        raise click.BadParameter(
             "not with --chart and --diff, which show no memory of a step", param_hint="--optimizer"
         )
     wanted = key_values(changes, "--set")
@@ -68,15 +70,15 @@ def plan_command(
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
         if other is not None:
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
-            typer.echo(difference or "The plans are the same.")
+            click.echo(difference or "The plans are the same.")
         elif as_json:
-            typer.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe()}, indent=2))
+            click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe()}, indent=2))
         elif chart:
-            typer.echo(bar_chart(plan))
+            click.echo(bar_chart(plan))
         else:
-            typer.echo(f"{plan.tree() if tree else plan.table()}\n\n{_memory(plan, optimizer)}")
+            click.echo(f"{plan.tree() if tree else plan.table()}\n\n{_memory(plan, optimizer)}")
             if optimizer is None:
-                typer.echo("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
+                click.echo("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
 
 
 def _memory(plan: ShardPlan, optimizer: str | None) -> MemoryEstimate:

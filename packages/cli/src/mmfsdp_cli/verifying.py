@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
+from click.exceptions import Exit
 
 from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import CheckpointPath, JsonReport, ModelArguments, ModelName, Reference, Trust
+from mmfsdp_cli.options import checkpoint_argument, json_report, shapes_from, trust
 
 __all__ = ["verify_command"]
 
 
+@click.command("verify")
+@checkpoint_argument("path")
+@json_report
+@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Files, or parts of one, to read at the same time.")
+@trust
+@shapes_from
 def verify_command(
-    path: CheckpointPath,
-    as_json: JsonReport = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Files, or parts of one, to read at the same time.")] = 1,
-    trust: Trust = False,
-    reference: Reference = None,
-    model: ModelName = None,
-    model_arguments: ModelArguments = None,
+    path: Path,
+    as_json: bool,
+    jobs: int,
+    trust: bool,
+    reference: Path | None,
+    model: str | None,
+    model_arguments: tuple[str, ...],
 ) -> None:
     """Check structure, coverage of every tensor, file sizes, checksums and manifest.
 
@@ -39,7 +46,7 @@ def verify_command(
                 reference=reference_of(reference, model, model_arguments),
             )
         if as_json:
-            typer.echo(json.dumps(report.describe(), indent=1))
+            click.echo(json.dumps(report.describe(), indent=1))
         else:
             for problem in report.problems:
                 say(f"error: {problem.message}", colour="red", err=True)
@@ -52,4 +59,4 @@ def verify_command(
                 f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s."
             )
         if not report.ok:
-            raise typer.Exit(1)
+            raise Exit(1)
