@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,30 +101,41 @@ def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
         assert combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
 
 
-@pytest.mark.parametrize("broken", [(), ("_copy_file_range",), ("_copy_file_range", "_sendfile")])
-@pytest.mark.parametrize("silent", [False, True])
-def test_copying_falls_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], silent: bool
-) -> None:
-    def refuse(*_: Any) -> int:
-        if silent:
-            return 0
-        raise OSError(errno.EXDEV, "not here")
-
-    for name in broken:
-        monkeypatch.setattr(copying, name, refuse)
+@pytest.mark.parametrize("has_crc", [True, False])
+@pytest.mark.parametrize("verify", [True, False])
+def test_copying_between_any_places(tmp_path: Path, has_crc: bool, verify: bool) -> None:
     data = os.urandom(3_000_000)
     source = tmp_path / "source"
     source.write_bytes(b"junk" + data)
-    entry = TensorEntry("w", "uint8", (len(data),), (Chunk(source, 4, len(data), (0,), (len(data),)),))
+    record = Record(source, 4, len(data), zlib.crc32(data) if has_crc else None)
+    entry = TensorEntry("w", "uint8", (len(data),), (Chunk(source, 4, len(data), (0,), (len(data),), record=record),))
     seen: list[int] = []
     with (
         (tmp_path / "target").open("xb") as file,
-        copying.Copier(Tracker(len(data), lambda done, _: seen.append(done))) as copier,
+        copying.Copier(
+            Tracker(len(data), lambda done, _: seen.append(done)), verified=set() if verify else None
+        ) as copier,
     ):
         assert copier.copy_tensor(entry, file.fileno(), 10) == zlib.crc32(data)
     assert (tmp_path / "target").read_bytes() == b"\0" * 10 + data
+    assert seen == sorted(seen)
     assert seen[-1] == len(data)
+
+
+def test_each_record_is_compared_once_however_it_is_cut(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(200)))
+    record = Record(source, 0, 200, 7)  # wrong
+    whole, part = (Chunk(source, 0, size, (0,), (size,), record=record) for size in (200, 50))
+    for chunk in (whole, part):
+        entry = TensorEntry("w", "uint8", chunk.box_sizes, (chunk,))
+        with (tmp_path / "target").open("wb") as file, copying.Copier(Tracker(), verified=set()) as copier:
+            with pytest.raises(CorruptCheckpointError, match=r"its CRC-32 is [0-9a-f]{8} \(expected 00000007\)"):
+                copier.copy_tensor(entry, file.fileno(), 0)
+            copier.copy_tensor(entry, file.fileno(), 0)  # it was compared
+        with (tmp_path / "target").open("wb") as file, copying.Copier(Tracker()) as copier:
+            expected = 7 if chunk is whole else zlib.crc32(bytes(range(50)))
+            assert copier.copy_tensor(entry, file.fileno(), 0) == expected
 
 
 def test_a_file_that_shrinks_while_it_is_copied(tmp_path: Path) -> None:
@@ -171,33 +180,26 @@ def planned(entries: list[TensorEntry], files: int) -> list[PlannedFile]:
 def test_what_is_written_does_not_depend_on_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool) -> None:
     entries = tensors(tmp_path / "source", 60, 30_000)
     monkeypatch.setattr(writing, "_BATCH", 100_000)
-    for method in ("copy_file_range", "sendfile", "buffers"):
-        if method != "copy_file_range":
-            monkeypatch.setattr(copying, f"_{'copy_file_range' if method == 'sendfile' else 'sendfile'}", not_here)
-        for jobs in (1, 2, 7):
-            seen: list[tuple[int, int]] = []
-            target = tmp_path / f"{method}{jobs}"
-            threads = threading.active_count()
-            found = write_files(
-                target,
-                planned(entries, 3),
-                jobs=jobs,
-                fsync=fsync,
-                progress=lambda *count, seen=seen: seen.append(count),
-            )
-            assert threading.active_count() == threads
-            assert seen == sorted(seen)
-            assert seen[-1] == (1_800_000, 1_800_000)
-            for name, entry in found.items():
-                written = (target / name).read_bytes()
-                assert written == (tmp_path / "copy_file_range1" / name).read_bytes()
-                assert (entry.size, entry.crc32) == (len(written), zlib.crc32(written))
+    for jobs in (1, 2, 7):
+        seen: list[tuple[int, int]] = []
+        target = tmp_path / f"target{jobs}"
+        threads = threading.active_count()
+        found = write_files(
+            target,
+            planned(entries, 3),
+            jobs=jobs,
+            fsync=fsync,
+            progress=lambda *count, seen=seen: seen.append(count),
+        )
+        assert threading.active_count() == threads
+        assert seen == sorted(seen)
+        assert seen[-1] == (1_800_000, 1_800_000)
+        for name, entry in found.items():
+            written = (target / name).read_bytes()
+            assert written == (tmp_path / "target1" / name).read_bytes()
+            assert (entry.size, entry.crc32) == (len(written), zlib.crc32(written))
     source = (tmp_path / "source").read_bytes()
-    assert (tmp_path / "buffers7" / "f1").read_bytes()[30_000:60_000] == source[120_000:150_000]
-
-
-def not_here(*_: Any) -> int:
-    raise OSError(errno.EXDEV, "not here")
+    assert (tmp_path / "target7" / "f1").read_bytes()[30_000:60_000] == source[120_000:150_000]
 
 
 class Cancelled(BaseException):

@@ -1,8 +1,12 @@
-"""Moves byte runs between files with the operating system's own copy, and checks checksums on the way."""
+"""Moves byte runs between files through a small buffer, and checks checksums on the way.
+
+The kernel's own copy between files (``copy_file_range``, ``sendfile``) takes one and a half times as long wherever
+source and target do not begin at the same place of a page, which is nearly always; and a checksum needs another pass
+then. See docs/adr/0002-extents.md.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +22,9 @@ from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["Copier"]
 
-_PIECE = 16 << 20  # bytes per call to the kernel, so that progress moves and an interrupt is heard
-_BLOCK = 1 << 20  # bytes per read where data passes through here: fits the second-level cache
+_BLOCK = 1 << 19  # bytes: half of it would do, twice of it no longer fits the second-level cache of most processors
 
-# What says "not between these files", rather than "this went wrong". EIO does not say which of the two failed: plain
-# reads and writes do.
-_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
+_Key = tuple[Path, int, int]  # file, first byte and number of bytes of a record
 
 
 class Copier:
@@ -32,15 +33,13 @@ class Copier:
     Args:
         tracker: Told of each piece that was copied; what it raises stops the copy.
         verified: Where to note the source records whose CRC-32 was compared: every one that has a CRC-32 is compared
-            with it by the first thread that meets it here, before that copies any of it. Without one nothing is
-            compared.
+            with it by the first thread that meets it here. Without one nothing is compared.
     """
 
-    def __init__(self, tracker: Tracker, *, verified: set[object] | None = None) -> None:
+    def __init__(self, tracker: Tracker, *, verified: set[_Key] | None = None) -> None:
         self._tracker = tracker
         self._verified = verified
         self._files = OpenFiles()
-        self._methods = [_copy_file_range, _sendfile] if hasattr(os, "copy_file_range") else [_sendfile]
         self._buffer = memoryview(bytearray(_BLOCK))
 
     def __enter__(self) -> Copier:
@@ -65,25 +64,24 @@ class Copier:
         Raises:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
         """
-        if self._verified is not None:
-            for chunk in entry.chunks:
-                if chunk.record is not None:
-                    self._check(chunk.record, entry.name)
+        # Stored checksums stand for the data as long as each run is one whole record.
+        runs = [] if isinstance(entry, CastEntry) else byte_runs(entry)
+        whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+        stored = {}
+        for chunk in entry.chunks:
+            if (key := (chunk.file, chunk.offset, chunk.nbytes)) in whole and chunk.crc32 is not None:
+                stored[key] = chunk.crc32
+            elif chunk.record is not None:
+                self._check(chunk.record, entry.name)
         if isinstance(entry, CastEntry):
             return self._cast(entry, target, at)
-        # Stored checksums stand for the data as long as each run is one whole record.
-        known = {(chunk.file, chunk.offset, chunk.nbytes): chunk.crc32 for chunk in entry.chunks}
         crc = 0
-        for run in byte_runs(entry):
+        for run in runs:
             if isinstance(run, StridedRun):
                 crc = self._gather(run, target, at, entry.name, crc)
-                continue
-            stored = known.get((run.file, run.source, run.length))
-            if stored is None:
-                crc = self._crc32(run.file, run.source, run.length, entry.name, crc)
             else:
-                crc = crc32_combine(crc, stored, run.length)
-            self._copy(run, target, at, entry.name)
+                own = self._copy(run, target, at, entry.name, stored.get((run.file, run.source, run.length)))
+                crc = crc32_combine(crc, own, run.length)
         return crc
 
     def _cast(self, entry: CastEntry, target: int, at: int) -> int:
@@ -95,33 +93,25 @@ class Copier:
             self._tracker.advance(len(block))
         return crc
 
-    def _copy(self, run: Run, target: int, at: int, name: str) -> None:
-        done = 0
+    def _copy(self, run: Run, target: int, at: int, name: str, stored: int | None) -> int:
+        """Copy a run, and return its CRC-32: the stored one, where there is one and nobody asks whether it is true."""
+        check = stored is not None and self._is_due((run.file, run.source, run.length))
+        count = stored is None or check
+        source, done, crc = self._files.descriptor(run.file), 0, 0
         while done < run.length:
-            left = min(_PIECE, run.length - done)
-            count = self._copy_piece(run.file, target, run.source + done, at + run.target + done, left)
-            if count == 0 and self._methods:
-                del self._methods[0]  # some file systems say 0 for "not here"; plain reads have the last word
-                continue
-            if count == 0:
+            view = self._buffer[: min(_BLOCK, run.length - done)]
+            with reading(run.file):
+                size = os.preadv(source, [view], run.source + done)
+            if size == 0:
                 raise truncated(run.file, name, run.source + done)
-            done += count
-            self._tracker.advance(count)
-
-    def _copy_piece(self, file: Path, target: int, source_at: int, target_at: int, length: int) -> int:
-        source = self._files.descriptor(file)
-        while self._methods:
-            try:
-                return self._methods[0](source, target, source_at, target_at, length)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                del self._methods[0]
-        view = self._buffer[: min(length, _BLOCK)]
-        with reading(file):
-            count = os.preadv(source, [view], source_at)
-        write_all(target, view[:count], target_at)
-        return count
+            if count:
+                crc = crc32(view[:size], crc)
+            write_all(target, view[:size], at + run.target + done)
+            done += size
+            self._tracker.advance(size)
+        if check and crc != stored:
+            raise _damaged(run.file, run.source, name, crc, stored)
+        return crc if stored is None else stored
 
     def _gather(self, run: StridedRun, target: int, at: int, name: str, crc: int) -> int:
         position = at + run.target
@@ -134,24 +124,23 @@ class Copier:
             self._tracker.advance(len(block))
         return crc
 
-    def _check(self, record: Record, name: str) -> None:
-        key = (record.file, record.offset, record.nbytes)
-        if record.crc32 is None or self._verified is None or key in self._verified:
-            return
-        self._verified.add(key)
-        found = self._crc32(record.file, record.offset, record.nbytes, name, 0)
-        if found != record.crc32:
-            raise CorruptCheckpointError(
-                f"The data of tensor {name!r} in {record.file.name} is damaged: its CRC-32 is {found:08x} "
-                f"(expected {record.crc32:08x}).",
-                file=str(record.file),
-                offset=record.offset,
-            )
+    def _is_due(self, record: _Key) -> bool:
+        """Return whether a record is to be compared here and now, and note that it is."""
+        if self._verified is None or record in self._verified:
+            return False
+        self._verified.add(record)
+        return True
 
-    def _crc32(self, file: Path, offset: int, length: int, name: str, crc: int) -> int:
+    def _check(self, record: Record, name: str) -> None:
+        if record.crc32 is not None and self._is_due((record.file, record.offset, record.nbytes)):
+            found = self._crc32(record.file, record.offset, record.nbytes, name)
+            if found != record.crc32:
+                raise _damaged(record.file, record.offset, name, found, record.crc32)
+
+    def _crc32(self, file: Path, offset: int, length: int, name: str) -> int:
         source, end = self._files.descriptor(file), offset + length
         with reading(file):
-            crc, stop = crc32_of_stretch(source, offset, end, crc, advance=self._go_on, buffer=self._buffer)
+            crc, stop = crc32_of_stretch(source, offset, end, advance=self._go_on, buffer=self._buffer)
         if stop < end:
             raise truncated(file, name, stop)
         return crc
@@ -160,10 +149,9 @@ class Copier:
         self._tracker.advance(0)
 
 
-def _copy_file_range(source: int, target: int, source_at: int, target_at: int, length: int) -> int:
-    return os.copy_file_range(source, target, length, source_at, target_at)
-
-
-def _sendfile(source: int, target: int, source_at: int, target_at: int, length: int) -> int:
-    os.lseek(target, target_at, os.SEEK_SET)
-    return os.sendfile(target, source, source_at, length)
+def _damaged(file: Path, offset: int, name: str, found: int, expected: int | None) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"The data of tensor {name!r} in {file.name} is damaged: its CRC-32 is {found:08x} (expected {expected:08x}).",
+        file=str(file),
+        offset=offset,
+    )

@@ -68,7 +68,7 @@ def write_files(
         if fsync:
             stack.enter_context(Flusher(paths))
         idle: SimpleQueue[Copier] = SimpleQueue()
-        verified: set[object] = set()
+        verified: set[tuple[Path, int, int]] = set()
         for _ in range(count):
             idle.put(stack.enter_context(Copier(tracker, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
