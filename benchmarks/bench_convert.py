@@ -71,12 +71,13 @@ class Figure:
     megabytes: float
 
 
-def run(command: Command) -> Figure:
-    """Run a process from a clean state, and remove what it wrote."""
+def run(command: Command, idle: int = 0) -> Figure:
+    """Run a process from a clean state, and remove what it wrote; claim so many bytes of idle memory before."""
     _remove(command.target)
     command.prepare()
     os.sync()
-    _claim(_warm(command.source) * 9 // 4)  # its pages in the cache, or its heap, and what it writes
+    _warm(command.source)
+    _claim(idle)
     began = time.perf_counter()
     process = subprocess.Popen(command.words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -90,35 +91,34 @@ def run(command: Command) -> Figure:
     return Figure(seconds, usage.ru_maxrss / 1000)
 
 
-def _warm(path: Path) -> int:
-    """Read a checkpoint, so that its pages are cached whatever else was read since; return its bytes."""
-    count = 0
+def _warm(path: Path) -> None:
+    """Read a checkpoint, so that its pages are cached whatever else was read since."""
     for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
         if file.is_file():
             with file.open("rb", buffering=0) as stream:
-                while block := stream.read(1 << 24):
-                    count += len(block)
-    return count
+                while stream.read(1 << 24):
+                    pass
 
 
 def _claim(nbytes: int) -> None:
-    """Touch so much of the free memory, and let go of it.
+    """Touch so many bytes of memory, or most of what is free, in a process of its own.
 
-    The host of a virtual machine may take back memory that lies idle there for two seconds (free page reporting). Who
-    touches it first then waits for the host: 4 GB took `cp` 11 s in place of 2 s.
+    The host of a virtual machine may take back memory that lies idle there for two seconds (free page reporting), and
+    who touches it first waits for the host: 4 GB took `cp` 11 s in place of 2 s. What runs after something that freed
+    gigabytes slowly would be measured so.
     """
     free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree:"))
-    held = b"\1" * min(nbytes, int(free.split()[1]) * 1024 * 9 // 10)
-    del held
+    count = min(nbytes, int(free.split()[1]) * 1024 * 9 // 10)
+    subprocess.run([sys.executable, "-c", f"held = b'1' * {count}"], check=True)
 
 
-def compare(ours: Command, others: Mapping[str, Command], pairs: int) -> dict[str, Any]:
+def compare(ours: Command, others: Mapping[str, Command], pairs: int, idle: int = 0) -> dict[str, Any]:
     """Run ours and each other one in turn; return times, peak memory and the ratios of each pair."""
     found: dict[str, list[tuple[Figure, Figure]]] = {name: [] for name in others}
     for pair in range(-1, pairs):  # the first warms the page cache
         for name, other in others.items():
             order = (ours, other) if pair % 2 else (other, ours)
-            first, second = run(order[0]), run(order[1])
+            first, second = run(order[0], idle), run(order[1], idle)
             if pair >= 0:
                 found[name].append((first, second) if pair % 2 else (second, first))
     mine = [pair[0] for figures in found.values() for pair in figures]
@@ -184,8 +184,10 @@ def _measure(folder: Path, nbytes: int, pairs: int, peers: str | None) -> dict[s
     results: dict[str, Any] = {"bytes": nbytes, "pairs": pairs}
     copy, out = folder / "copy", folder / "out"
 
-    def note(name: str, ours: Command, others: Mapping[str, Command], limit: float | None, megabytes: float) -> None:
-        results[name] = compare(ours, others, pairs)
+    def note(
+        name: str, ours: Command, others: Mapping[str, Command], limit: float | None, megabytes: float, idle: int = 0
+    ) -> None:
+        results[name] = compare(ours, others, pairs, idle)
         _say(name, results[name], limit, megabytes, nbytes)
 
     dcp = _make("weights", folder / "dcp", nbytes)
@@ -244,7 +246,7 @@ def _compare_peers(folder: Path, dcp: Path, nbytes: int, pairs: int, python: str
     ours = converting(dcp, folder / "out.safetensors", "--no-fsync")
     for name, command in commands.items():
         try:
-            note(f"DCP -> safetensors against {name}", ours, {name: command}, None, MEMORY)
+            note(f"DCP -> safetensors against {name}", ours, {name: command}, None, MEMORY, nbytes * 9 // 4)
         except RuntimeError as error:
             print(f"{name}: {error}", flush=True)
     (dcp / "meta.pt").unlink()
