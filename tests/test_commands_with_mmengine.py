@@ -50,6 +50,9 @@ def test_the_plan_of_a_config(tmp_path: Path) -> None:
     truth = diagnosis(tmp_path, CONFIGS["swin"][0], 16).plan
     config = tmp_path / "config.py"
     assert mmfsdp.ShardPlan.from_json(invoke("plan", config, "--ranks", 16, "--json")[1]) == truth
+    memory = json.loads(invoke("plan", config, "--ranks", 16, "--json")[1])["memory"]
+    assert memory == diagnosis(tmp_path, CONFIGS["swin"][0], 16).memory.describe()
+    assert memory["optimizer_state"] > 0, "that of the config's optimizer"
     changed = mmfsdp.ShardPlan.from_json(invoke("plan", config, "--set", "wrap=none", "--json")[1])
     assert [unit.class_name for unit in changed.units] == ["BatchNorm1d", "Pyramid"]
 

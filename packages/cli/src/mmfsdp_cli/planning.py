@@ -36,7 +36,9 @@ __all__ = ["mesh_of", "plan_command"]
 @several("--set", "changes", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP.")
 @model_arguments
 @click.option(
-    "--optimizer", metavar="NAME|N", help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter."
+    "--optimizer",
+    metavar="NAME|N",
+    help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config.",
 )
 @flag("--tree", help="Show the units as a tree of modules.")
 @flag("--chart", help="Show the bytes of units as bars.")
@@ -67,6 +69,8 @@ def plan_command(
     wanted = key_values(changes, "--set")
     with reporting_errors():
         built, source = model_of(model, model_arguments)
+        if optimizer is None and source is not None:
+            optimizer = source.optimizer()
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
         if other is not None:
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))

@@ -41,6 +41,9 @@ class ReadConfig(Protocol):
             ConfigError: A setting is wrong; the context has it.
         """
 
+    def optimizer(self) -> str | None:
+        """Return the name of its optimizer in `mmfsdp.planning.OPTIMIZERS`; None if it has none there."""
+
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return what there is to know about it.
 

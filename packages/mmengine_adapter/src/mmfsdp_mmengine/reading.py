@@ -15,6 +15,7 @@ from mmfsdp.findings import Diagnosis
 from mmfsdp_mmengine.building import build_model, sharding_settings
 from mmfsdp_mmengine.config import plain
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
+from mmfsdp_mmengine.doctor.training import optimizer_of
 
 __all__ = ["MMEngineConfig", "open_config"]
 
@@ -62,6 +63,10 @@ class MMEngineConfig:
     def settings(self, model: nn.Module) -> Translated:
         """Return how it says that its model is sharded; see `mmfsdp.readers.ReadConfig`."""
         return sharding_settings(self.content, model)
+
+    def optimizer(self) -> str | None:
+        """Return the name of its optimizer; see `mmfsdp.readers.ReadConfig`."""
+        return optimizer_of(self.content)
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return what there is to know about it; see `mmfsdp.readers.ReadConfig`."""

@@ -135,8 +135,8 @@ def convert(
         overwrite: Replace an existing target.
         trust: Keep unknown pickled objects as opaque placeholders, never imported, instead of refusing the source. They
             are written again into a ``.pth`` target.
-        verify: Compare stored CRC-32 checksums with the data, and a directory with its manifest; costs one more pass
-            over the source.
+        verify: Compare stored CRC-32 checksums with the data, and a directory with its manifest. Records that are
+            copied whole are compared on the way, others are read twice.
         verify_output: Read the output before it appears, and compare every tensor with the source.
         fsync: Wait until the output is on disk.
         jobs: Threads that copy; by default one per processor, four at most. The output does not depend on it.

@@ -207,12 +207,12 @@ def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"optim_wrapper.{key}", item
 
 
-def optimizer_of(subject: Subject) -> str | None:
-    """Return the name that the config's optimizer has in `mmfsdp.planning.OPTIMIZERS`; None if it has none there.
+def optimizer_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the name that a config's optimizer has in `mmfsdp.planning.OPTIMIZERS`; None if it has none there.
 
     None too for several optimizers, and for one that is built already.
     """
-    given = subject.settings.get("optim_wrapper")
+    given = settings.get("optim_wrapper")
     optimizer = given.get("optimizer") if isinstance(given, Mapping) else None
     if not isinstance(optimizer, Mapping):
         return None

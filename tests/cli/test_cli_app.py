@@ -1,7 +1,8 @@
-"""What makes shells complete commands and options."""
+"""The commands as a whole: their parameters, and what makes shells complete them."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,6 +14,17 @@ from click.testing import CliRunner
 from mmfsdp_cli.main import app
 
 runner = CliRunner()
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_each_parameter_has_an_option(name: str) -> None:
+    command = app.commands[name]
+    assert command.callback is not None
+    taken = [parameter.name for parameter in command.params]
+    declared = inspect.signature(inspect.unwrap(command.callback)).parameters
+    assert taken == [parameter for parameter in declared if parameter != "context"]
+    assert command.get_short_help_str(), "described"
+    assert all(parameter.help for parameter in command.params)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
