@@ -20,11 +20,12 @@ from mmfsdp.checkpoint.open_files import OpenFiles, reading, truncated, write_al
 from mmfsdp.checkpoint.tracking import Tracker
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["Copier"]
+__all__ = ["Copier", "RecordKey"]
 
 _BLOCK = 1 << 19  # bytes: half of it would do, twice of it no longer fits the second-level cache of most processors
 
-_Key = tuple[Path, int, int]  # file, first byte and number of bytes of a record
+RecordKey = tuple[Path, int, int]
+"""A record: its file, its first byte and its number of bytes."""
 
 
 class Copier:
@@ -36,7 +37,7 @@ class Copier:
             with it by the first thread that meets it here. Without one nothing is compared.
     """
 
-    def __init__(self, tracker: Tracker, *, verified: set[_Key] | None = None) -> None:
+    def __init__(self, tracker: Tracker, *, verified: set[RecordKey] | None = None) -> None:
         self._tracker = tracker
         self._verified = verified
         self._files = OpenFiles()
@@ -124,7 +125,7 @@ class Copier:
             self._tracker.advance(len(block))
         return crc
 
-    def _is_due(self, record: _Key) -> bool:
+    def _is_due(self, record: RecordKey) -> bool:
         """Return whether a record is to be compared here and now, and note that it is."""
         if self._verified is None or record in self._verified:
             return False

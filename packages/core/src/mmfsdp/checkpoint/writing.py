@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from mmfsdp.checkpoint.copying import Copier
+from mmfsdp.checkpoint.copying import Copier, RecordKey
 from mmfsdp.checkpoint.crc import crc32, crc32_combine
 from mmfsdp.checkpoint.flushing import Flusher
 from mmfsdp.checkpoint.manifest import FileEntry
@@ -68,7 +68,7 @@ def write_files(
         if fsync:
             stack.enter_context(Flusher(paths))
         idle: SimpleQueue[Copier] = SimpleQueue()
-        verified: set[tuple[Path, int, int]] = set()
+        verified: set[RecordKey] = set()
         for _ in range(count):
             idle.put(stack.enter_context(Copier(tracker, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
