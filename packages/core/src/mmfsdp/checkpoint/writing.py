@@ -16,6 +16,7 @@ from mmfsdp.checkpoint.flushing import Flusher
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.open_files import write_all
 from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.reserving import reserve
 from mmfsdp.checkpoint.tracking import Progress, StoppedError, Tracker
 
 __all__ = ["default_jobs", "write_files"]
@@ -59,7 +60,7 @@ def write_files(
     paths = [target / file.name if file.name else target for file in files]
     for file, path in zip(files, paths, strict=True):
         with path.open("xb") as created:
-            os.truncate(created.fileno(), file.size)
+            reserve(created.fileno(), file.size)
     tracker = Tracker(sum(file.nbytes for file in files), progress)
     batches = [[*_batches(file.pieces)] for file in files]
     # No more than there is work for: each has memory of its own.
