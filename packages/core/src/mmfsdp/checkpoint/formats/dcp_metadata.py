@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmfsdp.checkpoint.pickles import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.dtypes import DTYPES
@@ -37,8 +37,7 @@ class TensorInfo:
     """The chunks that it was saved in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where one stored item lies."""
 
     file: str
@@ -129,11 +128,15 @@ def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
         offsets, sizes = integers(held["offsets"]), integers(held["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
+        _check_size(name, sizes)
         boxes.append((offsets, sizes))
-    for numbers in (shape, *(sizes for _, sizes in boxes)):
-        if math.prod([number or 1 for number in numbers]) > _ELEMENTS:
-            raise ValueError(f"tensor {name!r} has the size {list(numbers)}")
+    _check_size(name, shape)
     return TensorInfo(dtype.qualname, shape, tuple(boxes))
+
+
+def _check_size(name: str, sizes: tuple[int, ...]) -> None:
+    if math.prod(filter(None, sizes) if 0 in sizes else sizes) > _ELEMENTS:
+        raise ValueError(f"tensor {name!r} has the size {list(sizes)}")
 
 
 def _index(content: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
@@ -147,7 +150,7 @@ def _location(path: Path, name: str, content: Mapping[str, Any]) -> Location:
     file, offset, length = content["relative_path"], content["offset"], content["length"]
     if not isinstance(file, str):
         raise ValueError(f"the file of {name!r} is {brief(file)}")
-    if any(type(number) is not int or not 0 <= number < _ELEMENTS for number in (offset, length)):
+    if not (type(offset) is type(length) is int and 0 <= offset < _ELEMENTS and 0 <= length < _ELEMENTS):
         raise ValueError(f"{name!r} lies at byte {brief(offset)} with length {brief(length)} in {file}")
     if content.get("transform_descriptors"):
         through = ", ".join(item if isinstance(item, str) else brief(item) for item in content["transform_descriptors"])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
 from mmfsdp.checkpoint.pickles import PickledObject, StandIn, integers
@@ -64,8 +64,7 @@ class StoredTensor:
         return Chunk(self.record.file, self.offset, nbytes, box_offsets, self.shape, self.strides, self.record)
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """What a persistent id of a pickle stands for."""
 
     dtype: str | None

@@ -6,8 +6,8 @@ import itertools
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mmfsdp.checkpoint.formats.zip_structs import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 from mmfsdp.errors import CorruptCheckpointError, FormatError
@@ -29,10 +29,11 @@ DESCRIPTOR_CRC = 4
 
 _DESCRIPTOR = 0x8
 _TAIL = 4096  # bytes: the end records, and all of a small archive's directory
+_NEAR = 4096  # bytes from one local header to the next up to which many of them are read at once
+_BLOCK = 1 << 17  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One stored entry of an archive."""
 
     name: str
@@ -77,6 +78,7 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
         ) from error
     records: dict[str, ZipRecord] = {}
     last, ordered = begin, True
+    headers = _Headers(source, size, near=size - begin < _NEAR * len(entries))
     for entry in entries:
         name, at = entry.name, begin + entry.header
         if entry.method or entry.flags & 1:
@@ -86,7 +88,7 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
                 file=str(path),
             )
         # A damaged directory can point before the beginning or past the end.
-        header = os.pread(source, LOCAL.size, at) if begin <= at < size else b""
+        header = headers.read(at) if begin <= at < size else b""
         if len(header) < LOCAL.size or not header.startswith(b"PK\x03\x04") or name in records:
             raise CorruptCheckpointError(
                 f"The local header of entry {name!r} of {path.name} is damaged.", file=str(path), offset=at
@@ -105,6 +107,24 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
     if not ordered:
         _check_disjoint(path, records)
     return records
+
+
+class _Headers:
+    """Reads local headers up to the end of an archive: many at once where they are near each other, and in order."""
+
+    def __init__(self, source: int, end: int, near: bool) -> None:
+        self._source, self._end, self._near = source, end, near
+        self._first, self._block = 0, b""
+        self._reach = 0  # blocks never overlap, so that together they are no larger than the file
+
+    def read(self, at: int) -> bytes:
+        begin = at - self._first
+        if not 0 <= begin <= len(self._block) - LOCAL.size:
+            ahead = self._near and at >= self._reach
+            self._block = os.pread(self._source, min(_BLOCK if ahead else LOCAL.size, self._end - at), at)
+            self._first, begin = at, 0
+            self._reach = max(self._reach, at + len(self._block))
+        return self._block[begin : begin + LOCAL.size]
 
 
 def _check_disjoint(path: Path, records: Mapping[str, ZipRecord]) -> None:
@@ -148,8 +168,7 @@ def _end_record(source: int, begin: int, end: int) -> tuple[int, bytes, int]:
     raise ValueError("it has no end record")
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     at: int
     name: str
     flags: int
