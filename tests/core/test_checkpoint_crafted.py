@@ -28,10 +28,11 @@ from tests.core.samples import content, write_samples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from mmfsdp.checkpoint import convert, open_layout, pickle_limits, verify
+from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.checkpoint.pickle_limits import check_limits
-from mmfsdp.checkpoint.pickles import integers
+from mmfsdp.checkpoint.pickles import limits
+from mmfsdp.checkpoint.pickles.limits import check_limits
+from mmfsdp.checkpoint.pickles.reading import integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 PROTOCOL = b"\x80\x02"
@@ -168,7 +169,7 @@ def count_followed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
             counted[opcode] += 1
             return super().__getitem__(opcode)
 
-    monkeypatch.setattr(pickle_limits, "OPCODES", Counting(pickle_limits.OPCODES))
+    monkeypatch.setattr(limits, "OPCODES", Counting(limits.OPCODES))
     return counted
 
 
@@ -176,7 +177,7 @@ def count_followed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def test_what_follows_runs_finds_its_places(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     # What follows a bomb's tuples must find them at the same places as if every opcode had been followed.
     implicit = begin[1] == 4
-    monkeypatch.setattr(pickle_limits, "_WARM", 512)
+    monkeypatch.setattr(limits, "_WARM", 512)
     opcodes = [opcode.name for opcode, _, _ in pickletools.genops(begin + b".")]
     places = sum(name in ("MEMOIZE", "BINPUT", "LONG_BINPUT") for name in opcodes)
 
@@ -202,7 +203,7 @@ def test_what_follows_runs_finds_its_places(monkeypatch: pytest.MonkeyPatch, beg
     assert sum(counted.values()) < len(opcodes) / 5
     quick = {tail: verdict(begin + tail + b".") for tail in tails}
     assert {tail: reason is not None for tail, reason in quick.items()} == tails
-    monkeypatch.setattr(pickle_limits, "_LONG", 1 << 40)
+    monkeypatch.setattr(limits, "_LONG", 1 << 40)
     assert {tail: verdict(begin + tail + b".") for tail in tails} == quick
 
 
@@ -233,10 +234,10 @@ def test_runs_hide_no_bomb(random: Random, begin: bytes) -> None:
 
     def found(repeats: int, skip: bool) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pickle_limits, "_REPEATS", repeats)
-            patch.setattr(pickle_limits, "_WARM", 64)
+            patch.setattr(limits, "_REPEATS", repeats)
+            patch.setattr(limits, "_WARM", 64)
             with contextlib.suppress(IndexError, ValueError):
-                return pickle_limits._excess(pickled, 0, skip)
+                return limits._excess(pickled, 0, skip)
         return None
 
     assert found(6000, skip=False) is None or found(200, skip=True) is not None

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mmfsdp.checkpoint import Layout, comparing, convert, diff, open_layout
-from mmfsdp.checkpoint.numeric import values
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.streaming import tensor_blocks
+from mmfsdp.checkpoint.copying.numeric import values
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.streaming import tensor_blocks
 from mmfsdp.dtypes import DTYPES, to_torch
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 

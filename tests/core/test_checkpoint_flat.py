@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from mmfsdp.checkpoint.copying.writing import write_files
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.formats.flat_parameters import FlatUnit, cut, flat_unit, spans_of_views
 from mmfsdp.checkpoint.formats.flat_ranges import FlatRange, entry_of_ranges, flat_boxes
@@ -20,7 +21,6 @@ from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
 from mmfsdp.checkpoint.layout import Layout, Record
-from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import CorruptCheckpointError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.casting import cast_block
+from mmfsdp.checkpoint.copying.casting import cast_block
 from mmfsdp.dtypes import to_torch
 
 pytest.importorskip("numpy")

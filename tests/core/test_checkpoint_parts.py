@@ -17,15 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint import copying, crc, writing
-from mmfsdp.checkpoint.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.copying import crc, writing
+from mmfsdp.checkpoint.copying.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
+from mmfsdp.checkpoint.copying.copier import Copier
+from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.copying.tracking import Tracker
+from mmfsdp.checkpoint.copying.writing import write_files
 from mmfsdp.checkpoint.extents import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
-from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.tracking import Tracker
-from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 
@@ -86,7 +87,7 @@ def test_isal_where_it_is_and_zlib_where_not(hidden: str, used: str) -> None:
 import sys, zlib
 {hidden}
 from mmfsdp.checkpoint import convert, verify
-from mmfsdp.checkpoint import crc
+from mmfsdp.checkpoint.copying import crc
 assert "isal.isal_zlib" not in sys.modules
 assert crc.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
 print(crc._implementation().__module__)
@@ -112,9 +113,7 @@ def test_copying_between_any_places(tmp_path: Path, has_crc: bool, verify: bool)
     seen: list[int] = []
     with (
         (tmp_path / "target").open("xb") as file,
-        copying.Copier(
-            Tracker(len(data), lambda done, _: seen.append(done)), verified=set() if verify else None
-        ) as copier,
+        Copier(Tracker(len(data), lambda done, _: seen.append(done)), verified=set() if verify else None) as copier,
     ):
         assert copier.copy_tensor(entry, file.fileno(), 10) == zlib.crc32(data)
     assert (tmp_path / "target").read_bytes() == b"\0" * 10 + data
@@ -129,11 +128,11 @@ def test_each_record_is_compared_once_however_it_is_cut(tmp_path: Path) -> None:
     whole, part = (Chunk(source, 0, size, (0,), (size,), record=record) for size in (200, 50))
     for chunk in (whole, part):
         entry = TensorEntry("w", "uint8", chunk.box_sizes, (chunk,))
-        with (tmp_path / "target").open("wb") as file, copying.Copier(Tracker(), verified=set()) as copier:
+        with (tmp_path / "target").open("wb") as file, Copier(Tracker(), verified=set()) as copier:
             with pytest.raises(CorruptCheckpointError, match=r"its CRC-32 is [0-9a-f]{8} \(expected 00000007\)"):
                 copier.copy_tensor(entry, file.fileno(), 0)
             copier.copy_tensor(entry, file.fileno(), 0)  # it was compared
-        with (tmp_path / "target").open("wb") as file, copying.Copier(Tracker()) as copier:
+        with (tmp_path / "target").open("wb") as file, Copier(Tracker()) as copier:
             expected = 7 if chunk is whole else zlib.crc32(bytes(range(50)))
             assert copier.copy_tensor(entry, file.fileno(), 0) == expected
 
@@ -143,7 +142,7 @@ def test_a_file_that_shrinks_while_it_is_copied(tmp_path: Path) -> None:
     entry = TensorEntry("w", "uint8", (9,), (Chunk(tmp_path / "source", 0, 9, (0,), (9,)),))
     with (
         (tmp_path / "target").open("xb") as file,
-        copying.Copier(Tracker()) as copier,
+        Copier(Tracker()) as copier,
         pytest.raises(CorruptCheckpointError, match=r"source is truncated: it ends within tensor 'w'\."),
     ):
         copier.copy_tensor(entry, file.fileno(), 0)
@@ -364,9 +363,10 @@ def test_nothing_imports_torch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
-from mmfsdp.checkpoint import atomic, manifest
+from mmfsdp.checkpoint import manifest
+from mmfsdp.checkpoint.copying import atomic
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
-from mmfsdp.checkpoint.writing import write_files
+from mmfsdp.checkpoint.copying.writing import write_files
 write_files(Path({str(tmp_path / "a.pth")!r}), [plan_torch_zip("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
 print(sorted({{'torch', 'numpy', 'mmengine', 'safetensors', 'pydantic'}} & set(sys.modules)))

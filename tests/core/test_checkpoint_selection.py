@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
-from mmfsdp.checkpoint.casting import cast_block
-from mmfsdp.checkpoint.targets import parse_size
+from mmfsdp.checkpoint.choosing.targets import parse_size
+from mmfsdp.checkpoint.copying.casting import cast_block
 from mmfsdp.dtypes import to_torch
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, FormatError
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from mmfsdp.checkpoint import open_layout, verify
+from mmfsdp.checkpoint.copying.scanning import scan_file
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.checkpoint.scanning import scan_file
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, UnsafePickleError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.saving import save_archive
+from mmfsdp.checkpoint.online.saving import save_archive
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.checkpoint import read_content
 

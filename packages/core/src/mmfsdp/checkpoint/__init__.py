@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmfsdp.checkpoint.atomic import TargetExistsError
     from mmfsdp.checkpoint.catalogue import FormatInfo, known_formats
+    from mmfsdp.checkpoint.choosing.model_layout import layout_of_model
+    from mmfsdp.checkpoint.choosing.parts import find_tensor
+    from mmfsdp.checkpoint.choosing.ranks import Ranks
     from mmfsdp.checkpoint.comparing import ValueDifference
     from mmfsdp.checkpoint.converting import ConversionReport, convert
+    from mmfsdp.checkpoint.copying.atomic import TargetExistsError
     from mmfsdp.checkpoint.detect import open_layout
     from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
-    from mmfsdp.checkpoint.model_layout import layout_of_model
-    from mmfsdp.checkpoint.parts import find_tensor
-    from mmfsdp.checkpoint.ranks import Ranks
     from mmfsdp.checkpoint.statistics import TensorStatistics, tensor_statistics
     from mmfsdp.checkpoint.summarising import TreeNode, tensor_tree
     from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
@@ -54,8 +54,8 @@ _MODULES = {
     "FormatInfo": "catalogue",
     "Layout": "layout",
     "Problem": "verifying",
-    "Ranks": "ranks",
-    "TargetExistsError": "atomic",
+    "Ranks": "choosing.ranks",
+    "TargetExistsError": "copying.atomic",
     "TensorEntry": "layout",
     "TensorStatistics": "statistics",
     "TreeNode": "summarising",
@@ -63,9 +63,9 @@ _MODULES = {
     "VerifyReport": "verifying",
     "convert": "converting",
     "diff": "differing",
-    "find_tensor": "parts",
+    "find_tensor": "choosing.parts",
     "known_formats": "catalogue",
-    "layout_of_model": "model_layout",
+    "layout_of_model": "choosing.model_layout",
     "open_layout": "detect",
     "tensor_statistics": "statistics",
     "tensor_tree": "summarising",

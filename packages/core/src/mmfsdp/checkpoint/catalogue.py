@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfsdp.checkpoint import detect
-from mmfsdp.checkpoint.targets import TARGETS
+from mmfsdp.checkpoint.choosing.targets import TARGETS
 
 __all__ = ["FormatInfo", "known_formats"]
 

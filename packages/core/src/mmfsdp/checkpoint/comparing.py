@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.checkpoint.copying.numeric import has_numpy, raw, values
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.streaming import tensor_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.numeric import has_numpy, raw, values
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.streaming import tensor_blocks
 from mmfsdp.dtypes import itemsize
 
 if TYPE_CHECKING:

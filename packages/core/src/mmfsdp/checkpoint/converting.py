@@ -9,21 +9,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.atomic import commit, discard, located, refuse_existing, refuse_missing_parent, temporary_sibling
+from mmfsdp.checkpoint.choosing.intent import Intent, intended
+from mmfsdp.checkpoint.choosing.output import check_output, check_replaceable, check_space, free_bytes
+from mmfsdp.checkpoint.choosing.ranks import Ranks
+from mmfsdp.checkpoint.choosing.renaming import NameRules
+from mmfsdp.checkpoint.choosing.selection import Part
+from mmfsdp.checkpoint.choosing.targets import parse_size, published_path, target_format
+from mmfsdp.checkpoint.copying.atomic import (
+    commit,
+    discard,
+    located,
+    refuse_existing,
+    refuse_missing_parent,
+    temporary_sibling,
+)
+from mmfsdp.checkpoint.copying.tracking import Progress
+from mmfsdp.checkpoint.copying.write_errors import writing
+from mmfsdp.checkpoint.copying.writing import write_files
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
-from mmfsdp.checkpoint.intent import Intent, intended
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.checkpoint.output import check_output, check_replaceable, check_space, free_bytes
-from mmfsdp.checkpoint.ranks import Ranks
-from mmfsdp.checkpoint.renaming import NameRules
 from mmfsdp.checkpoint.saves import check_save
-from mmfsdp.checkpoint.selection import Part
-from mmfsdp.checkpoint.targets import parse_size, published_path, target_format
-from mmfsdp.checkpoint.tracking import Progress
-from mmfsdp.checkpoint.write_errors import writing
-from mmfsdp.checkpoint.writing import write_files
 from mmfsdp.errors import ConfigError
 
 __all__ = ["ConversionReport", "convert"]

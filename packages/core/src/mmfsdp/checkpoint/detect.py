@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmfsdp.checkpoint.collecting import without_collection
+from mmfsdp.checkpoint.copying.open_files import refuse_special
+from mmfsdp.checkpoint.copying.write_errors import of_file
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
 from mmfsdp.checkpoint.formats.mmengine_local import read_mmengine_local
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
@@ -18,8 +20,6 @@ from mmfsdp.checkpoint.formats.torch_index import read_torch_index
 from mmfsdp.checkpoint.formats.torch_legacy import looks_like_torch_legacy, read_torch_legacy
 from mmfsdp.checkpoint.formats.torch_zip import read_torch_zip
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.open_files import refuse_special
-from mmfsdp.checkpoint.write_errors import of_file
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,

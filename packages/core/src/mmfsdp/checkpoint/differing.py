@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmfsdp.checkpoint.choosing.parts import model_key, part_tensors
 from mmfsdp.checkpoint.comparing import ValueDifference, compare_tensors
+from mmfsdp.checkpoint.copying.numeric import require_numpy
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.tracking import Progress
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.numeric import require_numpy
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.parts import model_key, part_tensors
-from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.checkpoint.tree import leaves
 from mmfsdp.errors import ConfigError, FormatError
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from mmfsdp.checkpoint.choosing.parts import MODEL_KEYS
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.loading import restricted_load, stored_content
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from mmfsdp.checkpoint.parts import MODEL_KEYS
+from mmfsdp.checkpoint.online.loading import restricted_load, stored_content
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, FormatError

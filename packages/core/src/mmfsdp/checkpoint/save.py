@@ -10,9 +10,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.atomic import atomic_output
-from mmfsdp.checkpoint.online import PendingSave, saver_of, settle_saves, staged
-from mmfsdp.checkpoint.saving import (
+from mmfsdp.checkpoint.copying.atomic import atomic_output
+from mmfsdp.checkpoint.online.background import PendingSave, saver_of, settle_saves, staged
+from mmfsdp.checkpoint.online.saving import (
     DirectorySave,
     as_checkpoint_error,
     save_archive,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmfsdp.checkpoint.choosing.parts import find_tensor
+from mmfsdp.checkpoint.copying.numeric import require_numpy, values
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.streaming import tensor_blocks
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.numeric import require_numpy, values
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.parts import find_tensor
-from mmfsdp.checkpoint.streaming import tensor_blocks
 
 __all__ = ["TensorStatistics", "tensor_statistics"]
 

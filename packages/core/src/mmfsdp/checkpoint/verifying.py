@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.checksums import Check, planned_checks
+from mmfsdp.checkpoint.copying.scanning import scan_file
+from mmfsdp.checkpoint.copying.tracking import Progress
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from mmfsdp.checkpoint.scanning import scan_file
-from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
 
 __all__ = ["Problem", "VerifyReport", "verify"]

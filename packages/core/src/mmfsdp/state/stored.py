@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.checkpoint.copying.gathering import packed_blocks
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
-from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.dtypes import to_torch
 from mmfsdp.errors import CorruptCheckpointError

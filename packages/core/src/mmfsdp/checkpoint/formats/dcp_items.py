@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_entries
 from mmfsdp.checkpoint.formats.safetensors_index import box_offsets
@@ -19,7 +20,6 @@ from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
 from mmfsdp.checkpoint.formats.torch_zip import read_archive
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
 
 __all__ = ["DcpItems"]

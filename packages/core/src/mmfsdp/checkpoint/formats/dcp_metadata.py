@@ -12,7 +12,7 @@ from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any, NamedTuple
 
-from mmfsdp.checkpoint.pickles import PickledObject, StandIn, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles.reading import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.dtypes import DTYPES
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 

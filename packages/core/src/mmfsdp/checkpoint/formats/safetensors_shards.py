@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from mmfsdp.checkpoint.copying.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.planned_files import PlannedFile
 
 __all__ = ["plan_safetensors_shards", "plan_shards"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
-from mmfsdp.checkpoint.pickles import PickledObject, StandIn, integers
+from mmfsdp.checkpoint.pickles.reading import PickledObject, StandIn, integers
 from mmfsdp.dtypes import DTYPES, itemsize
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

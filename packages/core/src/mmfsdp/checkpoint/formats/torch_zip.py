@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.crc import crc32
+from mmfsdp.checkpoint.copying.crc import crc32
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards, stored_shards
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, StoredTensor, TensorBuilder
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry, TensorRef
-from mmfsdp.checkpoint.pickles import read_pickle
+from mmfsdp.checkpoint.pickles.reading import read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

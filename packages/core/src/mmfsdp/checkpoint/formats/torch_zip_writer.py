@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.casting import CastEntry
+from mmfsdp.checkpoint.copying.casting import CastEntry
+from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_writer import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
-from mmfsdp.checkpoint.pickling import PickleWriter
-from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.pickles.writing import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
 __all__ = ["Archive", "plan_archive", "plan_torch_zip"]

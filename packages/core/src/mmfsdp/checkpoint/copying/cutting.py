@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mmfsdp.checkpoint.casting import CastEntry
+from mmfsdp.checkpoint.copying.casting import CastEntry
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
 from mmfsdp.dtypes import itemsize
 

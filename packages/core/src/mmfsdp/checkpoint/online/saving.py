@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from mmfsdp.checkpoint.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.copying.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.copying.write_errors import not_written, of_file
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.checkpoint.write_errors import not_written, of_file
 from mmfsdp.collective import Scope, on_all_ranks, shared
 from mmfsdp.errors import FormatError, MmfsdpError
 from mmfsdp.state.boxes import box_of

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mmfsdp.checkpoint.atomic import located, refuse_missing_parent
-from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.copying.atomic import located, refuse_missing_parent
+from mmfsdp.checkpoint.copying.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.tracking import Progress
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.tracking import Progress
 from mmfsdp.checkpoint.verifying import verify
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mmfsdp.checkpoint.casting import CastEntry, chosen_dtypes
+from mmfsdp.checkpoint.choosing.optimizer_forms import states_by_name, states_by_place
+from mmfsdp.checkpoint.choosing.ranks import Ranks
+from mmfsdp.checkpoint.choosing.renaming import NameRules
+from mmfsdp.checkpoint.choosing.selection import Part, Selection, named_tensors, select
+from mmfsdp.checkpoint.choosing.targets import Content, Target
+from mmfsdp.checkpoint.copying.casting import CastEntry, chosen_dtypes
+from mmfsdp.checkpoint.copying.planned_files import PlannedFile
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
-from mmfsdp.checkpoint.optimizer_forms import states_by_name, states_by_place
-from mmfsdp.checkpoint.planned_files import PlannedFile
-from mmfsdp.checkpoint.ranks import Ranks
-from mmfsdp.checkpoint.renaming import NameRules
-from mmfsdp.checkpoint.selection import Part, Selection, named_tensors, select
-from mmfsdp.checkpoint.targets import Content, Target
 from mmfsdp.checkpoint.tree import tensor_free_paths
 
 __all__ = ["Intent", "intended"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mmfsdp.checkpoint.choosing.parts import MODEL_KEYS
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.parts import MODEL_KEYS
 from mmfsdp.errors import FormatError
 
 __all__ = ["states_by_name", "states_by_place", "unflattened"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from mmfsdp.checkpoint.copying.gathering import packed_blocks
+from mmfsdp.checkpoint.copying.open_files import OpenFiles, reading, truncated
 from mmfsdp.checkpoint.extents import StridedRun, byte_runs
-from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles, reading, truncated
 
 __all__ = ["BLOCK", "tensor_blocks"]
 

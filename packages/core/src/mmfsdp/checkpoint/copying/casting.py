@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.checkpoint.choosing.renaming import compile_pattern
+from mmfsdp.checkpoint.copying.numeric import require_numpy, values
+from mmfsdp.checkpoint.copying.open_files import OpenFiles
+from mmfsdp.checkpoint.copying.rounding import to_bfloat16, to_float8
+from mmfsdp.checkpoint.copying.streaming import tensor_blocks
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.numeric import require_numpy, values
-from mmfsdp.checkpoint.open_files import OpenFiles
-from mmfsdp.checkpoint.renaming import compile_pattern
-from mmfsdp.checkpoint.rounding import to_bfloat16, to_float8
-from mmfsdp.checkpoint.streaming import tensor_blocks
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, closest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp.checkpoint.numeric import small_floats
+from mmfsdp.checkpoint.copying.numeric import small_floats
 
 if TYPE_CHECKING:
     import numpy as np

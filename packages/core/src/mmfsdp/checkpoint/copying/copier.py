@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from mmfsdp.checkpoint.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.crc import crc32, crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.copying.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.copying.gathering import packed_blocks
+from mmfsdp.checkpoint.copying.open_files import OpenFiles, reading, truncated, write_all
+from mmfsdp.checkpoint.copying.tracking import Tracker
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
-from mmfsdp.checkpoint.gathering import packed_blocks
 from mmfsdp.checkpoint.layout import Record, TensorEntry
-from mmfsdp.checkpoint.open_files import OpenFiles, reading, truncated, write_all
-from mmfsdp.checkpoint.tracking import Tracker
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["Copier", "RecordKey"]

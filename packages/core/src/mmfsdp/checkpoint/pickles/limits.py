@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from mmfsdp.checkpoint.pickle_opcodes import LINE, OPCODES, TWO_LINES, Effect
-from mmfsdp.checkpoint.pickle_runs import WEIGHT, Runs
+from mmfsdp.checkpoint.pickles.opcodes import LINE, OPCODES, TWO_LINES, Effect
+from mmfsdp.checkpoint.pickles.runs import WEIGHT, Runs
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["check_limits"]

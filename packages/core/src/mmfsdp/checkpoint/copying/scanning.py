@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.checkpoint.crc import crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.copying.crc import crc32_combine, crc32_of_stretch
 
 __all__ = ["Extent", "Scanned", "scan_file"]
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.choosing.ranks import Ranks
+from mmfsdp.checkpoint.copying.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.dcp_writer import plan_dcp
 from mmfsdp.checkpoint.formats.rank_local_writer import plan_rank_local
 from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.formats.safetensors_shards import plan_safetensors_shards
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.checkpoint.planned_files import PlannedFile
-from mmfsdp.checkpoint.ranks import Ranks
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["TARGETS", "Content", "Target", "parse_size", "published_path", "target_format"]

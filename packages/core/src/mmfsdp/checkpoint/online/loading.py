@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.pickles import PickledObject
-from mmfsdp.checkpoint.pickling import PickleWriter
+from mmfsdp.checkpoint.pickles.reading import PickledObject
+from mmfsdp.checkpoint.pickles.writing import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import CorruptCheckpointError, FormatError, UnsafePickleError
 from mmfsdp.state.stored import StoredTensor, stored_tensors

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmfsdp.checkpoint.choosing.parts import model_key, top_level_key
+from mmfsdp.checkpoint.choosing.renaming import NameRules
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.parts import model_key, top_level_key
-from mmfsdp.checkpoint.renaming import NameRules
 from mmfsdp.checkpoint.tree import map_leaves, select_tensors, unique_name
 from mmfsdp.errors import ConfigError, FormatError
 

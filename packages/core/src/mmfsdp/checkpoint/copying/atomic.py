@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmfsdp.checkpoint.open_files import refuse_special
+from mmfsdp.checkpoint.copying.open_files import refuse_special
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
 __all__ = [

@@ -17,8 +17,8 @@ from reprlib import repr as brief  # what is in a pickle may refer to itself man
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
-from mmfsdp.checkpoint.pickle_limits import check_limits
-from mmfsdp.checkpoint.safe_names import is_safe_attribute, is_safe_name
+from mmfsdp.checkpoint.pickles.limits import check_limits
+from mmfsdp.checkpoint.pickles.safe_names import is_safe_attribute, is_safe_name
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
 __all__ = ["PickledObject", "StandIn", "fields", "integers", "read_pickle"]

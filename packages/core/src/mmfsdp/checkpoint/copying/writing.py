@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from mmfsdp.checkpoint.copying import Copier, RecordKey
-from mmfsdp.checkpoint.crc import crc32, crc32_combine
-from mmfsdp.checkpoint.flushing import Flusher
+from mmfsdp.checkpoint.copying.copier import Copier, RecordKey
+from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.copying.flushing import Flusher
+from mmfsdp.checkpoint.copying.open_files import write_all
+from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.copying.reserving import reserve
+from mmfsdp.checkpoint.copying.tracking import Progress, StoppedError, Tracker
 from mmfsdp.checkpoint.manifest import FileEntry
-from mmfsdp.checkpoint.open_files import write_all
-from mmfsdp.checkpoint.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.reserving import reserve
-from mmfsdp.checkpoint.tracking import Progress, StoppedError, Tracker
 
 __all__ = ["default_jobs", "write_files"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
-from mmfsdp.checkpoint.pickles import PickledObject
+from mmfsdp.checkpoint.pickles.reading import PickledObject
 from mmfsdp.errors import FormatError
 
 __all__ = ["PickleWriter"]
