@@ -114,7 +114,11 @@ _WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by Fle
 def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
     averaged = layout.tree.get("ema_state_dict")
     if not isinstance(averaged, dict):
-        raise FormatError(f"{layout.path.name} has no 'ema_state_dict', so no averaged weights.", file=str(layout.path))
+        raise FormatError(
+            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out use_ema=True (--use-ema) "
+            "for the weights that it has.",
+            file=str(layout.path),
+        )
     meta = layout.tree.get("meta")
     if isinstance(meta, dict) and not meta.keys().isdisjoint(_WRITTEN_BY_MMENGINE):
         # EMAHook.before_save_checkpoint swaps the two: mmengine/hooks/ema_hook.py, _swap_ema_state_dict.
