@@ -8,17 +8,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from mmfsdp_cli.main import app
 
 runner = CliRunner()
+CONTEXT = click.Context(app)
 
 
-@pytest.mark.parametrize("name", sorted(app.commands))
+def test_a_command_is_imported_when_it_is_run_and_not_before() -> None:
+    code = "import sys; from mmfsdp_cli.main import app; app(['formats'], standalone_mode=False); print([*sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'mmfsdp_cli.formats'" in done.stdout
+    assert "'mmfsdp_cli.converting'" not in done.stdout
+
+
+def test_a_misspelt_command_is_told_the_right_one() -> None:
+    run = runner.invoke(app, ["inspct", "x"])
+    assert run.exit_code == 2
+    assert "No such command 'inspct'. Did you mean 'inspect'?" in run.output
+
+
+@pytest.mark.parametrize("name", app.list_commands(CONTEXT))
 def test_each_parameter_has_an_option(name: str) -> None:
-    command = app.commands[name]
+    command = app.get_command(CONTEXT, name)
+    assert command is not None
     assert command.callback is not None
     taken = [parameter.name for parameter in command.params]
     declared = inspect.signature(inspect.unwrap(command.callback)).parameters

@@ -32,7 +32,7 @@ from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.checkpoint.pickles import limits
 from mmfsdp.checkpoint.pickles.limits import check_limits
-from mmfsdp.checkpoint.pickles.reading import integers
+from mmfsdp.checkpoint.pickles.reading import Attributes, integers, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 PROTOCOL = b"\x80\x02"
@@ -471,3 +471,17 @@ def test_a_manifest_of_something_else_entirely(tmp_path: Path) -> None:
         assert not verify(tmp_path / "in").ok
         with pytest.raises(MmfsdpError):
             convert(tmp_path / "in", tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("state", [b"N}X\x04\0\0\0evilK\x01s\x86", b"}X\x04\0\0\0evilK\x01s"])
+def test_a_pickle_cannot_change_the_classes_that_it_is_given(state: bytes) -> None:
+    class Given(Attributes):
+        pass
+
+    pickled = PROTOCOL + b"ctorch\nSize\n" + state + b"b."
+    with pytest.raises(CorruptCheckpointError, match="a class cannot be given a state"):
+        read_pickle(pickled, file=Path("x"), functions={"torch.Size": Given})
+    assert not hasattr(Given, "evil")
+    instance = PROTOCOL + b"ctorch\nSize\n)\x81" + state + b"b."
+    assert read_pickle(instance, file=Path("x"), functions={"torch.Size": Given}).evil == 1
+    assert not hasattr(Given, "evil")

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
 import sys
 
 import click
+from click.exceptions import NoSuchCommand
 
 from mmfsdp_cli import __version__
-from mmfsdp_cli.completing import completion_command
-from mmfsdp_cli.converting import convert_command
-from mmfsdp_cli.differing import diff_command
-from mmfsdp_cli.doctoring import doctor_command
-from mmfsdp_cli.formats import formats_command
-from mmfsdp_cli.inspecting import inspect_command
-from mmfsdp_cli.planning import plan_command
-from mmfsdp_cli.verifying import verify_command
 
 __all__ = ["app", "main"]
+
+_MODULES = {
+    "inspect": "inspecting",
+    "convert": "converting",
+    "verify": "verifying",
+    "diff": "differing",
+    "formats": "formats",
+    "plan": "planning",
+    "doctor": "doctoring",
+    "completion": "completing",
+}
+
+
+class _Commands(click.Group):
+    """Imports a command when it is run, and all of them only for the help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        module = importlib.import_module(f"mmfsdp_cli.{_MODULES[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except NoSuchCommand as error:
+            raise NoSuchCommand(error.command_name, possibilities=_MODULES, ctx=ctx) from None
 
 
 @click.group(
     name="mmfsdp-cli",
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
     "or argument is wrong.",
@@ -30,19 +58,6 @@ __all__ = ["app", "main"]
 @click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
 def app() -> None:
     """Inspect, convert, verify and compare checkpoints, without torch; look at plans and configs, without ranks."""
-
-
-for command in (
-    inspect_command,
-    convert_command,
-    verify_command,
-    diff_command,
-    formats_command,
-    plan_command,
-    doctor_command,
-    completion_command,
-):
-    app.add_command(command)
 
 
 def main() -> None:

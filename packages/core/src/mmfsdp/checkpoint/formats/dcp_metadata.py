@@ -12,7 +12,7 @@ from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any, NamedTuple
 
-from mmfsdp.checkpoint.pickles.reading import PickledObject, StandIn, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles.reading import Attributes, PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.dtypes import DTYPES
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
@@ -64,6 +64,32 @@ class DcpMetadata:
     """Flat name to the nested keys that it was made of."""
 
 
+class _Chunk(Attributes):
+    offsets: Any
+    sizes: Any
+
+
+class _Index(Attributes):
+    fqn: Any
+    offset: Any = None
+
+
+class _Place(Attributes):
+    relative_path: Any
+    offset: Any
+    length: Any
+    transform_descriptors: Any = None
+
+
+# What there is several times for each chunk.
+_MADE: Mapping[str, StandIn | type[Attributes]] = {
+    "torch.Size": StandIn(integers),
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
+    "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _Place,
+}
+
+
 def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
     """Read a ``.metadata`` file.
 
@@ -76,8 +102,7 @@ def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
         UnsafePickleError: It names something that is not on the list of safe names.
         CorruptCheckpointError: It is damaged, or its values make no sense.
     """
-    functions = {"torch.Size": StandIn(integers)}  # there are several for each chunk
-    content = read_pickle(path.read_bytes(), file=path, trust=trust, functions=functions)
+    content = read_pickle(path.read_bytes(), file=path, trust=trust, functions=_MADE)
     try:
         if not isinstance(content, PickledObject) or content.qualname != "Metadata":
             raise FormatError(f"{path.name} is not the metadata of a torch DCP checkpoint.", file=str(path))
@@ -105,12 +130,13 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
             raise ValueError(f"{name!r} is a {value.qualname}")
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
     for index, value in (content.get("storage_data") or {}).items():
-        key = _index(fields(index))
-        if key[0] not in described:
-            raise ValueError(f"it says where {key[0]!r} is stored, but not what it is")
+        name, offset = index.fqn, index.offset
+        if type(name) is not str or name not in described:
+            raise ValueError(f"it says where {brief(name)} is stored, but not what it is")
+        key = name, None if offset is None else integers(offset)
         if key in locations:
-            raise ValueError(f"{key[0]!r} at {key[1]} is stored twice")
-        locations[key] = _location(path, key[0], fields(value))
+            raise ValueError(f"{name!r} at {key[1]} is stored twice")
+        locations[key] = _location(path, name, value)
     paths = {name: _path(name, (content.get("planner_data") or {}).get(name)) for name in described}
     return DcpMetadata(tensors, tuple(objects), tuple(described), locations, paths)
 
@@ -124,8 +150,7 @@ def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
     shape = integers(content["size"])
     boxes = []
     for chunk in content["chunks"]:
-        held = fields(chunk)
-        offsets, sizes = integers(held["offsets"]), integers(held["sizes"])
+        offsets, sizes = integers(chunk.offsets), integers(chunk.sizes)
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
         _check_size(name, sizes)
@@ -139,21 +164,14 @@ def _check_size(name: str, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"tensor {name!r} has the size {list(sizes)}")
 
 
-def _index(content: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    name, offset = content["fqn"], content.get("offset")
-    if not isinstance(name, str):
-        raise ValueError(f"{brief(name)} is not a name")
-    return name, None if offset is None else integers(offset)
-
-
-def _location(path: Path, name: str, content: Mapping[str, Any]) -> Location:
-    file, offset, length = content["relative_path"], content["offset"], content["length"]
+def _location(path: Path, name: str, place: _Place) -> Location:
+    file, offset, length = place.relative_path, place.offset, place.length
     if not isinstance(file, str):
         raise ValueError(f"the file of {name!r} is {brief(file)}")
     if not (type(offset) is type(length) is int and 0 <= offset < _ELEMENTS and 0 <= length < _ELEMENTS):
         raise ValueError(f"{name!r} lies at byte {brief(offset)} with length {brief(length)} in {file}")
-    if content.get("transform_descriptors"):
-        through = ", ".join(item if isinstance(item, str) else brief(item) for item in content["transform_descriptors"])
+    if place.transform_descriptors:
+        through = ", ".join(item if isinstance(item, str) else brief(item) for item in place.transform_descriptors)
         raise FormatError(
             f"{name!r} of {path.name} is stored through {through} (compressed or encrypted), "
             "which cannot be read here. Load it with torch and save it plainly.",

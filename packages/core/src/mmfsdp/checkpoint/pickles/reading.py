@@ -21,7 +21,7 @@ from mmfsdp.checkpoint.pickles.limits import check_limits
 from mmfsdp.checkpoint.pickles.safe_names import is_safe_attribute, is_safe_name
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
-__all__ = ["PickledObject", "StandIn", "fields", "integers", "read_pickle"]
+__all__ = ["Attributes", "PickledObject", "StandIn", "fields", "integers", "read_pickle"]
 
 
 _DIMENSIONS = 64  # no tensor has more; the product of thousands of sizes takes for ever
@@ -84,6 +84,19 @@ class PickledObject:
         return f"<pickled {self.module}.{self.qualname}>"
 
 
+class _Sealed(type):
+    # Found on a class, and not on its instances: a pickle may restore an instance, but not change its class.
+    def __setstate__(cls, state: Any) -> None:
+        raise TypeError("a class cannot be given a state")
+
+
+class Attributes(metaclass=_Sealed):
+    """An object that a pickle restores from a dict of its attributes. Subclasses say which there should be.
+
+    They may hold anything. No code of Python runs to make one: a checkpoint can hold a hundred thousand.
+    """
+
+
 class StandIn:
     """A function given to a pickle in place of the one that it names; the pickle cannot set attributes on it.
 
@@ -110,7 +123,7 @@ def read_pickle(
     *,
     file: Path,
     trust: bool = False,
-    functions: Mapping[str, StandIn] | None = None,
+    functions: Mapping[str, StandIn | type[Attributes]] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return the content of a pickle.
@@ -180,7 +193,7 @@ class _Unpickler(pickle.Unpickler):
         data: bytes | BinaryIO,
         file: Path,
         trust: bool,
-        functions: Mapping[str, StandIn],
+        functions: Mapping[str, StandIn | type[Attributes]],
         persistent: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data) if isinstance(data, bytes) else data)
