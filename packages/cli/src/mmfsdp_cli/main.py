@@ -66,4 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Metadata is many objects and no garbage: looking for cycles among them takes as long as reading them.
     gc.disable()
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # nor are they looked through as the process ends
