@@ -173,6 +173,15 @@ def count_followed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return counted
 
 
+def test_places_of_tensors_with_long_names_are_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Names that came from another rank are pickled again for each place that they are stored at.
+    names = [f"model.layers.{i}.self_attn.query_projection.weight" for i in range(4000)]
+    stored = {MetadataIndex(name, torch.Size([0, 0])): _StorageInfo("__0_0.distcp", 0, 64) for name in names}
+    counted = count_followed(monkeypatch)
+    check_limits(pickle.dumps(stored, 4), Path("x"))
+    assert counted.total() < 10_000
+
+
 @pytest.mark.parametrize("begin", [described(4), tensors(2), tensors(4)], ids=["dcp", "torch", "torch, protocol 4"])
 def test_what_follows_runs_finds_its_places(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     # What follows a bomb's tuples must find them at the same places as if every opcode had been followed.

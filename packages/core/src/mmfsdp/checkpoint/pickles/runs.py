@@ -55,7 +55,6 @@ class Runs:
 
 
 _NAME = 128  # bytes; entries with longer names are not recognised
-_FILE = 32  # bytes; the same for the first mention of a file
 _GOT = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}))"
 _CONSTANT = rb"[N\x88\x89]|G.{8}"
@@ -79,7 +78,7 @@ def _entry(plain: bytes, put: bytes, implicit: bool) -> bytes:
     box = _GOT + attributes(number)
     items = rb"\]" + put + rb"(?:\((?:" + box + rb"|" + simple + rb")++e|(?:" + box + rb"|" + simple + rb")a)?"
     part = _GOT + rb"(?:" + size + rb"|" + slots + rb")?|" + items + rb"|" + _INT + rb"|" + _CONSTANT
-    place = number + rb"|" + _text(implicit, _FILE) + put
+    place = number + rb"|" + _text(implicit, _NAME) + put
     tensor = plain + rb"\(\(" + plain * 2 + _text(implicit, 8) + put + plain + _INT + rb"t" + put + rb"Q" + _INT
     tensor += ints * 2 + rb"[\x88\x89]" + plain + rb"\)R" + put + rb"t" + put + rb"R" + put
     item = _GOT + rb"(?:" + tensor + rb"|" + part + rb")"
