@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from mmfsdp.checkpoint.copying import crc, writing
 from mmfsdp.checkpoint.copying.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.copying.copier import Copier
+from mmfsdp.checkpoint.copying.block_writer import BlockWriter
+from mmfsdp.checkpoint.copying.copier import Copier, RecordKey
 from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.copying.direct_io import Ways
 from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.copying.tracking import Tracker
 from mmfsdp.checkpoint.copying.writing import write_files
@@ -102,6 +104,10 @@ def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
         assert combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
 
 
+def _copier(tracker: Tracker, verified: set[RecordKey] | None = None) -> Copier:
+    return Copier(tracker, BlockWriter(Ways(direct=False, fsync=False)), verified=verified)
+
+
 @pytest.mark.parametrize("has_crc", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
 def test_copying_between_any_places(tmp_path: Path, has_crc: bool, verify: bool) -> None:
@@ -111,11 +117,10 @@ def test_copying_between_any_places(tmp_path: Path, has_crc: bool, verify: bool)
     record = Record(source, 4, len(data), zlib.crc32(data) if has_crc else None)
     entry = TensorEntry("w", "uint8", (len(data),), (Chunk(source, 4, len(data), (0,), (len(data),), record=record),))
     seen: list[int] = []
-    with (
-        (tmp_path / "target").open("xb") as file,
-        Copier(Tracker(len(data), lambda done, _: seen.append(done)), verified=set() if verify else None) as copier,
-    ):
-        assert copier.copy_tensor(entry, file.fileno(), 10) == zlib.crc32(data)
+    (tmp_path / "target").touch()
+    tracker = Tracker(len(data), lambda done, _: seen.append(done))
+    with _copier(tracker, verified=set() if verify else None) as copier, copier.writer.to(tmp_path / "target"):
+        assert copier.copy_tensor(entry, 10) == zlib.crc32(data)
     assert (tmp_path / "target").read_bytes() == b"\0" * 10 + data
     assert seen == sorted(seen)
     assert seen[-1] == len(data)
@@ -124,28 +129,30 @@ def test_copying_between_any_places(tmp_path: Path, has_crc: bool, verify: bool)
 def test_each_record_is_compared_once_however_it_is_cut(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(range(200)))
+    (tmp_path / "target").touch()
     record = Record(source, 0, 200, 7)  # wrong
     whole, part = (Chunk(source, 0, size, (0,), (size,), record=record) for size in (200, 50))
     for chunk in (whole, part):
         entry = TensorEntry("w", "uint8", chunk.box_sizes, (chunk,))
-        with (tmp_path / "target").open("wb") as file, Copier(Tracker(), verified=set()) as copier:
+        with _copier(Tracker(), verified=set()) as copier, copier.writer.to(tmp_path / "target"):
             with pytest.raises(CorruptCheckpointError, match=r"its CRC-32 is [0-9a-f]{8} \(expected 00000007\)"):
-                copier.copy_tensor(entry, file.fileno(), 0)
-            copier.copy_tensor(entry, file.fileno(), 0)  # it was compared
-        with (tmp_path / "target").open("wb") as file, Copier(Tracker()) as copier:
+                copier.copy_tensor(entry, 0)
+            copier.copy_tensor(entry, 0)  # it was compared
+        with _copier(Tracker()) as copier, copier.writer.to(tmp_path / "target"):
             expected = 7 if chunk is whole else zlib.crc32(bytes(range(50)))
-            assert copier.copy_tensor(entry, file.fileno(), 0) == expected
+            assert copier.copy_tensor(entry, 0) == expected
 
 
 def test_a_file_that_shrinks_while_it_is_copied(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     entry = TensorEntry("w", "uint8", (9,), (Chunk(tmp_path / "source", 0, 9, (0,), (9,)),))
+    (tmp_path / "target").touch()
     with (
-        (tmp_path / "target").open("xb") as file,
-        Copier(Tracker()) as copier,
+        _copier(Tracker()) as copier,
         pytest.raises(CorruptCheckpointError, match=r"source is truncated: it ends within tensor 'w'\."),
+        copier.writer.to(tmp_path / "target"),
     ):
-        copier.copy_tensor(entry, file.fileno(), 0)
+        copier.copy_tensor(entry, 0)
 
 
 def tensors(file: Path, count: int, nbytes: int) -> list[TensorEntry]:

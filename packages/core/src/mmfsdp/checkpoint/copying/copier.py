@@ -11,10 +11,11 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from mmfsdp.checkpoint.copying.block_writer import BlockWriter
 from mmfsdp.checkpoint.copying.casting import CastEntry, converted_blocks
 from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.copying.gathering import packed_blocks
-from mmfsdp.checkpoint.copying.open_files import OpenFiles, reading, truncated, write_all
+from mmfsdp.checkpoint.copying.open_files import OpenFiles, reading, truncated
 from mmfsdp.checkpoint.copying.tracking import Tracker
 from mmfsdp.checkpoint.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import Record, TensorEntry
@@ -22,23 +23,25 @@ from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["Copier", "RecordKey"]
 
-_BLOCK = 1 << 19  # bytes: half of it would do, twice of it no longer fits the second-level cache of most processors
+_BLOCK = 1 << 19  # bytes that are read at once to be compared only
 
 RecordKey = tuple[Path, int, int]
 """A record: its file, its first byte and its number of bytes."""
 
 
 class Copier:
-    """Copies tensors into open files, in constant memory, for one thread at a time.
+    """Copies tensors into files, in constant memory, for one thread at a time.
 
     Args:
         tracker: Told of each piece that was copied; what it raises stops the copy.
+        writer: Writes to the file that it was told to.
         verified: Where to note the source records whose CRC-32 was compared: every one that has a CRC-32 is compared
             with it by the first thread that meets it here. Without one nothing is compared.
     """
 
-    def __init__(self, tracker: Tracker, *, verified: set[RecordKey] | None = None) -> None:
+    def __init__(self, tracker: Tracker, writer: BlockWriter, *, verified: set[RecordKey] | None = None) -> None:
         self._tracker = tracker
+        self.writer = writer
         self._verified = verified
         self._files = OpenFiles()
         self._buffer = memoryview(bytearray(_BLOCK))
@@ -51,12 +54,11 @@ class Copier:
     ) -> None:
         self._files.__exit__(kind, error, trace)
 
-    def copy_tensor(self, entry: TensorEntry, target: int, at: int) -> int:
-        """Copy a whole tensor, packed in row-major order, to byte ``at`` of a file.
+    def copy_tensor(self, entry: TensorEntry, at: int) -> int:
+        """Copy a whole tensor, packed in row-major order, to byte ``at`` of the file that the writer writes to.
 
         Args:
             entry: The tensor; its chunks must cover it (see ``check_coverage``).
-            target: Descriptor of the file to write.
             at: Offset in that file in bytes.
 
         Returns:
@@ -75,52 +77,51 @@ class Copier:
             elif chunk.record is not None:
                 self._check(chunk.record, entry.name)
         if isinstance(entry, CastEntry):
-            return self._cast(entry, target, at)
+            return self._cast(entry, at)
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):
-                crc = self._gather(run, target, at, entry.name, crc)
+                crc = self._gather(run, at + run.target, entry.name, crc)
             else:
-                own = self._copy(run, target, at, entry.name, stored.get((run.file, run.source, run.length)))
+                own = self._copy(run, at + run.target, entry.name, stored.get((run.file, run.source, run.length)))
                 crc = crc32_combine(crc, own, run.length)
         return crc
 
-    def _cast(self, entry: CastEntry, target: int, at: int) -> int:
+    def _cast(self, entry: CastEntry, at: int) -> int:
         crc = 0
         for block in converted_blocks(self._files, entry):
-            write_all(target, block, at)
+            self.writer.write(block, at)
             at += len(block)
             crc = crc32(block, crc)
             self._tracker.advance(len(block))
         return crc
 
-    def _copy(self, run: Run, target: int, at: int, name: str, stored: int | None) -> int:
+    def _copy(self, run: Run, at: int, name: str, stored: int | None) -> int:
         """Copy a run, and return its CRC-32: the stored one, where there is one and nobody asks whether it is true."""
         check = stored is not None and self._is_due((run.file, run.source, run.length))
         count = stored is None or check
         source, done, crc = self._files.descriptor(run.file), 0, 0
         while done < run.length:
-            view = self._buffer[: min(_BLOCK, run.length - done)]
+            view = self.writer.room(at + done, run.length - done)
             with reading(run.file):
                 size = os.preadv(source, [view], run.source + done)
             if size == 0:
                 raise truncated(run.file, name, run.source + done)
             if count:
                 crc = crc32(view[:size], crc)
-            write_all(target, view[:size], at + run.target + done)
+            self.writer.filled(size)
             done += size
             self._tracker.advance(size)
         if check and crc != stored:
             raise _damaged(run.file, run.source, name, crc, stored)
         return crc if stored is None else stored
 
-    def _gather(self, run: StridedRun, target: int, at: int, name: str, crc: int) -> int:
-        position = at + run.target
+    def _gather(self, run: StridedRun, at: int, name: str, crc: int) -> int:
         for block in packed_blocks(self._files.descriptor(run.file), run):
             if not block:
                 raise truncated(run.file, name, run.source)
-            write_all(target, block, position)
-            position += len(block)
+            self.writer.write(block, at)
+            at += len(block)
             crc = crc32(block, crc)
             self._tracker.advance(len(block))
         return crc

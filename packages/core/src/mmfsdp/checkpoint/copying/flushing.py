@@ -15,7 +15,7 @@ _FILES = 256  # open files at most; what is beyond is synced at the end as ever
 
 
 class Flusher:
-    """Syncs the data of files again and again in a thread of its own; a context that ends the thread.
+    """Syncs files again and again, while they change, in a thread of its own; a context that ends the thread.
 
     Args:
         files: The files; they exist.
@@ -26,6 +26,7 @@ class Flusher:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = list(files)[:_FILES]
+        self._changed: set[Path] = set()
         self._over = threading.Event()
         self._error: OSError | None = None
         # A daemon: an interrupt between its start and the block that ends it must not keep the process alive.
@@ -43,16 +44,22 @@ class Flusher:
         if self._error is not None and error is None:
             raise self._error
 
+    def changed(self, file: Path) -> None:
+        """Note that a file was written to through the page cache."""
+        self._changed.add(file)
+
     def _run(self) -> None:
-        descriptors: list[int] = []
+        descriptors: dict[Path, int] = {}
         try:
-            descriptors += [os.open(file, os.O_RDWR | os.O_CLOEXEC) for file in self._files]
+            for file in self._files:
+                descriptors[file] = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             while not self._over.wait(_PAUSE):
-                for descriptor in descriptors:
-                    if not self._over.is_set():
+                for file, descriptor in descriptors.items():
+                    if file in self._changed and not self._over.is_set():
+                        self._changed.discard(file)  # before: what is written meanwhile is for the next time
                         os.fsync(descriptor)
         except OSError as error:
             self._error = error
         finally:
-            for descriptor in descriptors:
+            for descriptor in descriptors.values():
                 os.close(descriptor)

@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
+from mmfsdp.checkpoint.copying.block_writer import BlockWriter
 from mmfsdp.checkpoint.copying.copier import Copier, RecordKey
 from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.copying.direct_io import Ways, open_direct
 from mmfsdp.checkpoint.copying.flushing import Flusher
 from mmfsdp.checkpoint.copying.open_files import write_all
 from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
@@ -66,12 +68,13 @@ def write_files(
     # No more than there is work for: each has memory of its own.
     count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
     with ExitStack() as stack:
-        if fsync:
-            stack.enter_context(Flusher(paths))
+        ways = Ways(direct=_direct(paths), fsync=fsync)
+        flusher = stack.enter_context(Flusher(paths)) if fsync else None
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
         for _ in range(count):
-            idle.put(stack.enter_context(Copier(tracker, verified=verified if verify else None)))
+            writer = BlockWriter(ways, flusher.changed) if flusher else BlockWriter(ways)
+            idle.put(stack.enter_context(Copier(tracker, writer, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         try:
             copies = [
@@ -102,12 +105,18 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         yield pieces[begin:]
 
 
+def _direct(paths: Sequence[Path]) -> bool:
+    descriptor = open_direct(paths[0]) if paths else None
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
 def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Sequence[Piece]) -> list[int]:
     copier = idle.get()
     try:
-        # Each thread opens the file for itself: one way of copying moves the position that a descriptor has.
-        with path.open("r+b", buffering=0) as opened:
-            return [copier.copy_tensor(piece.entry, opened.fileno(), piece.at) for piece in pieces]
+        with copier.writer.to(path):
+            return [copier.copy_tensor(piece.entry, piece.at) for piece in pieces]
     except BaseException as error:
         tracker.stop(error)
         raise
