@@ -39,13 +39,13 @@ def test_bytes_come_to_their_places(way: str, stretches: list[tuple[int, int]]) 
         path = Path(folder) / "file"
         with path.open("xb") as file:
             file.truncate(size)
-        ways = Ways(direct=way != "buffered", fsync=way == "direct")
+        ways = Ways(fsync=way == "direct")
         writer = BlockWriter(ways)
         with writer.to(path):
             at = 0
             for number, (gap, length) in enumerate(stretches):
                 at += gap
-                ways.direct = number % 2 == 1 if way == "in turn" else ways.direct
+                ways.direct = number % 2 == 1 if way == "in turn" else way == "direct"
                 writer.write(noise[at : at + length], at)
                 expected[at : at + length] = noise[at : at + length]
                 at += length
@@ -58,7 +58,7 @@ def test_threads_that_write_to_one_file_both_ways(tmp_path: Path) -> None:
     pieces = list(pairwise(ends))  # most begin and end in the middle of a page
     idle: SimpleQueue[BlockWriter] = SimpleQueue()
     for _ in range(4):
-        idle.put(BlockWriter(Ways(direct=True, fsync=False)))  # each with its own idea of which way is faster
+        idle.put(BlockWriter(Ways(fsync=False)))  # each with its own idea of which way is faster
     for _ in range(5):
         path.unlink(missing_ok=True)
         with path.open("xb") as file:
@@ -88,7 +88,7 @@ def test_direct_blocks_do_not_fill_the_page_cache(tmp_path: Path) -> None:
         os.close(descriptor)
     data = os.urandom(9 * MB)
     for fsync in (True, False):
-        writer = BlockWriter(Ways(direct=descriptor is not None, fsync=fsync))
+        writer = BlockWriter(Ways(fsync=fsync))
         with writer.to(path):
             writer.write(data, 5000)
         cached = _is_cached(path, 5 * MB)
@@ -128,7 +128,7 @@ def test_a_file_system_that_does_not_write_directly_after_all(
 
     monkeypatch.setattr(block_writer, "open_direct", _open_direct)
     monkeypatch.setattr(os, "pwrite", _pwrite)
-    ways = Ways(direct=True, fsync=True)
+    ways = Ways(fsync=True)
     writer = BlockWriter(ways)
     with writer.to(path):
         writer.write(data, 0)
@@ -142,7 +142,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "pwrite", _full)
-    writer = BlockWriter(Ways(direct=True, fsync=True))
+    writer = BlockWriter(Ways(fsync=True))
     with pytest.raises(OSError, match="No space left"), writer.to(tmp_path / "file"):
         writer.write(bytes(9 * MB), 0)
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def _seconds(nbytes: int, speed: Callable[[bool, int], float], *, fsync: bool = False) -> tuple[float, int]:
     """Return how long writing takes on a disk of given speeds (bytes per second), and how many bytes went directly."""
     now, written, direct = 0.0, 0, 0
-    ways = Ways(direct=True, fsync=fsync, clock=lambda: now)
+    ways = Ways(fsync=fsync, clock=lambda: now)
     while written < nbytes:
         block = 4 * MB if ways.direct else MB // 2
         now += block / speed(ways.direct, written)
@@ -178,7 +178,9 @@ def test_a_way_that_becomes_slow_is_left_at_once() -> None:
 def test_what_has_to_be_on_disk_goes_there_directly() -> None:
     for buffered in (1e8, 1e10):
         assert _seconds(1 << 28, lambda way, _, other=buffered: 2e9 if way else other, fsync=True)[1] == 1 << 28
-    assert not Ways(direct=False, fsync=True).direct
+    ways = Ways(fsync=True)
+    ways.no_direct()
+    assert not ways.direct
 
 
 def test_network_file_systems_are_not_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +188,6 @@ def test_network_file_systems_are_not_written_directly(tmp_path: Path, monkeypat
     path.touch()
     monkeypatch.setattr(direct_io.os, "major", lambda _: 0)
     assert open_direct(path) is None
+    ways = Ways(fsync=True)
+    with BlockWriter(ways).to(path):
+        assert not ways.direct

@@ -105,7 +105,7 @@ def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
 
 
 def _copier(tracker: Tracker, verified: set[RecordKey] | None = None) -> Copier:
-    return Copier(tracker, BlockWriter(Ways(direct=False, fsync=False)), verified=verified)
+    return Copier(tracker, BlockWriter(Ways(fsync=False)), verified=verified)
 
 
 @pytest.mark.parametrize("has_crc", [True, False])

@@ -51,6 +51,8 @@ class BlockWriter:
         self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             self._direct = open_direct(path)
+            if self._direct is None:
+                self._ways.no_direct()
             try:
                 yield
                 self._flush()

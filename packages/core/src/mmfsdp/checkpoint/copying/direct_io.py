@@ -50,15 +50,14 @@ class Ways:
     tried. See docs/adr/0002-extents.md.
 
     Args:
-        direct: Whether there is direct I/O.
         fsync: Whether everything has to be on disk in the end.
         clock: Returns the time in seconds.
     """
 
-    def __init__(self, *, direct: bool, fsync: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.direct = direct and fsync
+    def __init__(self, *, fsync: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.direct = fsync
         """Whether the next block goes past the page cache."""
-        self._decided = fsync or not direct
+        self._decided = fsync
         self._clock = clock
         self._lock = threading.Lock()
         self._speed: dict[bool, float] = {}  # bytes per second of all threads together, when each way was last judged
@@ -75,7 +74,7 @@ class Ways:
                     self._judge()
 
     def no_direct(self) -> None:
-        """Note that the file system does not write directly after all."""
+        """Note that there is no direct I/O on this file system."""
         with self._lock:
             self.direct, self._decided = False, True
 

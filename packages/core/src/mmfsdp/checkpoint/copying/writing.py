@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from mmfsdp.checkpoint.copying.block_writer import BlockWriter
 from mmfsdp.checkpoint.copying.copier import Copier, RecordKey
 from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
-from mmfsdp.checkpoint.copying.direct_io import Ways, open_direct
+from mmfsdp.checkpoint.copying.direct_io import Ways
 from mmfsdp.checkpoint.copying.flushing import Flusher
 from mmfsdp.checkpoint.copying.open_files import write_all
 from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
@@ -68,7 +68,7 @@ def write_files(
     # No more than there is work for: each has memory of its own.
     count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
     with ExitStack() as stack:
-        ways = Ways(direct=_direct(paths), fsync=fsync)
+        ways = Ways(fsync=fsync)
         flusher = stack.enter_context(Flusher(paths)) if fsync else None
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
@@ -103,13 +103,6 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
             begin, size = place, 0
     if begin < len(pieces):
         yield pieces[begin:]
-
-
-def _direct(paths: Sequence[Path]) -> bool:
-    descriptor = open_direct(paths[0]) if paths else None
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
 
 
 def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Sequence[Piece]) -> list[int]:
