@@ -1,41 +1,133 @@
-"""Doing something on all ranks so that all succeed, or all raise: no rank waits for one that gave up."""
+"""How ranks talk: a step succeeds on all of them or raises on all, and no message grows with the number of ranks.
+
+Objects travel over a gloo group of the ranks' own, so that waiting for one rank that writes a terabyte does not run
+into the watchdog of the group that trains, and that nothing is sent before a device is chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.errors import MmfsdpError, ShardStateError
+from mmfsdp.errors import ConfigError, LostRankError, MmfsdpError, ShardStateError
 
-__all__ = ["Scope", "gather_objects", "is_group_pair", "on_all_ranks", "place_in", "scope_of", "shared"]
+__all__ = [
+    "Scope",
+    "all_equal",
+    "any_of",
+    "broadcast_object",
+    "gather_objects",
+    "gather_to_first",
+    "host_of",
+    "is_group_pair",
+    "new_scope",
+    "on_all_ranks",
+    "place_in",
+    "scatter_objects",
+    "scope_of",
+    "shared",
+    "wait_timeout",
+]
 
 T = TypeVar("T")
-Scope = Sequence["dist.ProcessGroup | None"]
-"""Groups through which all ranks that shard together can talk, innermost first; None is the whole world."""
+
+_TIMEOUT = "MMFSDP_TIMEOUT"
+_HOUR = 3600.0
+_NOBODY = 1 << 62  # more than any place
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The ranks that act together, and a gloo group through which they talk."""
+
+    group: dist.ProcessGroup
+    """The group."""
+    ranks: tuple[int, ...]
+    """Their global ranks, in the order of the mesh."""
+    place: int
+    """This rank's place among them; the first is 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return self.place == 0
+
+
+_scopes: dict[tuple[int, ...], tuple[Any, Scope]] = {}
 
 
 def scope_of(given: Any) -> Scope:
-    """Return the groups through which the ranks of a mesh can talk.
+    """Return the scope of a mesh's ranks, made on first use. Collective: every rank of the mesh.
 
     Args:
-        given: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the whole world.
+        given: A DeviceMesh, a process group, a pair of groups that span a mesh, or None for the whole world.
 
     Raises:
         ShardStateError: ``torch.distributed`` is not initialised.
+        LostRankError: A rank does not take part.
     """
     if not dist.is_initialized():
         raise ShardStateError(
             "torch.distributed is not initialised. Start the program with torchrun and call "
             "torch.distributed.init_process_group() before sharding a model."
         )
-    if isinstance(given, DeviceMesh):
-        return [given.get_group(dim) for dim in reversed(range(given.ndim))]
-    if isinstance(given, dist.ProcessGroup):
-        return [given]
-    return list(given) if is_group_pair(given) else [None]
+    ranks = _ranks_of(given)
+    world, scope = _scopes.get(ranks, (None, None))
+    if scope is None or world is not dist.group.WORLD:  # groups end with the world that they were made in
+        scope = new_scope(ranks)
+        _scopes[ranks] = dist.group.WORLD, scope
+    return scope
+
+
+def new_scope(ranks: Sequence[int]) -> Scope:
+    """Return a scope with a group of its own, for what runs beside other collectives. Collective: all of ``ranks``.
+
+    Args:
+        ranks: Global ranks, in the order of the mesh.
+
+    Raises:
+        LostRankError: A rank does not take part.
+    """
+    with _naming_lost_ranks("ranks met for the first time"):
+        group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=True)
+    return Scope(group, tuple(ranks), ranks.index(dist.get_rank()))
+
+
+def wait_timeout() -> timedelta:
+    """Return how long a rank waits for another one: an hour, or the seconds in the variable ``MMFSDP_TIMEOUT``.
+
+    Raises:
+        ConfigError: The variable is not a positive number.
+    """
+    given = os.environ.get(_TIMEOUT, "")
+    try:
+        seconds = float(given or _HOUR)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"{_TIMEOUT} is {given!r}, not a number of seconds above 0. Unset it to wait for an hour.")
+    return timedelta(seconds=seconds)
+
+
+def host_of() -> str:
+    """Return the name of this rank's host, for messages."""
+    return socket.gethostname()
 
 
 def is_group_pair(given: Any) -> bool:
@@ -51,47 +143,177 @@ def place_in(mesh: DeviceMesh) -> int:
     return place
 
 
-def gather_objects(scope: Scope, item: T) -> list[T]:
-    """Return every rank's ``item``, in the order of the mesh. Collective: every rank of the scope."""
-    gathered: list[Any] = [item]
-    for group in scope:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, gathered, group=group)
-        gathered = [entry for part in parts for entry in part]
-    return gathered
+def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
+    """Run ``step`` on every rank; if it fails on any, raise on all. Collective: every rank of the scope.
 
-
-def on_all_ranks(step: Callable[[], T], scope: Scope, *, share: bool = True) -> list[T]:
-    """Run ``step`` on every rank and return all results; if it fails on any, raise on all. Collective.
+    Costs one reduction of eight bytes, whatever the number of ranks.
 
     Args:
-        step: What to do. Its result must be picklable if it is shared.
+        step: What to do. It must not be collective itself, or others would wait in it for the rank that failed.
         scope: Who takes part.
-        share: Whether to exchange results; otherwise the list holds this rank's alone.
+
+    Returns:
+        What ``step`` returned on this rank.
 
     Raises:
-        MmfsdpError: This rank's own error, or one of the same type that names the rank that failed.
+        MmfsdpError: This rank's own error, or one of the same type that names the rank that failed. Errors of other
+            kinds, and exits and interrupts, are raised as they are where they occurred.
+        LostRankError: A rank does not take part.
     """
-    failure: MmfsdpError | None = None
+    failure: BaseException | None = None
     result: Any = None
     try:
         result = step()
-    except MmfsdpError as error:
+    except BaseException as error:
         failure = error
-    except Exception as error:
-        # Foreign errors stop the others too, and go on as they are here.
-        failure = MmfsdpError(f"{type(error).__name__}: {error}")
-        gather_objects(scope, (failure, None))
+    first = _NOBODY if failure is None else scope.place
+    try:
+        with _naming_lost_ranks("ranks agreed that a step was done"):
+            agreed = torch.tensor(first, dtype=torch.int64)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=scope.group)
+        origin = int(agreed)
+        # A place in the scope is told, so that the error comes from whoever failed first in the order of the mesh.
+        told = broadcast_object(scope, _portable(failure), origin=origin) if origin != _NOBODY else None
+    except LostRankError:
+        if failure is not None:
+            raise failure from None  # why the others could not be reached matters less
         raise
-    outcomes: list[tuple[MmfsdpError | None, Any]] = gather_objects(scope, (failure, result if share else None))
     if failure is not None:
         raise failure
-    for rank, (other, _) in enumerate(outcomes):
-        if other is not None:
-            raise type(other)(f"Rank {rank} failed: {other.message}", **{**other.context, "rank": rank})
-    return [value for _, value in outcomes] if share else [result]
+    if told is not None:
+        raise type(told)(f"Rank {origin} failed: {told.message}", **{**told.context, "rank": origin})
+    return result  # type: ignore[no-any-return]
 
 
 def shared(step: Callable[[], T | None], scope: Scope) -> T:
     """Run ``step``, which does something on the first rank only, and return its result on all. Collective."""
-    return on_all_ranks(step, scope)[0]  # type: ignore[return-value]
+    return broadcast_object(scope, on_all_ranks(step, scope))  # type: ignore[return-value]
+
+
+def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
+    """Return one rank's ``item`` on all. Collective: every rank of the scope.
+
+    Args:
+        scope: Who takes part.
+        item: What to send; what other ranks give is ignored. It must be picklable.
+        origin: The place of the rank that sends.
+    """
+    if scope.size == 1:
+        return item
+    sent: list[Any] = [item if scope.place == origin else None]
+    with _naming_lost_ranks("one rank told the others something"):
+        dist.broadcast_object_list(sent, src=scope.ranks[origin], group=scope.group)
+    return item if scope.place == origin else sent[0]
+
+
+def gather_to_first(scope: Scope, item: T) -> list[T] | None:
+    """Return every rank's ``item`` on the first, in the order of the mesh, and None on others. Collective.
+
+    Other ranks send one message, whatever the number of ranks.
+    """
+    with _naming_lost_ranks("the first rank collected what the others have"):
+        if not scope.is_first:
+            dist.send_object_list([item], dst=scope.ranks[0], group=scope.group)
+            return None
+        return [item, *(_received(scope, rank) for rank in scope.ranks[1:])]
+
+
+def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
+    """Return on each rank the item that the first rank has for it. Collective: every rank of the scope.
+
+    Args:
+        scope: Who takes part.
+        items: On the first rank one for each rank, in the order of the mesh; ignored on others.
+    """
+    with _naming_lost_ranks("the first rank sent the others what they need"):
+        if not scope.is_first:
+            received: T = _received(scope, scope.ranks[0])
+            return received
+        assert items is not None
+        for rank, item in zip(scope.ranks[1:], items[1:], strict=True):
+            dist.send_object_list([item], dst=rank, group=scope.group)
+        return items[0]
+
+
+def gather_objects(scope: Scope, item: T) -> list[T]:
+    """Return every rank's ``item`` on every rank, in the order of the mesh. Collective: every rank of the scope.
+
+    What each rank receives grows with the number of ranks: for small items, and errors.
+    """
+    gathered = gather_to_first(scope, item)
+    return broadcast_object(scope, gathered)  # type: ignore[arg-type] # only the first rank's list counts
+
+
+def all_equal(scope: Scope, text: str) -> bool:
+    """Tell whether ``text`` is the same on every rank. Collective: every rank of the scope.
+
+    Costs one reduction of sixteen bytes, whatever the number of ranks.
+    """
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64)
+    with _naming_lost_ranks("ranks compared what they were given"):
+        dist.all_reduce(bounds, dist.ReduceOp.MIN, group=scope.group)
+    return bool(bounds[0] == -bounds[1])
+
+
+def any_of(scope: Scope, flag: bool) -> bool:
+    """Tell whether ``flag`` is true on any rank. Collective: every rank of the scope."""
+    found = torch.tensor(int(flag), dtype=torch.int64)
+    with _naming_lost_ranks("ranks compared what they have"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=scope.group)
+    return bool(found)
+
+
+def _received(scope: Scope, rank: int) -> Any:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=rank, group=scope.group)
+    return box[0]
+
+
+def _ranks_of(given: Any) -> tuple[int, ...]:
+    if isinstance(given, DeviceMesh):
+        return tuple(int(rank) for rank in given.mesh.flatten())
+    if isinstance(given, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(given))
+    if is_group_pair(given):
+        return _spanned(*given)
+    return tuple(range(dist.get_world_size()))
+
+
+def _spanned(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of the mesh that two groups span: those of every inner group that a rank of the outer one is in."""
+    rows: list[Any] = [None] * dist.get_world_size(outer)
+    with _naming_lost_ranks("ranks told each other which groups they are in"):
+        dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
+    return tuple(sorted(rank for row in rows for rank in row))
+
+
+def _portable(failure: BaseException | None) -> MmfsdpError | None:
+    """What other ranks are told of an error: one of ours that can be sent."""
+    if failure is None:
+        return None
+    if not isinstance(failure, MmfsdpError):
+        kind = type(failure).__name__
+        if isinstance(failure, Exception):
+            return MmfsdpError(f"{kind}: {failure}" if str(failure) else kind)
+        return LostRankError(f"It was ended by {kind}{f' ({failure})' if str(failure) else ''} and left the others.")
+    try:
+        pickle.loads(pickle.dumps(failure))
+    except Exception:
+        return MmfsdpError(f"{type(failure).__name__}: {failure}")
+    return failure
+
+
+@contextmanager
+def _naming_lost_ranks(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, MmfsdpError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LostRankError(
+            f"A rank did not answer while {doing}, on host {host_of()!r}. It died or was killed, raised an error that "
+            "only it has, did not make this call, which every rank must make, or needed longer than "
+            f"{wait_timeout().total_seconds():.0f} s ({_TIMEOUT} sets how long ranks wait). torch says: {reason}"
+        ) from error

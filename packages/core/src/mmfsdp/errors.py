@@ -14,6 +14,7 @@ __all__ = [
     "FrozenParametersError",
     "GradScalerError",
     "IncompleteCheckpointError",
+    "LostRankError",
     "MeshError",
     "MmfsdpError",
     "PlanError",
@@ -99,6 +100,10 @@ class GradScalerError(ShardStateError):
 
 class RankMismatchError(MmfsdpError):
     """Ranks were given different models, configurations or inputs."""
+
+
+class LostRankError(MmfsdpError, RuntimeError):
+    """A rank died, left a collective call that others are in, or did not answer in time."""
 
 
 class StateDictError(MmfsdpError):

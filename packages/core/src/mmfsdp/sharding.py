@@ -119,9 +119,9 @@ def _carry_out(
     wrap_root: WrapRoot | None,
 ) -> nn.Module:
     scope = scope_of(mesh)
-    [plan] = on_all_ranks(lambda: _checked(model, decide()), scope, share=False)
+    plan = on_all_ranks(lambda: _checked(model, decide()), scope)
     _check_ranks_agree(model, plan, scope)
-    [device_mesh] = on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope, share=False)
+    device_mesh = on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope)
     engine = ENGINES[plan.engine]
 
     def ready() -> UnitPreparer:
@@ -134,7 +134,7 @@ def _carry_out(
         return preparer
 
     parts = parts_of_units(model, plan)
-    [prepare] = on_all_ranks(ready, scope, share=False)
+    prepare = on_all_ranks(ready, scope)
     sharded = engine.apply(model, plan, device_mesh, prepare, wrap_root)
     route_calls(ShardedModel(sharded, plan, device_mesh), parts)
     return sharded

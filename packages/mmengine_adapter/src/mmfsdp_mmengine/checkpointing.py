@@ -131,7 +131,7 @@ class CheckpointingStrategy(DDPStrategy):
                 callback(content)
             return content
 
-        [content] = on_all_ranks(read, scope_of(None), share=False)
+        content = on_all_ranks(read, scope_of(None))
         self.load_model_state_dict(content.pop("state_dict"), strict=strict, revise_keys=revise_keys)
         return content
 
@@ -242,7 +242,7 @@ class CheckpointingStrategy(DDPStrategy):
         }
         if callback is not None:
             does_call = self._kind != "full" or self.rank == 0
-            on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None), share=False)
+            on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None))
         write_checkpoint(filename, content, self.model, kind=self._kind)
 
     def pause_randomness(self) -> None:

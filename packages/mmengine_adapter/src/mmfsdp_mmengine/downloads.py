@@ -50,8 +50,8 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
             raise CheckpointError(f"{filename} cannot be downloaded: {error}") from error
 
     goes_first = get_rank() == 0
-    [first] = on_all_ranks(lambda: load() if goes_first else None, scope_of(None), share=False)
-    [later] = on_all_ranks(lambda: None if goes_first else load(), scope_of(None), share=False)
+    first = on_all_ranks(lambda: load() if goes_first else None, scope_of(None))
+    later = on_all_ranks(lambda: None if goes_first else load(), scope_of(None))
     return first if goes_first else later
 
 

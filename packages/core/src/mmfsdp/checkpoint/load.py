@@ -71,7 +71,7 @@ def load_checkpoint(
                 raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
         return _without_prefix(content, [param.fqn for param in state.plan.all_params()])
 
-    [content] = on_all_ranks(read, scope_of(state.mesh), share=False)
+    content = on_all_ranks(read, scope_of(state.mesh))
     weights = content.pop("state_dict")
     # Whether everything fits is known before anything is changed.
     finish = prepare_optim_load(model, optimizer, content.pop("optimizer")) if optimizer is not None else None

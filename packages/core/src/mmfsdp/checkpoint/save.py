@@ -151,7 +151,7 @@ def _write_sharded(
         with as_checkpoint_error(target):
             return dict(content) if blocking else staged(dict(content))
 
-    [kept] = on_all_ranks(own, saver.scope, share=False)
+    kept = on_all_ranks(own, saver.scope)
     save = DirectorySave.begin(target, saver.scope, rank=saver.rank, world_size=state.mesh.size(), overwrite=overwrite)
 
     def step() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective import gather_objects, scope_of
+from mmfsdp.collective import any_of, scope_of
 from mmfsdp.guards import unwatched
 from mmfsdp.runtime import ShardedModel, clean_fqn
 from mmfsdp.state.stored import whole_value
@@ -78,7 +78,7 @@ def _own(value: Any) -> Any:
 
 def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
     """Return torch's state by FQN, sharded, each group in the order of the plain optimizer. Collective: every rank."""
-    fresh = not any(gather_objects(scope_of(state.mesh), bool(optimizer.state)))
+    fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
     with unwatched(), _initialised(optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
         if fresh:

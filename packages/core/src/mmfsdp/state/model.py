@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective import gather_objects, on_all_ranks, place_in, scope_of
+from mmfsdp.collective import broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import whole_tensor
@@ -106,7 +106,7 @@ def load_model_state_dict(
                 local.copy_(local_value(value, into))
 
         # A disk may fail on one rank.
-        on_all_ranks(fill, scope_of(state.mesh), share=False)
+        on_all_ranks(fill, scope_of(state.mesh))
     _load_extra_states(state, state_dict, from_rank0)
     return report
 
@@ -198,7 +198,7 @@ def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: boo
     mine = {name: (_shape(value), _dtype(value)) for name, value in state_dict.items()}
     if not from_rank0:
         return mine
-    return gather_objects(scope_of(state.mesh), mine if is_first_rank(state) else {})[0]
+    return broadcast_object(scope_of(state.mesh), mine)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -213,7 +213,7 @@ def _load_extra_states(state: ShardedModel, state_dict: Mapping[str, Any], from_
     """What modules save beside tensors (``get_extra_state``) goes back to them as it came."""
     extra = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE}
     if from_rank0:
-        extra = gather_objects(scope_of(state.mesh), extra if is_first_rank(state) else {})[0]
+        extra = broadcast_object(scope_of(state.mesh), extra)
     # Of a module and FSDP1's wrapper around it, which have one name, the module comes last.
     modules = {clean_fqn(f"{fqn}.").lstrip("."): module for fqn, module in state.module.named_modules()}
     for name, value in extra.items():

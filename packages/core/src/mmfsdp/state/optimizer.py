@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective import gather_objects, on_all_ranks, scope_of
+from mmfsdp.collective import broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
 from mmfsdp.state import named_optimizer
@@ -105,7 +105,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     state = sharded_model(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
-    on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh), share=False)
+    on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
     groups = _groups_of(state, optimizer)
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
 
@@ -115,7 +115,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
         _check(found, groups, shapes)
         return found
 
-    [fitting] = on_all_ranks(check, scope_of(state.mesh), share=False)
+    fitting = on_all_ranks(check, scope_of(state.mesh))
     if state.is_fsdp1:
         return lambda: load_flat_state(state, optimizer, fitting)
     at = dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
@@ -127,7 +127,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
                 for place, entries in fitting["state"].items()
             }
 
-        [placed] = on_all_ranks(place_all, scope_of(state.mesh), share=False)
+        placed = on_all_ranks(place_all, scope_of(state.mesh))
         optimizer.load_state_dict({**fitting, "state": placed})
 
     return load
@@ -195,7 +195,7 @@ def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
                 else value
                 for name, value in entries.items()
             }
-    skeleton = gather_objects(scope_of(state.mesh), skeleton)[0]
+    skeleton = broadcast_object(scope_of(state.mesh), skeleton)
     device = next(iter(state.module.parameters())).device if state.mesh.device_type != "cpu" else torch.device("cpu")
     received: dict[Any, dict[str, Any]] = {}
     for place, entries in skeleton["state"].items():

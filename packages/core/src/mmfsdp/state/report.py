@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.collective import Scope, on_all_ranks
+from mmfsdp.collective import Scope, all_equal, gather_objects, on_all_ranks
 from mmfsdp.errors import StateDictError
 
 __all__ = ["LoadReport", "agree", "compare"]
@@ -82,12 +82,12 @@ def agree(mine: LoadReport, what: str, scope: Scope, *, strict: bool) -> LoadRep
         StateDictError: With ``strict``, something did not match on some rank; raised on all.
     """
 
-    def check() -> LoadReport:
+    def check() -> None:
         if strict and not mine.clean:
             raise StateDictError(f"The state dict does not fit {what}: {mine}.")
-        return mine
 
-    reports = on_all_ranks(check, scope)
+    on_all_ranks(check, scope)
+    reports = [mine] if all_equal(scope, repr(mine)) else gather_objects(scope, mine)
     return LoadReport(
         missing=_union(report.missing for report in reports),
         unexpected=_union(report.unexpected for report in reports),

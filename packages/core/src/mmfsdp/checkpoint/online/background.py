@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.collective import Scope, on_all_ranks
+from mmfsdp.collective import Scope, new_scope, on_all_ranks
 
 __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
 
@@ -65,23 +65,23 @@ class Saver:
     """The saves of the ranks of one mesh: one at a time.
 
     Args:
-        ranks: Global ranks, in ascending order.
+        ranks: Global ranks, in the order of the mesh.
     """
 
     def __init__(self, ranks: list[int]) -> None:
         # Training uses the mesh's own groups, and its collectives must not meet those of a save.
-        self.group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.scope: Scope = new_scope(ranks)
         self._pending: PendingSave | None = None
 
     @property
-    def scope(self) -> Scope:
-        """The group as a scope."""
-        return [self.group]
+    def group(self) -> dist.ProcessGroup:
+        """The group through which its ranks talk."""
+        return self.scope.group
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
-        return self.group.rank()
+        """This rank's place in the mesh."""
+        return self.scope.place
 
     def settle(self) -> None:
         """Wait for the save under way. Collective: every rank.
@@ -91,7 +91,7 @@ class Saver:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            on_all_ranks(pending.settle, self.scope, share=False)
+            on_all_ranks(pending.settle, self.scope)
 
     def start(self, step: Callable[[], None]) -> PendingSave:
         """Run ``step`` in a thread. No other save may be under way."""
@@ -130,7 +130,7 @@ def _known_saver(mesh: DeviceMesh) -> Saver | None:
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+    return tuple(int(rank) for rank in mesh.mesh.flatten())
 
 
 def staged(content: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.copying.atomic import commit, discard, refuse_existing, t
 from mmfsdp.checkpoint.copying.write_errors import not_written, of_file
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective import Scope, on_all_ranks, shared
+from mmfsdp.collective import Scope, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import FormatError, MmfsdpError
 from mmfsdp.state.boxes import box_of
 from mmfsdp.state.nested import NestedSavePlanner
@@ -79,15 +79,18 @@ class DirectorySave:
             CheckpointError: It could not be written; raised on every rank, and nothing of it is left.
         """
 
-        def complete(parts: list[Files]) -> None:
+        def complete(parts: list[Files] | None) -> None:
+            if parts is None:
+                return
             with as_checkpoint_error(self.target):
                 files = {name: entry for part in parts for name, entry in part.items()}
                 write_manifest(self.temporary, save_id=self.save_id, world_size=self.world_size, files=files)
                 commit(self.temporary, self.target, overwrite=self.overwrite)
 
         try:
-            parts = on_all_ranks(lambda: write(self), scope)
-            on_all_ranks(lambda: complete(parts) if self.rank == 0 else None, scope)
+            own = on_all_ranks(lambda: write(self), scope)
+            parts = gather_to_first(scope, own)
+            on_all_ranks(lambda: complete(parts), scope)
         except BaseException:
             self.abandon()
             raise

@@ -1,0 +1,187 @@
+"""How ranks talk: a step that fails on one rank, ends one or loses one, and what each rank receives."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mmfsdp.collective import (
+    all_equal,
+    any_of,
+    broadcast_object,
+    gather_objects,
+    gather_to_first,
+    new_scope,
+    on_all_ranks,
+    scatter_objects,
+    scope_of,
+    shared,
+    wait_timeout,
+)
+from mmfsdp.errors import CheckpointError, ConfigError, LostRankError, MmfsdpError
+from mmfsdp.testing import RankError, run_ranks
+
+
+def everything(rank: int) -> dict[str, Any]:
+    scope = scope_of(None)
+    return {
+        "gathered": gather_to_first(scope, rank * 10),
+        "scattered": scatter_objects(scope, [f"for {place}" for place in range(3)] if rank == 0 else None),
+        "broadcast": broadcast_object(scope, f"of {rank}", origin=1),
+        "all": gather_objects(scope, rank),
+        "shared": shared(lambda: "found" if rank == 0 else None, scope),
+        "equal": all_equal(scope, "same"),
+        "different": all_equal(scope, f"{rank == 2}"),
+        "any": any_of(scope, rank == 2),
+        "none": any_of(scope, False),
+        "again": scope_of(None) is scope,
+    }
+
+
+def test_messages() -> None:
+    for rank, found in enumerate(run_ranks(everything, 3)):
+        assert found == {
+            "gathered": [0, 10, 20] if rank == 0 else None,
+            "scattered": f"for {rank}",
+            "broadcast": "of 1",
+            "all": [0, 1, 2],
+            "shared": "found",
+            "equal": True,
+            "different": False,
+            "any": True,
+            "none": False,
+            "again": True,
+        }
+
+
+def in_another_order(rank: int) -> tuple[list[int], int, tuple[int, ...]]:
+    scope = scope_of(DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("a", "b")))
+    return gather_objects(scope, rank), broadcast_object(scope, rank), scope.ranks
+
+
+def test_the_order_is_that_of_the_mesh() -> None:
+    assert run_ranks(in_another_order, 4) == [([3, 1, 2, 0], 3, (3, 1, 2, 0))] * 4
+
+
+def within_sub_meshes(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return gather_objects(scope_of(mesh["dp"]), rank)
+
+
+def test_a_sub_mesh_talks_among_itself() -> None:
+    assert run_ranks(within_sub_meshes, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def failing(rank: int, kind: str) -> str:
+    def step() -> str:
+        if rank == 1:
+            raise {
+                "ours": CheckpointError("No room.", file="x.pth"),
+                "foreign": ValueError("foreign"),
+                "exit": SystemExit(3),
+                "interrupt": KeyboardInterrupt(),
+            }[kind]
+        return "fine"
+
+    scope = scope_of(None)
+    try:
+        on_all_ranks(step, scope)
+    except BaseException as error:
+        assert on_all_ranks(lambda: "fine", scope) == "fine"  # nobody is left behind
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "others"),
+    [
+        ("ours", "CheckpointError: No room.", "CheckpointError: Rank 1 failed: No room. [file='x.pth', rank=1]"),
+        ("foreign", "ValueError: foreign", "MmfsdpError: Rank 1 failed: ValueError: foreign"),
+        ("exit", "SystemExit: 3", "LostRankError: Rank 1 failed: It was ended by SystemExit (3) and left the others."),
+        ("interrupt", "KeyboardInterrupt", "LostRankError: Rank 1 failed: It was ended by KeyboardInterrupt"),
+    ],
+)
+def test_what_ends_a_step_on_one_rank_ends_it_on_all(kind: str, own: str, others: str) -> None:
+    first, second, third = run_ranks(failing, 3, kind)
+    assert second.startswith(own)
+    assert first.startswith(others)
+    assert first == third
+
+
+def alone(rank: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMFSDP_TIMEOUT", "2")
+        scope = new_scope([0, 1])
+        if rank == 1:
+            time.sleep(4)
+            return ""
+        with pytest.raises(LostRankError) as caught:
+            on_all_ranks(lambda: None, scope)
+    assert isinstance(caught.value, RuntimeError)
+    return str(caught.value)
+
+
+def test_a_rank_that_calls_alone_is_told_so() -> None:
+    message = run_ranks(alone, 2)[0]
+    assert "did not make this call, which every rank must make" in message
+    assert "longer than 2 s (MMFSDP_TIMEOUT" in message
+
+
+def dying(rank: int) -> str:
+    scope = scope_of(None)
+    if rank == 2:
+        os._exit(1)
+
+    def go_on() -> None:
+        for _ in range(100):
+            on_all_ranks(lambda: time.sleep(0.05), scope)
+
+    with pytest.raises(LostRankError) as caught:
+        go_on()
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_noticed_long_before_the_timeout() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 2 died"):
+        run_ranks(dying, 3)
+    assert time.monotonic() - begin < 60
+
+
+def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMFSDP_TIMEOUT", raising=False)
+    assert wait_timeout().total_seconds() == 3600
+    monkeypatch.setenv("MMFSDP_TIMEOUT", "90")
+    assert wait_timeout().total_seconds() == 90
+    for wrong in ("soon", "0", "-3", "nan"):
+        monkeypatch.setenv("MMFSDP_TIMEOUT", wrong)
+        with pytest.raises(ConfigError, match="MMFSDP_TIMEOUT is"):
+            wait_timeout()
+
+
+class UnsendableError(MmfsdpError):
+    def __init__(self, message: str, **context: object) -> None:
+        super().__init__(message, lock=threading.Lock(), **context)
+
+
+def raising_unsendable(rank: int) -> str:
+    def step() -> None:
+        if rank == 0:
+            raise UnsendableError("It holds a lock.")
+
+    with pytest.raises(MmfsdpError) as caught:
+        on_all_ranks(step, scope_of(None))
+    return caught.value.message
+
+
+def test_an_error_that_cannot_be_sent_is_told_all_the_same() -> None:
+    first, second = run_ranks(raising_unsendable, 2)
+    assert first == "It holds a lock."
+    assert "It holds a lock." in second
+    assert "Rank 0 failed" in second
