@@ -83,7 +83,7 @@ def failing(rank: int, folder: str) -> list[tuple[type, str]]:
         )
 
     save("there").result()
-    found = [told(save, "there"), told(save, "absent/there")]
+    found = [told(save, "there"), told(save, "file/there")]
     # What cannot even be copied fails at once, on both ranks.
     found.append(told(save, "x", threading.Lock() if rank == 1 else None))
     # Told by result(), and then no more.
@@ -92,7 +92,7 @@ def failing(rank: int, folder: str) -> list[tuple[type, str]]:
     assert pending.done()
     # Told by the next save, of whatever kind, if nobody asked.
     save("there", Odd(rank == 0), overwrite=True)
-    found.append(told(mmfsdp.save_checkpoint, f"{folder}/full.pth", model))
+    found.append(told(mmfsdp.save_checkpoint, f"{folder}/full", model, kind="full"))
     # By one of the two alone: the other hears of it at the next save.
     pending = save("there", Odd(rank == 0), overwrite=True)
     if rank == 1:
@@ -104,12 +104,13 @@ def failing(rank: int, folder: str) -> list[tuple[type, str]]:
 
 
 def test_failures_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
     for rank, found in enumerate(run_ranks(failing, 2, str(tmp_path))):
         kinds, texts = zip(*found, strict=True)
         assert all(issubclass(kind, errors.CheckpointError) for kind in kinds), kinds
         assert "exists already" in texts[0]
-        assert "does not exist. Create it first." in texts[1]
+        assert "is a file, and not a directory" in texts[1]
         assert "cannot pickle" in texts[2]
         assert all("the disk is full" in text for text in texts[3:]), texts[3:]
         assert texts[3] == texts[4], rank
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]

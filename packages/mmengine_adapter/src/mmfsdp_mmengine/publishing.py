@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.online.saving import save_archive
+from mmfsdp.checkpoint.online.rank_files import write_archive
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.checkpoint import read_content
 
@@ -42,7 +42,7 @@ def publish(path: Path, keys: Sequence[str]) -> Path:
         if not content:
             raise ConfigError(f"{path.name} has none of the published_keys {list(keys)}.", config="published_keys")
         written = Path(folder) / "published.pth"
-        save_archive(content, written)
+        write_archive(content, written)
         with written.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         final = target.with_name(f"{target.stem}-{digest[:8]}.pth")

@@ -40,6 +40,7 @@ def open_layout(
     trust: bool = False,
     reference: str | os.PathLike[str] | Layout | None = None,
     format: str | None = None,
+    look_up: bool = True,
 ) -> Layout:
     """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
 
@@ -54,6 +55,8 @@ def open_layout(
         reference: A whole checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not say
             the shapes of all parameters: those saved without an optimizer, of plain SGD or with frozen parameters.
         format: What it is, by the names of `known_formats`, where a directory holds several or the content misleads.
+        look_up: Read what every rank's file says of itself. Otherwise files of ranks are left alone, as far as the
+            first one says what they hold, until a chunk of theirs is asked for.
 
     Raises:
         ConfigError: ``format`` is unknown, or is that of a file where there is a directory, or the other way.
@@ -66,7 +69,7 @@ def open_layout(
     path = Path(path)
     try:
         with without_collection():
-            layout = _open(path, trust, reference, format)
+            layout = _open(path, trust, reference, format, look_up)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return layout
     except CheckpointError as error:
@@ -77,12 +80,18 @@ def open_layout(
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}.", file=str(path)) from error
 
 
-def _open(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None, format: str | None) -> Layout:
+def _open(
+    path: Path,
+    trust: bool,
+    reference: str | os.PathLike[str] | Layout | None,
+    format: str | None,
+    look_up: bool,
+) -> Layout:
     refuse_special(path)
     if format is not None and path.exists():
         return _open_as(format, path, trust, reference)
     if path.is_dir():
-        return _open_directory(path, trust, reference)
+        return _open_directory(path, trust, reference, look_up)
     if not path.exists():
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{_nearest(path)}", file=str(path))
     with path.open("rb") as file:
@@ -147,11 +156,13 @@ def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> L
     return reference if reference is None or isinstance(reference, Layout) else open_layout(reference, trust=trust)
 
 
-def _open_directory(path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None) -> Layout:
+def _open_directory(
+    path: Path, trust: bool, reference: str | os.PathLike[str] | Layout | None, look_up: bool
+) -> Layout:
     files = RankFiles(path, trust=trust)
     if files.paths:
         if files.of_mmfsdp:
-            return read_rank_local(files)
+            return read_rank_local(files, look_up=look_up)
         return read_mmengine_local(files, reference=_opened(reference, trust))
     if is_dcp(path):
         return read_dcp(path, trust=trust)

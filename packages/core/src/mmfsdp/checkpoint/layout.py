@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from mmfsdp.boxes import Bounds, boxes_meeting, meet
 from mmfsdp.dtypes import itemsize
 
-__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "Unlocated", "row_major_strides"]
+__all__ = [
+    "Boxes",
+    "Chunk",
+    "EvenBoxes",
+    "Layout",
+    "ListedBoxes",
+    "Record",
+    "TensorEntry",
+    "TensorRef",
+    "Unlocated",
+    "row_major_strides",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,11 @@ class Chunk:
         return record.crc32
 
     @property
+    def bounds(self) -> Bounds:
+        """The box."""
+        return self.box_offsets, self.box_sizes
+
+    @property
     def numel(self) -> int:
         """Number of elements in the box."""
         return math.prod(self.box_sizes)
@@ -68,14 +87,98 @@ class Chunk:
         return item * (1 + sum((size - 1) * step for size, step in zip(self.box_sizes, self.strides, strict=True)))
 
 
+class Boxes(Protocol):
+    """The boxes that a tensor is stored in, and for each where to look for it."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
+        """Return those that share an element with ``box``, or all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ListedBoxes:
+    """Boxes that are listed one by one."""
+
+    listed: Mapping[Bounds, Any]
+    """Each box, not empty, and where to look for it."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.listed)
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
+        """Return those that share an element with ``box``, or all of them."""
+        if box is None:
+            return self.listed
+        if not box[0]:
+            return self.listed
+        # Only rows decide which ones to look at: ranks mostly hold rows.
+        first, tallest = self._rows
+        begin = bisect_right(first, box[0][0] - tallest)
+        end = bisect_left(first, box[0][0] + box[1][0])
+        return {held: self.listed[held] for held in self._sorted[begin:end] if meet(held, box)}
+
+    @cached_property
+    def _sorted(self) -> list[Bounds]:
+        return sorted(self.listed)
+
+    @cached_property
+    def _rows(self) -> tuple[list[int], int]:
+        return [offsets[0] for offsets, _ in self._sorted], max((sizes[0] for _, sizes in self._sorted), default=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"listed": dict(self.listed)}
+
+
+@dataclass(frozen=True)
+class EvenBoxes:
+    """Boxes by the rule of `mmfsdp.boxes.sharded_box`: where to look for one is the place of the rank that wrote it."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    mesh: tuple[int, ...]
+    """Ranks per mesh dimension."""
+    placements: tuple[int | None, ...]
+    """The tensor dimension that each mesh dimension shards, or None where it replicates."""
+    replica: int
+    """Which of the ranks that hold the same box wrote it, counted over the mesh dimensions that replicate."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.meeting(None))
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:
+        """Return those that share an element with ``box``, or all of them."""
+        whole = (0,) * len(self.shape), self.shape
+        found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
+        return {held: self._writer(coordinates) for coordinates, held in found}
+
+    def _writer(self, coordinates: tuple[int | None, ...]) -> int:
+        replica, place, full = self.replica, 0, []
+        for size, coordinate in zip(reversed(self.mesh), reversed(coordinates), strict=True):
+            if coordinate is None:
+                replica, coordinate = divmod(replica, size)
+            full.append(coordinate)
+        for size, coordinate in zip(self.mesh, reversed(full), strict=True):
+            place = place * size + coordinate
+        return place
+
+
 @dataclass(frozen=True, slots=True)
 class Unlocated:
     """Chunks whose places in their files have not been looked up: where that means to read from each, as in DCP."""
 
-    count: int
-    """How many there are."""
-    locate: Callable[[], tuple[Chunk, ...]]
-    """Looks them up, or returns them if that was done."""
+    boxes: Boxes
+    """Which there are."""
+    locate: Callable[[Mapping[Bounds, Any]], tuple[Chunk, ...]]
+    """Looks some of them up, or returns them if that was done. It can be pickled, and then called by another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +201,23 @@ class TensorEntry:
         Raises:
             CheckpointError: They had not been looked up yet, and are not where they should be.
         """
-        return self.stored.locate() if isinstance(self.stored, Unlocated) else self.stored
+        if isinstance(self.stored, Unlocated):
+            return self.stored.locate(self.stored.boxes.meeting(None))
+        return self.stored
+
+    def within(self, box: Bounds) -> TensorEntry:
+        """Return the tensor with those of its boxes alone that share an element with ``box``. No file is read."""
+        stored: tuple[Chunk, ...] | Unlocated
+        if isinstance(self.stored, Unlocated):
+            stored = Unlocated(ListedBoxes(self.stored.boxes.meeting(box)), self.stored.locate)
+        else:
+            stored = tuple(chunk for chunk in self.stored if chunk.numel and meet(chunk.bounds, box))
+        return replace(self, stored=stored)
 
     @property
     def num_chunks(self) -> int:
         """How many stored boxes make it up."""
-        return self.stored.count if isinstance(self.stored, Unlocated) else len(self.stored)
+        return self.stored.boxes.count if isinstance(self.stored, Unlocated) else len(self.stored)
 
     @property
     def numel(self) -> int:

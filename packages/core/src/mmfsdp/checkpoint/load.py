@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.choosing.parts import MODEL_KEYS
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.online.loading import restricted_load, stored_content
-from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective import on_all_ranks, scope_of
-from mmfsdp.errors import CorruptCheckpointError, FormatError
+from mmfsdp.checkpoint.online.paths import same_path
+from mmfsdp.checkpoint.online.source import Source
+from mmfsdp.checkpoint.tree import leaves, map_leaves
+from mmfsdp.collective import Scope, on_all_ranks, scatter_objects, scope_of, shared
+from mmfsdp.errors import FormatError
 from mmfsdp.runtime import sharded_model
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
-from mmfsdp.state.stored import stored_tensors, whole_value
+from mmfsdp.state.stored import StoredTensor, locate, stored_tensors, whole_box, whole_value
 
-__all__ = ["load_checkpoint", "read_checkpoint", "reference_of"]
+__all__ = ["load_checkpoint", "open_shared", "read_checkpoint", "read_whole", "reference_of"]
 
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 _PREFIX = "module."
@@ -38,52 +40,69 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
+    verify: bool = True,
     safe_globals: Iterable[Any] = (),
     reference: str | Path | Layout | None = None,
 ) -> tuple[dict[str, Any], LoadReport]:
     """Load a checkpoint of any kind and world size into a sharded model. Collective: every rank.
 
+    One rank reads what describes the checkpoint; each rank is told where its own part lies, and reads that alone. So
+    what a rank does depends on the size of its part, and not on the number of ranks.
+
     Args:
         path: What `mmfsdp.checkpoint.open_layout` reads: what `save_checkpoint` wrote, a ``.pth`` of plain PyTorch
             (with a ``state_dict`` or ``model``, or bare), a directory of torch's distributed checkpoint, safetensors or
             ``.bin`` files with or without their index, or stock MMEngine's ``local``. A ``module.`` in front of all
-            names is taken off.
+            names is taken off. The same on every rank.
         model: A sharded model.
         optimizer: Built from its parameters; loaded if given.
         strict: Raise if keys or shapes do not match.
+        verify: Compare what is read with its checksums, where the checkpoint has some. ``False`` saves a little time.
         safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
         reference: See `mmfsdp.checkpoint.open_layout`; by default `reference_of` the model.
 
     Returns:
-        The rest of the content, and what of the model did not match.
+        The rest of the content, its tensors read whole into CPU memory, and what of the model did not match.
 
     Raises:
-        CheckpointError: It cannot be read; raised on every rank.
+        CheckpointError: It cannot be read, is damaged, or was replaced meanwhile; raised on every rank.
+        RankMismatchError: Ranks gave different paths.
         StateDictError: It does not fit; raised on every rank, and nothing is changed.
     """
     state = sharded_model(model)
+    scope = scope_of(state.mesh)
+    own = [param.fqn for param in state.plan.all_params()]
 
-    def read() -> dict[str, Any]:
-        content = read_checkpoint(path, safe_globals=safe_globals, reference=reference or reference_of(model))
+    def checked(content: dict[str, Any]) -> dict[str, Any]:
         for key, what in (("state_dict", "weights"), ("optimizer", "optimizer state")):
             if key not in content and (key == "state_dict" or optimizer is not None):
                 found = ", ".join(repr(name) for name in sorted(map(str, content))[:8]) or "nothing"
                 raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
-        return _without_prefix(content, [param.fqn for param in state.plan.all_params()])
+        return _without_prefix(content, own)
 
-    content = on_all_ranks(read, scope_of(state.mesh))
+    source, content = open_shared(
+        path,
+        scope,
+        verify=verify,
+        safe_globals=safe_globals,
+        reference=lambda: reference or reference_of(model),
+        change=checked,
+    )
     weights = content.pop("state_dict")
     # Whether everything fits is known before anything is changed.
     finish = prepare_optim_load(model, optimizer, content.pop("optimizer")) if optimizer is not None else None
     report = load_model_state_dict(model, weights, strict=strict)
     if finish is not None:
         finish()
-    return content, report
+    rest = read_whole(content, scope)
+    on_all_ranks(source.check_unchanged, scope)
+    return rest, report
 
 
 def read_checkpoint(
     path: str | Path,
     *,
+    verify: bool = True,
     safe_globals: Iterable[Any] = (),
     reference: str | Path | Layout | None = None,
 ) -> dict[str, Any]:
@@ -91,52 +110,118 @@ def read_checkpoint(
 
     Args:
         path: See `load_checkpoint`.
+        verify: See `load_checkpoint`.
         safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
         reference: See `mmfsdp.checkpoint.open_layout`.
 
     Returns:
         The nested content, the weights under ``'state_dict'`` and the optimizer's state under ``'optimizer'``,
-        whatever of the usual names they have in the checkpoint. Tensors of one ``.pth`` file are memory-mapped; others
-        are `mmfsdp.state.stored.StoredTensor`, which the loading functions take as they are.
+        whatever of the usual names they have in the checkpoint. Tensors of one ``.pth`` file are memory-mapped, and
+        not compared with their checksums (see `check_shared`); others are `mmfsdp.state.stored.StoredTensor`, which
+        the loading functions take as they are.
 
     Raises:
         CheckpointNotFoundError: There is nothing at ``path``.
         IncompleteCheckpointError: A rank's file, or a part of a tensor, is missing.
         CorruptCheckpointError: A file is damaged, or not the one that the manifest lists.
         UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
-        FormatError: It is no checkpoint that is known.
+        FormatError: It is not a checkpoint of a known format.
     """
-    # Whatever a pickle names is judged below, by torch's own restricted loader and the caller's list.
-    layout = open_layout(path, trust=True, reference=reference)
+    source = Source(_absolute(path), _opener(path, lambda: reference), verify=verify)
+    if source.layout.format == "torch_zip":
+        return _named(restricted_load(source.path, str(source.path), safe_globals), source.layout)
+    return _content(source, safe_globals)
+
+
+def check_shared(path: str | Path, scope: Scope) -> None:
+    """Compare all of a checkpoint's data with its checksums, each rank a part of it. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that check.
+
+    Raises:
+        CheckpointError: It is damaged, or cannot be read; raised on every rank.
+    """
+    target = same_path(path, scope)
+    source = shared(lambda: Source(target, _opener(path, lambda: None)) if scope.is_first else None, scope)
+    own = scatter_objects(scope, source.parts(scope.size) if scope.is_first else None)
+    on_all_ranks(lambda: source.check(own), scope)
+
+
+def open_shared(
+    path: str | Path,
+    scope: Scope,
+    *,
+    verify: bool = True,
+    safe_globals: Iterable[Any] = (),
+    reference: Callable[[], str | Path | Layout | None] = lambda: None,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
+) -> tuple[Source, dict[str, Any]]:
+    """Return what `read_checkpoint` returns, read by the first rank alone, on every rank. Collective.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that load.
+        verify: See `load_checkpoint`.
+        safe_globals: See `load_checkpoint`.
+        reference: Returns what `read_checkpoint` takes; called where the checkpoint is opened.
+        change: Called on the first rank with the content; returns what all get.
+
+    Returns:
+        Where the tensors are read from, and the content.
+
+    Raises:
+        RankMismatchError: Ranks gave different paths.
+        CheckpointError: See `read_checkpoint`; raised on every rank.
+    """
+    target = same_path(path, scope)
+
+    def first() -> tuple[Source, dict[str, Any]]:
+        source = Source(target, _opener(path, reference), verify=verify)
+        content = change(_content(source, safe_globals))
+        source.share()
+        return source, content
+
+    source, content = shared(lambda: first() if scope.is_first else None, scope)
+    source.attach(_opener(path, reference))
+    on_all_ranks(source.check_unchanged, scope)
+    return source, content
+
+
+def read_whole(content: Any, scope: Scope) -> Any:
+    """Return content with its tensors read whole into CPU memory on every rank. Collective."""
+    stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, StoredTensor)]
+    locate([(value, whole_box(value)) for value in stored], scope)
+    return on_all_ranks(lambda: _read_now(content), scope)
+
+
+def _opener(path: str | Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:
+    # Whatever a pickle names is judged by torch's own restricted loader and the caller's list.
+    return lambda: open_layout(_absolute(path), trust=True, reference=reference(), look_up=False)
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.abspath(path))
+
+
+def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
+    layout = source.layout
     if layout.format.startswith("safetensors"):
-        return {"state_dict": dict(stored_tensors(layout))}
-    if layout.format in ("torch_zip", "rank_local"):
-        file = layout.path / "rank0.pth" if layout.format == "rank_local" else layout.path
-        content = restricted_load(file, str(file), safe_globals)
-        if layout.format == "rank_local":
-            content = _with_shared(content, layout)
-    else:
-        if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
-            _check_sizes(layout.path)
-        content = stored_content(layout, safe_globals)
+        return {"state_dict": dict(stored_tensors(source))}
+    if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
+        # DCP's own metadata does not tell files of two saves apart; sizes often do, and cost nothing.
+        check_manifest(layout.path, checksums=False)
+    return _named(stored_content(source, safe_globals), layout)
+
+
+def _named(content: Any, layout: Layout) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(
             f"{layout.path.name} holds a {type(content).__name__}, not a state dict.", file=str(layout.path)
         )
     content = _with_usual_keys(dict(content), layout)
     return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
-
-
-def _check_sizes(directory: Path) -> None:
-    """DCP's own metadata does not tell files of two saves apart; sizes often do, and cost nothing."""
-    for name, entry in read_manifest(directory).files.items():
-        path = directory / name
-        if not path.is_file() or path.stat().st_size != entry.size:
-            found = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing"
-            raise CorruptCheckpointError(
-                f"{name} {found} (expected {entry.size} by {MANIFEST_NAME}): it is damaged, or of another save.",
-                file=str(path),
-            )
 
 
 def _with_usual_keys(content: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -187,15 +272,3 @@ def reference_of(model: nn.Module) -> Layout:
         for name in (param.fqn, *param.aliases):
             tensors[name] = TensorEntry(name, param.dtype, param.shape, (whole,))
     return Layout(Path("the model"), "model", 1, tensors, {name: TensorRef(name) for name in tensors})
-
-
-def _with_shared(content: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What rank 0 holds a piece of becomes the whole."""
-    boxes = content.pop("mmfsdp")["tensors"]
-    stored = stored_tensors(layout)
-
-    def replace(path: str, leaf: Any) -> Any:
-        return stored[path] if path in boxes and isinstance(leaf, torch.Tensor) else leaf
-
-    mapped: dict[str, Any] = map_leaves(content, replace)
-    return mapped

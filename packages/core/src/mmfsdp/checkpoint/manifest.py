@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.copying.crc import crc32_of_stretch
+from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = [
+    "BLOCK",
     "MANIFEST_NAME",
+    "BlockSums",
     "FileEntry",
     "Manifest",
     "check_manifest",
@@ -27,6 +30,9 @@ __all__ = [
 
 MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
+
+BLOCK = 1 << 20
+"""Bytes that a checksum of a part of a file is of."""
 
 _FORMAT = "mmfsdp.manifest"
 _LIMIT = 200_000_000  # bytes
@@ -40,11 +46,44 @@ class FileEntry:
     """Length in bytes."""
     crc32: int | None
     """CRC-32 of the whole file; ``None`` if none was taken."""
+    blocks: tuple[int, ...] | None = None
+    """CRC-32 of each `BLOCK` bytes of the file, the last one shorter, so that a part of it can be checked."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
         """Return the entry of a file, reading all of it."""
-        return cls(path.stat().st_size, checksum_file(path))
+        sums = BlockSums()
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(BLOCK):
+                sums.add(data)
+        return sums.entry()
+
+
+class BlockSums:
+    """Takes the checksums of a file while its bytes are written in order."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._last, self._held = 0, 0
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Take the bytes that come next."""
+        view = memoryview(data).cast("B")
+        while view:
+            part = view[: BLOCK - self._held]
+            self._last, self._held = crc32(part, self._last), self._held + len(part)
+            if self._held == BLOCK:
+                self._blocks.append(self._last)
+                self._last, self._held = 0, 0
+            view = view[len(part) :]
+
+    def entry(self) -> FileEntry:
+        """Return what was found of all bytes so far."""
+        blocks = [*self._blocks, *([self._last] if self._held else [])]
+        whole = 0
+        for place, value in enumerate(blocks):
+            whole = crc32_combine(whole, value, BLOCK if place < len(self._blocks) else self._held)
+        return FileEntry(len(self._blocks) * BLOCK + self._held, whole, tuple(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +118,7 @@ def write_manifest(
         "version": 1,
         "save_id": save_id,
         "world_size": world_size,
+        "block_size": BLOCK,
         "files": {name: _described(entry) for name, entry in sorted(files.items())},
     }
     (directory / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -136,7 +176,9 @@ def check_manifest(directory: Path, *, checksums: bool = True) -> Manifest:
         size = path.stat().st_size
         if size != expected.size:
             raise CorruptCheckpointError(
-                f"{name} has {size} bytes (expected {expected.size} by {MANIFEST_NAME}).", file=str(path)
+                f"{name} has {size} bytes (expected {expected.size} by {MANIFEST_NAME}): it is damaged, or of another "
+                "save.",
+                file=str(path),
             )
         if checksums and expected.crc32 is not None:
             found = checksum_file(path)
@@ -161,7 +203,13 @@ def damaged_file(path: Path, found: int | None, expected: int) -> str:
 
 
 def _described(entry: FileEntry) -> dict[str, Any]:
-    return {"size": entry.size, "crc32": None if entry.crc32 is None else f"{entry.crc32:08x}"}
+    described: dict[str, Any] = {
+        "size": entry.size,
+        "crc32": None if entry.crc32 is None else f"{entry.crc32:08x}",
+    }
+    if entry.blocks is not None:
+        described["crc32_blocks"] = struct.pack(f">{len(entry.blocks)}I", *entry.blocks).hex()
+    return described
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
@@ -170,10 +218,20 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         size, crc = entry["size"], entry.get("crc32")
         if type(size) is not int or size < 0 or not _is_crc(crc) or Path(name).name != name:
             raise ValueError(f"the entry of {name!r} is malformed")
-        files[name] = FileEntry(size, None if crc is None else int(crc, 16))
+        blocks = _blocks(entry.get("crc32_blocks"), size) if content.get("block_size") == BLOCK else None
+        files[name] = FileEntry(size, None if crc is None else int(crc, 16), blocks)
     if not isinstance(content["save_id"], str) or type(content["world_size"]) is not int:
         raise ValueError("'save_id' or 'world_size' is malformed")
     return Manifest(content["save_id"], content["world_size"], files)
+
+
+def _blocks(given: Any, size: int) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    count = -(-size // BLOCK)
+    if not isinstance(given, str) or len(given) != 8 * count:
+        raise ValueError("'crc32_blocks' is malformed")
+    return struct.unpack(f">{count}I", bytes.fromhex(given))
 
 
 def _is_crc(value: Any) -> bool:

@@ -12,15 +12,12 @@ from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.copying.atomic import atomic_output
 from mmfsdp.checkpoint.online.background import PendingSave, saver_of, settle_saves, staged
-from mmfsdp.checkpoint.online.saving import (
-    DirectorySave,
-    as_checkpoint_error,
-    save_archive,
-    write_distributed,
-    write_rank_file,
-)
+from mmfsdp.checkpoint.online.distributed_files import write_distributed
+from mmfsdp.checkpoint.online.paths import same_path
+from mmfsdp.checkpoint.online.rank_files import write_rank_file, write_whole
+from mmfsdp.checkpoint.online.saving import DirectorySave, as_checkpoint_error, make_parent
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective import on_all_ranks, place_in, scope_of
+from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
 from mmfsdp.state.model import model_state_dict
@@ -29,6 +26,7 @@ from mmfsdp.state.optimizer import optim_state_dict
 __all__ = ["save_checkpoint", "write_checkpoint"]
 
 Kind = Literal["full", "local", "sharded"]
+_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
 def save_checkpoint(
@@ -36,7 +34,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    kind: Kind = "full",
+    kind: Kind = "sharded",
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     blocking: bool = True,
@@ -44,11 +42,13 @@ def save_checkpoint(
     """Save a sharded model, and its optimizer. Collective: every rank.
 
     Args:
-        path: ``full``: one ``.pth`` file that plain PyTorch loads. ``local`` and ``sharded``: a directory.
+        path: ``sharded`` and ``local``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The same on
+            every rank. Directories above it are created.
         model: A sharded model.
         optimizer: Built from its parameters.
-        kind: ``full`` gathers on the first rank. ``local`` writes on every rank a file of what it holds. ``sharded``
-            does so in the format of torch's distributed checkpoint (DCP), with optimizer state by parameter name.
+        kind: ``sharded`` writes on every rank what it holds, in the format of torch's distributed checkpoint (DCP),
+            with optimizer state by parameter name. ``local`` writes one file per rank. ``full`` gathers everything on
+            the first rank, which then needs memory for the whole model and writes it alone.
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
         overwrite: Replace what is there, once the new one is complete.
         blocking: ``False``, for ``sharded``: return once everything is copied to CPU memory, and write in the
@@ -61,9 +61,15 @@ def save_checkpoint(
     Raises:
         CheckpointError: It could not be written, or the save before it in the background; raised on every rank, and
             what was at ``path`` is untouched.
-        ConfigError: ``kind`` is none of these, or cannot be saved in the background.
+        RankMismatchError: Ranks gave different paths.
+        ConfigError: ``kind`` is none of these, does not go with the path, or cannot be saved in the background.
     """
     _check_kind(kind, blocking)
+    if kind != "full" and Path(path).suffix in _FILES:
+        raise ConfigError(
+            f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
+            f"{Path(path).suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
+        )
     extra = dict(extra or {})
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
@@ -105,7 +111,8 @@ def write_checkpoint(
             what was at ``path`` is untouched.
     """
     _check_kind(kind, blocking)
-    state, target = sharded_model(model), Path(path)
+    state = sharded_model(model)
+    target = same_path(path, scope_of(state.mesh))
     settle_saves(state.mesh)
     if kind == "sharded":
         return _write_sharded(target, content, state, overwrite, blocking)
@@ -131,15 +138,15 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
 
     with as_checkpoint_error(target):
         map_leaves(dict(content), check)
+        make_parent(target)
     with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
-        save_archive(content, temporary)
+        write_whole(content, temporary)
 
 
 def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool) -> None:
     scope = scope_of(state.mesh)
-    place, world_size = place_in(state.mesh), state.mesh.size()
-    save = DirectorySave.begin(target, scope, rank=place, world_size=world_size, overwrite=overwrite)
-    save.finish(lambda save: write_rank_file(save, content), scope)
+    save = DirectorySave.begin(target, scope, overwrite=overwrite)
+    save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
 
 
 def _write_sharded(
@@ -152,7 +159,7 @@ def _write_sharded(
             return dict(content) if blocking else staged(dict(content))
 
     kept = on_all_ranks(own, saver.scope)
-    save = DirectorySave.begin(target, saver.scope, rank=saver.rank, world_size=state.mesh.size(), overwrite=overwrite)
+    save = DirectorySave.begin(target, saver.scope, overwrite=overwrite)
 
     def step() -> None:
         save.finish(lambda save: write_distributed(save, kept, saver.group), saver.scope)
@@ -164,5 +171,5 @@ def _write_sharded(
 
 
 def _on_first(state: ShardedModel, step: Callable[[], None]) -> None:
-    first = place_in(state.mesh) == 0
-    on_all_ranks(lambda: step() if first else None, scope_of(state.mesh))
+    scope = scope_of(state.mesh)
+    on_all_ranks(lambda: step() if scope.is_first else None, scope)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from mmfsdp.boxes import Bounds, sharded_box
 from mmfsdp.errors import StateDictError
 
-__all__ = ["Box", "box_of", "local_part", "whole_tensor"]
+__all__ = ["Box", "box_of", "local_part", "placements_of", "whole_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class Box:
     sizes: tuple[int, ...]
 
     @property
+    def bounds(self) -> Bounds:
+        """The box as plain offsets and sizes."""
+        return self.offsets, self.sizes
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
@@ -28,28 +34,30 @@ class Box:
 def box_of(tensor: torch.Tensor) -> Box:
     """Return the box of the whole that this rank holds; of a plain tensor, all of it. Not collective.
 
-    A dimension of ``d`` elements over ``n`` ranks gives rank ``r`` the elements from ``r * ceil(d / n)`` on, at most
-    ``ceil(d / n)`` of them.
+    The rule is that of `mmfsdp.boxes.sharded_box`.
 
     Raises:
         StateDictError: A placement other than ``Shard`` and ``Replicate``.
     """
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Box(tuple(offsets), tuple(sizes))
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard or coordinates is None:
+    if coordinates is None:
+        raise StateDictError("This rank is not in the mesh of a tensor.")
+    return Box(*sharded_box(tensor.shape, mesh.mesh.shape, placements_of(tensor), coordinates))
+
+
+def placements_of(tensor: DTensor) -> list[int | None]:
+    """Return the tensor dimension that each mesh dimension shards, or None where it replicates. Not collective.
+
+    Raises:
+        StateDictError: A placement other than ``Shard`` and ``Replicate``.
+    """
+    for placement in tensor.placements:
+        if not isinstance(placement, Replicate) and type(placement) is not Shard:
             raise StateDictError(f"Tensors placed as {placement} have no box on a rank.")
-        dim, parts, place = placement.dim, mesh.size(mesh_dim), coordinates[mesh_dim]
-        chunk = -(-sizes[dim] // parts)
-        start = min(chunk * place, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(chunk, sizes[dim] - start)
-    return Box(tuple(offsets), tuple(sizes))
+    return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from mmfsdp.runtime import ShardedModel, clean_fqn
 from mmfsdp.state.boxes import Box
 from mmfsdp.state.stored import StoredTensor
 
-__all__ = ["FlatPiece", "fill_piece", "flat_pieces"]
+__all__ = ["FlatPiece", "fill_piece", "flat_pieces", "piece_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,16 @@ def flat_pieces(state: ShardedModel) -> dict[str, FlatPiece]:
     return pieces
 
 
+def piece_box(piece: FlatPiece) -> Box:
+    """Return the rows of the parameter in which this rank's elements lie; no rows if it has none. Not collective."""
+    count, start = piece.target.numel(), piece.start
+    if not piece.shape:
+        return Box((), ())
+    row = piece.shape[1:].numel()
+    first, last = (start // row, (start + count - 1) // row) if count else (0, -1)
+    return Box((first, *[0] * (len(piece.shape) - 1)), (last - first + 1, *piece.shape[1:]))
+
+
 @torch.no_grad()
 def fill_piece(piece: FlatPiece, value: Any) -> None:
     """Copy this rank's elements of a whole value. Not collective.
@@ -69,12 +79,9 @@ def fill_piece(piece: FlatPiece, value: Any) -> None:
         return
     start = piece.start
     if isinstance(value, StoredTensor) and piece.shape:
-        row = piece.shape[1:].numel()
-        first, last = start // row, (start + count - 1) // row
-        elements = value.read(
-            Box((first, *[0] * (len(piece.shape) - 1)), (last - first + 1, *piece.shape[1:]))
-        ).flatten()
-        start -= first * row
+        box = piece_box(piece)
+        elements = value.read(box).flatten()
+        start -= box.offsets[0] * piece.shape[1:].numel()
     else:
         elements = (value.read() if isinstance(value, StoredTensor) else value).reshape(-1)
     piece.target.copy_(elements[start : start + count])

@@ -11,13 +11,13 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective import broadcast_object, on_all_ranks, place_in, scope_of
+from mmfsdp.collective import any_of, broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
-from mmfsdp.state.boxes import whole_tensor
-from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces
+from mmfsdp.state.boxes import Box, box_of, whole_tensor
+from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces, piece_box
 from mmfsdp.state.report import LoadReport, agree, compare
-from mmfsdp.state.stored import StoredTensor, local_value, whole_value
+from mmfsdp.state.stored import StoredTensor, local_value, locate, whole_value
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -84,29 +84,17 @@ def load_model_state_dict(
     found = compare(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
-    if state.is_fsdp1 and not pieces:
-        source = {
-            name: whole_value(fetch(name, state_dict, offered, target[name], state, from_rank0)) for name in names
-        }
-        if not state.plan.use_orig_params:  # a flat parameter is loaded as a whole
-            source = {name: source[name] if name in source else whole(into) for name, into in target.items()}
-        _load_fsdp1(state, source)
+    scope = scope_of(state.mesh)
+    if from_rank0:
+        _fill_from_first(names, state_dict, offered, target, state)
     else:
-
-        @torch.no_grad()
-        def fill() -> None:
-            for name in names:
-                into = target[name]
-                piece = into.target if isinstance(into, FlatPiece) else into
-                value = fetch(name, state_dict, offered, piece, state, from_rank0)
-                if isinstance(into, FlatPiece):
-                    fill_piece(into, value)
-                    continue
-                local = into.to_local() if isinstance(into, DTensor) else into
-                local.copy_(local_value(value, into))
-
-        # A disk may fail on one rank.
-        on_all_ranks(fill, scope_of(state.mesh))
+        stored = [name for name in names if isinstance(state_dict[name], StoredTensor)]
+        locate([(state_dict[name], _held(target[name])) for name in stored], scope)
+        if state.is_fsdp1 and not pieces:
+            _load_fsdp1(state, _sources(state, names, state_dict, target))
+        else:
+            # A disk may fail on one rank.
+            on_all_ranks(lambda: [_fill(target[name], state_dict[name]) for name in names], scope)
     _load_extra_states(state, state_dict, from_rank0)
     return report
 
@@ -124,34 +112,72 @@ def is_first_rank(state: ShardedModel) -> bool:
     return place_in(state.mesh) == 0
 
 
-def fetch(
-    name: str,
-    state_dict: Mapping[str, Any],
-    offered: Mapping[str, _Offer],
-    like: torch.Tensor,
-    state: ShardedModel,
-    from_rank0: bool,
-) -> Any:
-    """Return the offered value, sent from the mesh's first rank if only that has it. Collective if so."""
-    if not from_rank0:
-        return state_dict[name]
-    shape, dtype = offered[name]
-    assert shape is not None, name
-    device = like.device if like.device.type != "meta" else torch.device("cpu")
-    value = (
-        whole_value(state_dict[name]).detach().to(device).contiguous()
-        if is_first_rank(state)
-        else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    )
-    send_from_first(value, state)
-    return value
-
-
 def send_from_first(value: torch.Tensor, state: ShardedModel) -> None:
     """Broadcast from the mesh's first rank, in place. Collective: every rank."""
     for dim in reversed(range(state.mesh.ndim)):
         group = state.mesh.get_group(dim)
         dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+
+
+@torch.no_grad()
+def _fill(into: torch.Tensor | FlatPiece, value: Any) -> None:
+    if isinstance(into, FlatPiece):
+        fill_piece(into, value)
+    else:
+        local = into.to_local() if isinstance(into, DTensor) else into
+        local.copy_(local_value(value, into))
+
+
+def _held(into: torch.Tensor | FlatPiece) -> Box:
+    """The box of the whole that this rank reads to fill what it holds."""
+    return piece_box(into) if isinstance(into, FlatPiece) else box_of(into)
+
+
+def _fill_from_first(
+    names: list[str], state_dict: Mapping[str, Any], offered: Mapping[str, _Offer], target: Any, state: ShardedModel
+) -> None:
+    """Fill every target with what the mesh's first rank has. Collective: every rank.
+
+    Before each tensor ranks tell each other whether all is well, so that none waits for one that failed.
+    """
+    scope, failure = scope_of(state.mesh), None
+    for name in names:
+        into = target[name].target if isinstance(target[name], FlatPiece) else target[name]
+        device = into.device if into.device.type != "meta" else torch.device("cpu")
+        value = None
+        try:
+            if scope.is_first:
+                value = whole_value(state_dict[name]).detach().to(device).contiguous()
+            elif failure is None:
+                shape, dtype = offered[name]
+                value = torch.empty(shape or (), dtype=getattr(torch, dtype), device=device)
+        except Exception as error:
+            failure = error
+        if any_of(scope, failure is not None):
+            break
+        assert value is not None
+        send_from_first(value, state)
+        try:
+            _fill(target[name], value)
+        except Exception as error:
+            failure = error
+
+    def tell() -> None:
+        if failure is not None:
+            raise failure
+
+    on_all_ranks(tell, scope)
+
+
+def _sources(
+    state: ShardedModel, names: list[str], state_dict: Mapping[str, Any], target: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What torch's own load takes for FSDP1. Collective: every rank."""
+    source = on_all_ranks(lambda: {name: whole_value(state_dict[name]) for name in names}, scope_of(state.mesh))
+    if state.plan.use_orig_params:
+        return source
+    # A flat parameter is loaded as a whole.
+    return {name: source[name] if name in source else whole(into) for name, into in target.items()}
 
 
 def _sharded(state: ShardedModel) -> dict[str, Any]:

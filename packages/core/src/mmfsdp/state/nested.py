@@ -22,17 +22,28 @@ Path = tuple[str | int, ...]
 
 
 class NestedSavePlanner(DefaultSavePlanner):
-    """torch's planner with names from `flattened`; what several ranks hold alike is written by the lowest of them."""
+    """torch's planner with names from `flattened`.
 
-    def __init__(self) -> None:
-        # Without it unsharded buffers, such as running statistics, would be some rank's.
-        super().__init__(dedup_save_to_lowest_rank=True)
+    What is not sharded is the first rank's: unsharded buffers, such as running statistics, may differ between ranks.
+    Of shards that several replicas hold, torch gives each to the one with the least to write so far.
+
+    Args:
+        is_first: Whether this is the first rank of the mesh.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self._is_first = is_first
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """See torch's `SavePlanner`."""
-        names = flattened(state_dict)
+        names = {
+            name: found
+            for name, found in flattened(state_dict).items()
+            if self._is_first or isinstance(found[1], DTensor)
+        }
         self.is_coordinator = is_coordinator
         self.state_dict = {name: value for name, (_, value) in names.items()}
         self.mappings = {name: path for name, (path, _) in names.items()}

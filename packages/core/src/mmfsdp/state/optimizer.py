@@ -19,9 +19,10 @@ from mmfsdp.collective import broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, sharded_model
 from mmfsdp.state import named_optimizer
+from mmfsdp.state.boxes import box_of
 from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
-from mmfsdp.state.stored import StoredTensor, local_value, whole_value
+from mmfsdp.state.stored import StoredTensor, local_value, locate, whole_box, whole_value
 
 __all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
 
@@ -117,8 +118,20 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
 
     fitting = on_all_ranks(check, scope_of(state.mesh))
     if state.is_fsdp1:
+        stored = [value for entries in fitting["state"].values() for value in entries.values()]
+        locate([(value, whole_box(value)) for value in stored if isinstance(value, StoredTensor)], scope_of(state.mesh))
         return lambda: load_flat_state(state, optimizer, fitting)
     at = dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
+
+    locate(
+        [
+            (value, box_of(at[place]) if value.shape == at[place].shape else whole_box(value))
+            for place, entries in fitting["state"].items()
+            for value in entries.values()
+            if isinstance(value, StoredTensor)
+        ],
+        scope_of(state.mesh),
+    )
 
     def load() -> None:
         def place_all() -> dict[Any, dict[str, Any]]:

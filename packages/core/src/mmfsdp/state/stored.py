@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.checkpoint.copying.gathering import packed_blocks
-from mmfsdp.checkpoint.coverage import check_coverage
-from mmfsdp.checkpoint.extents import StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.online.source import Source, Wanted, known_source
+from mmfsdp.collective import Scope, any_of, broadcast_object, gather_to_first, on_all_ranks, scatter_objects
 from mmfsdp.dtypes import to_torch
-from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.state.boxes import Box, box_of, local_part
 
-__all__ = ["StoredTensor", "local_value", "stored_tensors", "whole_value"]
+__all__ = ["StoredTensor", "local_value", "locate", "stored_tensors", "whole_box", "whole_value"]
 
 
 class StoredTensor:
     """A tensor of a checkpoint that is read when asked for, in any part.
 
     Args:
-        entry: Where its bytes lie; its chunks must cover it.
+        name: Its name in the checkpoint.
+        dtype: Canonical dtype name.
+        shape: Of the whole, in elements.
+        source: Where it is read from.
     """
 
-    def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
-        self.shape = torch.Size(entry.shape)
-        self.dtype: torch.dtype = to_torch(entry.dtype)
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], source: Source) -> None:
+        self.name, self.source = name, source
+        self.shape = torch.Size(shape)
+        self.dtype: torch.dtype = to_torch(dtype)
 
     def dim(self) -> int:
         """Number of dimensions."""
@@ -45,45 +44,58 @@ class StoredTensor:
         """Return a box of the tensor, by default all of it, as a new CPU tensor. Not collective.
 
         Raises:
-            CorruptCheckpointError: A file ends before the tensor does.
+            CorruptCheckpointError: It is damaged, or a file ends before the tensor does.
         """
-        box = box or Box((0,) * self.dim(), tuple(self.shape))
+        box = box or whole_box(self)
         result = torch.empty(box.sizes, dtype=self.dtype)
-        if result.numel() == 0:
-            return result
-        memory = memoryview((ctypes.c_char * (result.numel() * result.element_size())).from_address(result.data_ptr()))
-        target = memory.cast("B")
-        for run in byte_runs(self._entry, box.offsets, box.sizes):
-            with open(run.file, "rb", buffering=0) as file:
-                done = 0
-                if isinstance(run, StridedRun):
-                    for block in packed_blocks(file.fileno(), run):
-                        target[run.target + done : run.target + done + len(block)] = block
-                        done += len(block)
-                    if done == run.length:
-                        continue
-                while done < run.length:
-                    count = os.preadv(
-                        file.fileno(), [target[run.target + done : run.target + run.length]], run.source + done
-                    )
-                    if count == 0:
-                        raise CorruptCheckpointError(
-                            f"The file ends inside tensor {self._entry.name!r}.",
-                            file=str(run.file),
-                            offset=run.source + done,
-                        )
-                    done += count
+        if result.numel():
+            size = result.numel() * result.element_size()
+            memory = memoryview((ctypes.c_char * size).from_address(result.data_ptr())).cast("B")
+            self.source.fill(self.name, box.bounds, memory)
         return result
 
 
-def stored_tensors(layout: Layout) -> Mapping[str, StoredTensor]:
-    """Return a layout's tensors by name.
+def stored_tensors(source: Source) -> dict[str, StoredTensor]:
+    """Return a checkpoint's tensors by name."""
+    return {name: StoredTensor(name, entry.dtype, entry.shape, source) for name, entry in source.layout.tensors.items()}
+
+
+def locate(wanted: Iterable[tuple[Any, Box]], scope: Scope) -> None:
+    """Let every rank know where what it will read lies, and check what several ranks read parts of. Collective.
+
+    One rank knows where everything is; each is told of what meets its boxes, whatever the number of ranks.
+
+    Args:
+        wanted: What this rank will read, and which box; what is not a `StoredTensor` needs nothing.
+        scope: Who takes part.
 
     Raises:
-        IncompleteCheckpointError: The chunks of a tensor leave a gap.
+        CheckpointError: It is damaged, or not what was opened; raised on every rank.
     """
-    check_coverage(layout)
-    return {name: StoredTensor(entry) for name, entry in layout.tensors.items()}
+    mine: dict[str, list[Wanted]] = {}
+    sources: dict[str, Source] = {}
+    for value, box in wanted:
+        if isinstance(value, StoredTensor) and value.source.is_shared:
+            sources[value.source.key] = value.source
+            mine.setdefault(value.source.key, []).append((value.name, box.bounds))
+    if not any_of(scope, bool(mine)):
+        return
+    # The same sources in the same order, also where a rank wants nothing of one.
+    for key in broadcast_object(scope, [*mine]):
+        _ask(key, sources.get(key), mine.get(key, []), scope)
+
+
+def _ask(key: str, source: Source | None, wanted: list[Wanted], scope: Scope) -> None:
+    requests = gather_to_first(scope, wanted)
+    answers = on_all_ranks(lambda: known_source(key).find(requests) if requests is not None else None, scope)
+    found = scatter_objects(scope, answers)
+
+    def take() -> None:
+        if source is not None:
+            source.learn(wanted, found)
+            source.check(found.checks)
+
+    on_all_ranks(take, scope)
 
 
 def local_value(value: Any, like: torch.Tensor) -> torch.Tensor:
@@ -100,6 +112,11 @@ def local_value(value: Any, like: torch.Tensor) -> torch.Tensor:
     return local_part(value, like)
 
 
+def whole_box(value: StoredTensor) -> Box:
+    """Return the box that is all of a tensor."""
+    return Box((0,) * value.dim(), tuple(value.shape))
+
+
 def whole_value(value: Any) -> Any:
-    """Return ``value`` with a `StoredTensor` read whole."""
+    """Return ``value`` with a `StoredTensor` read whole. Not collective."""
     return value.read() if isinstance(value, StoredTensor) else value

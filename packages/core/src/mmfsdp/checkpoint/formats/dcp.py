@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location, r
 from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Layout, ListedBoxes, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -72,7 +72,7 @@ def _tensor(name: str, unique: str, metadata: DcpMetadata, items: DcpItems) -> T
         location = metadata.locations.get((name, box[0]))
         if location is not None and 0 not in box[1]:
             boxes[box] = location
-    stored = Unlocated(len(boxes), functools.partial(items.chunks, name, info.dtype, boxes))
+    stored = Unlocated(ListedBoxes(boxes), functools.partial(items.chunks, name, info.dtype))
     return TensorEntry(unique, info.dtype, info.shape, stored)
 
 

@@ -40,10 +40,10 @@ class DcpItems:
     """
 
     def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool) -> None:
-        self._trust = trust
-        self._files: dict[str, tuple[Path, int]] = {}
-        self._found: dict[str, tuple[Chunk, ...]] = {}
+        self._directory, self._trust = directory, trust
+        self._files: dict[str, Path] = {}
         self._prepare()
+        sizes: dict[str, int] = {}
         for (name, _), location in metadata.locations.items():
             if location.file not in self._files:
                 path = inside(directory, location.file, directory / ".metadata")
@@ -51,22 +51,24 @@ class DcpItems:
                     raise IncompleteCheckpointError(
                         f"{location.file}, which holds {name!r}, is missing.", file=str(path)
                     )
-                self._files[location.file] = path, path.stat().st_size
-        self._check_extents(metadata)
+                self._files[location.file], sizes[location.file] = path, path.stat().st_size
+        self._check_extents(metadata, sizes)
 
     def _prepare(self) -> None:
         self._open = OpenFiles()
         weakref.finalize(self, self._open.close)
         self._lock = threading.Lock()
+        self._found: dict[tuple[str, Box], Chunk] = {}
         self._similar = SimilarArchives()
         self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # One rank reads a layout, and shares it with the others.
-        return self._trust, self._files, self._found
+        # One rank reads the metadata, and tells others where to look for what they need.
+        return self._directory, self._trust
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._trust, self._files, self._found = state
+        self._directory, self._trust = state
+        self._files = {}
         self._prepare()
 
     def chunks(self, name: str, dtype: str, boxes: Mapping[Box, Location]) -> tuple[Chunk, ...]:
@@ -80,12 +82,11 @@ class DcpItems:
         Raises:
             CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: Something else is there.
         """
-        found = self._found.get(name)
-        if found is not None:
-            return found
         with self._lock:
-            found = self._found[name] = tuple(self._chunk(name, dtype, box, where) for box, where in boxes.items())
-        return found
+            for box, where in boxes.items():
+                if (name, box) not in self._found:
+                    self._found[name, box] = self._chunk(name, dtype, box, where)
+            return tuple(self._found[name, box] for box in boxes)
 
     def load(self, name: str, location: Location) -> Any:
         """Return what an archive holds: a ``StoredTensor``, or something else with such within.
@@ -93,7 +94,7 @@ class DcpItems:
         Raises:
             CorruptCheckpointError, FormatError, UnsafePickleError: It cannot be read.
         """
-        path = self._files[location.file][0]
+        path = self._path(location.file)
         begin, end = location.offset, location.offset + location.length
         source = self._open.descriptor(path)
         try:
@@ -105,8 +106,13 @@ class DcpItems:
             self._similar.remember(source, begin, end, records, content)
         return content
 
+    def _path(self, file: str) -> Path:
+        if file not in self._files:
+            self._files[file] = inside(self._directory, file, self._directory / ".metadata")
+        return self._files[file]
+
     def _chunk(self, name: str, dtype: str, box: Box, location: Location) -> Chunk:
-        path = self._files[location.file][0]
+        path = self._path(location.file)
         begin, end = location.offset, location.offset + location.length
         known = self._similar.find(self._open.descriptor(path), path, begin, end)
         if known is not None:
@@ -153,10 +159,10 @@ class DcpItems:
         chunk = entry.chunks[0]
         return Chunk(path, chunk.offset, chunk.nbytes, box[0], chunk.box_sizes), entry.dtype
 
-    def _check_extents(self, metadata: DcpMetadata) -> None:
+    def _check_extents(self, metadata: DcpMetadata, sizes: Mapping[str, int]) -> None:
         by_file: dict[str, list[tuple[int, int, str]]] = {}
         for (name, _), location in metadata.locations.items():
-            path, size = self._files[location.file]
+            path, size = self._files[location.file], sizes[location.file]
             end = location.offset + location.length
             if end > size:
                 raise CorruptCheckpointError(
@@ -166,7 +172,7 @@ class DcpItems:
                 )
             by_file.setdefault(location.file, []).append((location.offset, end, name))
         for file, extents in by_file.items():
-            path = self._files[file][0]
+            path = self._files[file]
             for (begin, end, name), (other, _, neighbour) in itertools.pairwise(sorted(extents)):
                 # The tensors of an appended safetensors file all name its beginning.
                 if other < end and not (other == begin and self._is_safetensors(path, begin)):

@@ -33,7 +33,8 @@ class RankFiles:
         self.directory = directory
         self.paths: Mapping[int, Path] = _found(directory)
         """Rank to file, in order; empty if the directory is no ``local`` checkpoint."""
-        self._trust = trust
+        self.trust = trust
+        """Whether unknown pickled objects are kept."""
 
     @functools.cached_property
     def first(self) -> tuple[Path, Any]:
@@ -43,7 +44,7 @@ class RankFiles:
             FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
         """
         path = next(iter(self.paths.values()))
-        return path, read_tree(path, trust=self._trust)
+        return path, read_tree(path, trust=self.trust)
 
     @property
     def of_mmfsdp(self) -> bool:
@@ -58,7 +59,7 @@ class RankFiles:
             FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
         """
         path = self.paths[rank]
-        return self.first[1] if path == self.first[0] else read_tree(path, trust=self._trust)
+        return self.first[1] if path == self.first[0] else read_tree(path, trust=self.trust)
 
 
 def _found(directory: Path) -> dict[int, Path]:

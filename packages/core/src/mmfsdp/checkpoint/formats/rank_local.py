@@ -3,22 +3,30 @@
 Every file is an ordinary torch zip whose ``'mmfsdp'`` key says what the rest is part of::
 
     {'format': 'rank_local', 'version': 1, 'world_size': N, 'rank': i, 'save_id': str,
-     'tensors': {path: {'shape': [global shape], 'offsets': [start of the box per dimension]}}}
+     'mesh': [ranks per dimension of the mesh],
+     'tensors': {path: {'shape': [global shape], 'offsets': [start of the box per dimension],
+                        'placements': [sharded dimension or None, per mesh dimension], 'replica': number}}}
 
 A path joins ``str(key)`` of the nested keys with ``/``. The local tensor's own shape is the size of its box. What is
-not listed is the same on all ranks, and taken from rank 0.
+not listed is the same on all ranks, and taken from rank 0. ``'mesh'``, ``'placements'`` and ``'replica'`` (which of the
+ranks that hold the same box wrote it) may be absent; with them one file says in which other file each box is.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.boxes import Bounds
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
+from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.checkpoint.layout import Chunk, EvenBoxes, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -35,13 +43,68 @@ class _RankFile:
     save_id: str
     boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # path -> (global shape, box offsets)
     tensors: Mapping[str, StoredTensor]
+    header: Mapping[str, Any]
 
 
-def read_rank_local(files: RankFiles) -> Layout:
+class _RankItems:
+    """Looks up what the files of ranks hold, and reads only those that are asked for; it can be sent to other ranks."""
+
+    def __init__(self, directory: Path, world_size: int, save_id: str, trust: bool) -> None:
+        self._of = directory, world_size, save_id, trust
+        self._known: dict[int, _RankFile] = {}
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._of
+
+    def __setstate__(self, state: tuple[Path, int, str, bool]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def chunks(self, name: str, dtype: str, boxes: Mapping[Bounds, int]) -> tuple[Chunk, ...]:
+        """Return where boxes of a tensor lie in the files of the ranks that wrote them.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, of another save, or holds something else.
+        """
+        return tuple(self._chunk(name, dtype, box, rank) for box, rank in boxes.items())
+
+    def _chunk(self, name: str, dtype: str, box: Bounds, rank: int) -> Chunk:
+        file = self._file(rank)
+        stored = file.tensors.get(name)
+        if stored is None or name not in file.boxes or stored.dtype != dtype or len(stored.shape) != len(box[0]):
+            raise CorruptCheckpointError(
+                f"{file.path.name} does not hold tensor {name!r} of {dtype} at {list(box[0])}, as rank0.pth says.",
+                file=str(file.path),
+            )
+        chunk = stored.chunk(file.boxes[name][1])
+        if chunk.bounds != box:
+            raise CorruptCheckpointError(
+                f"{file.path.name} holds the box of tensor {name!r} at {list(chunk.box_offsets)} of size "
+                f"{list(chunk.box_sizes)} (expected {list(box[0])} and {list(box[1])}).",
+                file=str(file.path),
+            )
+        return chunk
+
+    def _file(self, rank: int) -> _RankFile:
+        if rank not in self._known:
+            directory, world_size, save_id, trust = self._of
+            path = directory / f"rank{rank}.pth"
+            try:
+                tree = read_tree(inside(directory, path.name, directory), trust=trust)
+            except FileNotFoundError as error:
+                raise IncompleteCheckpointError(f"{path.name} is missing.", file=str(path)) from error
+            found = _of_rank(path, tree, rank, world_size)
+            _check_save(found, save_id, "rank0.pth")
+            self._known[rank] = found
+        return self._known[rank]
+
+
+def read_rank_local(files: RankFiles, *, look_up: bool = True) -> Layout:
     """Read the layout of a ``local`` checkpoint.
 
     Args:
         files: Its files.
+        look_up: Read every file. Otherwise only the first, if that says where each box is; others are read and checked
+            once a chunk of theirs is asked for.
 
     Raises:
         IncompleteCheckpointError: Files of some ranks are missing; they are named.
@@ -76,17 +139,72 @@ def read_rank_local(files: RankFiles) -> Layout:
     if manifest is not None:
         check_manifest(directory, checksums=False)
     ranks = [_of_rank(first, tree, 0, world_size)]
+    expected, origin = (ranks[0].save_id, "rank0.pth") if manifest is None else (manifest.save_id, MANIFEST_NAME)
+    if not look_up and (rules := _rules(ranks[0])) is not None:
+        _check_save(ranks[0], expected, origin)
+        return _described(directory, ranks[0], rules, world_size, files.trust)
     for number in range(1, world_size):
         ranks.append(_of_rank(present[number], files.read(number), number, world_size))
-    expected = ranks[0].save_id if manifest is None else manifest.save_id
     for rank in ranks:
-        if rank.save_id != expected:
-            origin = "rank0.pth" if manifest is None else MANIFEST_NAME
-            raise CorruptCheckpointError(
-                f"{rank.path.name} is of another save ({rank.save_id!r}) than {origin} ({expected!r}).",
-                file=str(rank.path),
-            )
+        _check_save(rank, expected, origin)
     return _combined(directory, ranks)
+
+
+def _check_save(rank: _RankFile, expected: str, origin: str) -> None:
+    if rank.save_id != expected:
+        raise CorruptCheckpointError(
+            f"{rank.path.name} is of another save ({rank.save_id!r}) than {origin} ({expected!r}).",
+            file=str(rank.path),
+        )
+
+
+def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
+    """Which rank wrote which box of each tensor, if the first file says it of all."""
+    mesh = _sizes(first.header.get("mesh"))
+    if mesh is None or math.prod(mesh) != first.header["world_size"]:
+        return None
+    rules = {}
+    for name, said in first.header["tensors"].items():
+        placements, replica = said.get("placements"), said.get("replica")
+        shape = first.boxes[name][0]
+        replicas = [size for size, dim in zip(mesh, placements, strict=True) if dim is None] if placements else []
+        valid = (
+            isinstance(placements, list)
+            and len(placements) == len(mesh)
+            and all(dim is None or (type(dim) is int and 0 <= dim < len(shape)) for dim in placements)
+            and type(replica) is int
+            and 0 <= replica < math.prod(replicas)
+        )
+        if not valid:
+            return None
+        rules[name] = EvenBoxes(shape, mesh, tuple(placements), replica)
+    return rules
+
+
+def _described(
+    directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes], world_size: int, trust: bool
+) -> Layout:
+    """The layout as the first file describes it."""
+    tensors: dict[str, TensorEntry] = {}
+    items = _RankItems(directory, world_size, first.save_id, trust)
+
+    def bind(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        if name not in rules:
+            return _whole(name, leaf, tensors)
+        stored = Unlocated(rules[name], functools.partial(items.chunks, name, leaf.dtype))
+        tensors[name] = TensorEntry(name, leaf.dtype, rules[name].shape, stored)
+        return TensorRef(name, leaf.parameter)
+
+    tree = map_leaves(first.tree, bind)
+    return Layout(directory, "rank_local", world_size, tensors, tree)
+
+
+def _whole(name: str, leaf: StoredTensor, tensors: dict[str, TensorEntry]) -> TensorRef:
+    unique = unique_name(name, tensors)
+    tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
+    return TensorRef(unique, leaf.parameter)
 
 
 def _header(path: Path, tree: Any) -> dict[str, Any]:
@@ -143,7 +261,7 @@ def _of_rank(path: Path, tree: Any, rank: int, world_size: int) -> _RankFile:
     for name in boxes:
         if name not in tensors:
             raise CorruptCheckpointError(f"{path.name} lists tensor {name!r} but does not hold it.", file=str(path))
-    return _RankFile(path, content, header["save_id"], boxes, tensors)
+    return _RankFile(path, content, header["save_id"], boxes, tensors, header)
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -160,9 +278,7 @@ def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
         if any(name in rank.boxes for rank in ranks):
             tensors[name] = _sharded(name, ranks)
             return TensorRef(name, leaf.parameter)
-        unique = unique_name(name, tensors)
-        tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
-        return TensorRef(unique, leaf.parameter)
+        return _whole(name, leaf, tensors)
 
     tree = map_leaves(ranks[0].tree, bind)
     for rank in ranks[1:]:

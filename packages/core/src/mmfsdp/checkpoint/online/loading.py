@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.online.source import Source
 from mmfsdp.checkpoint.pickles.reading import PickledObject
 from mmfsdp.checkpoint.pickles.writing import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
@@ -21,19 +22,18 @@ from mmfsdp.state.stored import StoredTensor, stored_tensors
 __all__ = ["restricted_load", "stored_content"]
 
 
-def stored_content(layout: Layout, safe_globals: Iterable[Any] = ()) -> Any:
-    """Return a layout's content, each tensor as a `StoredTensor`. Not collective.
+def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
+    """Return a checkpoint's content, each tensor as a `StoredTensor`. Not collective.
 
     Args:
-        layout: As `open_layout` gives it, with ``trust=True``.
+        source: Its layout was opened with ``trust=True``.
         safe_globals: Classes that pickled objects may be of, besides plain data.
 
     Raises:
         UnsafePickleError: There is an object of another class.
-        IncompleteCheckpointError: The chunks of a tensor leave a gap.
         FormatError: There is a tensor inside of an object.
     """
-    return _Content(layout, stored_tensors(layout), [*safe_globals]).value(layout.tree)
+    return _Content(source.layout, stored_tensors(source), [*safe_globals]).value(source.layout.tree)
 
 
 def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[Any]) -> Any:

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
-
 from mmfsdp.checkpoint.copying.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.copying.write_errors import not_written, of_file
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
-from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective import Scope, gather_to_first, on_all_ranks, shared
-from mmfsdp.errors import FormatError, MmfsdpError
-from mmfsdp.state.boxes import box_of
-from mmfsdp.state.nested import NestedSavePlanner
+from mmfsdp.collective import Scope, broadcast_object, gather_to_first, host_of, on_all_ranks, shared
+from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 
-__all__ = ["DirectorySave", "as_checkpoint_error", "save_archive", "write_distributed", "write_rank_file"]
+__all__ = ["DirectorySave", "Files", "as_checkpoint_error", "make_parent", "sync"]
 
 Files = dict[str, FileEntry]
+"""File name to what the manifest says of it."""
+
+_LOOK_AGAIN = 10  # times, a tenth of a second apart: clients of network file systems remember what was not there
 
 
 @dataclass(frozen=True)
@@ -50,29 +42,39 @@ class DirectorySave:
     """Replace what is at the target, once the new one is complete."""
 
     @classmethod
-    def begin(cls, target: Path, scope: Scope, *, rank: int, world_size: int, overwrite: bool) -> DirectorySave:
-        """Create the temporary directory. Collective: every rank of the scope.
+    def begin(cls, target: Path, scope: Scope, *, overwrite: bool) -> DirectorySave:
+        """Create the temporary directory, and see that all ranks see it. Collective: every rank of the scope.
+
+        Args:
+            target: Where the directory will appear; the same on every rank.
+            scope: The ranks that save.
+            overwrite: Replace what is there.
 
         Raises:
-            CheckpointError: It cannot be created, or the target exists and is not to be replaced.
+            CheckpointError: It cannot be created, a host does not see it, or the target exists and is not to be
+                replaced; raised on every rank, and nothing is left.
         """
 
         def create() -> tuple[Path, str]:
             if not overwrite:
                 refuse_existing(target)
             with as_checkpoint_error(target):
+                make_parent(target)
                 temporary = temporary_sibling(target)
                 temporary.mkdir()
             return temporary, secrets.token_hex(8)
 
-        temporary, save_id = shared(lambda: create() if rank == 0 else None, scope)
-        return cls(target, temporary, save_id, rank, world_size, overwrite)
+        temporary, save_id = shared(lambda: create() if scope.is_first else None, scope)
+        save = cls(target, temporary, save_id, scope.place, scope.size, overwrite)
+        first_host = broadcast_object(scope, host_of())
+        save._or_abandon(lambda: on_all_ranks(lambda: save._look(first_host), scope))
+        return save
 
     def finish(self, write: Callable[[DirectorySave], Files], scope: Scope) -> None:
         """Write on every rank, then add the manifest and move everything in place. Collective.
 
         Args:
-            write: Writes this rank's files into `temporary` and returns them.
+            write: Writes this rank's files into `temporary`, syncs them, and returns them. It may be collective.
             scope: Through which the ranks talk.
 
         Raises:
@@ -85,73 +87,68 @@ class DirectorySave:
             with as_checkpoint_error(self.target):
                 files = {name: entry for part in parts for name, entry in part.items()}
                 write_manifest(self.temporary, save_id=self.save_id, world_size=self.world_size, files=files)
-                commit(self.temporary, self.target, overwrite=self.overwrite)
+                # Whoever wrote a file has synced it: from here, only its own client of a network file system would.
+                for entry in (self.temporary / "manifest.json", self.temporary):
+                    sync(entry)
+                commit(self.temporary, self.target, overwrite=self.overwrite, fsync=False)
+                sync(self.target.parent)
 
-        try:
+        def carry_out() -> None:
             own = on_all_ranks(lambda: write(self), scope)
             parts = gather_to_first(scope, own)
             on_all_ranks(lambda: complete(parts), scope)
-        except BaseException:
-            self.abandon()
-            raise
+
+        self._or_abandon(carry_out)
 
     def abandon(self) -> None:
         """Remove what was written so far; the target is untouched. Not collective."""
         if self.rank == 0:
             discard(self.temporary)
 
+    def _or_abandon(self, step: Callable[[], Any]) -> None:
+        try:
+            step()
+        except BaseException:
+            self.abandon()
+            raise
 
-def write_rank_file(save: DirectorySave, content: Mapping[str, Any]) -> Files:
-    """Write this rank's file of a ``local`` checkpoint: what it holds, and which boxes of the whole that is."""
-    path = save.temporary / f"rank{save.rank}.pth"
-    with as_checkpoint_error(save.target / path.name):
-        save_archive(_localised(content, save), path)
-        return {path.name: FileEntry.of(path)}
+    def _look(self, first_host: str) -> None:
+        for _ in range(_LOOK_AGAIN):
+            if self.temporary.is_dir():
+                return
+            time.sleep(0.1)
+        raise CheckpointError(
+            f"{str(self.target.parent)!r} is not the same directory on all hosts: what rank 0 creates there on host "
+            f"{first_host!r} is not there on host {host_of()!r}. Save to a file system that all hosts share, or save "
+            "with kind='full', which rank 0 writes alone. Nothing was written.",
+            file=str(self.target),
+        )
 
 
-def save_archive(content: Mapping[str, Any], path: Path) -> None:
-    """Save with ``torch.save``, to a file that says so when its end cannot be written."""
-    # Given a path, torch writes through a C++ stream, which is closed in a destructor: a disk that is full by then cuts
-    # the file off without a word. A file of Python's is buffered too, since torch ignores that a write can be short.
-    with path.open("wb") as file:
-        torch.save(dict(content), file)
-
-
-def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: dist.ProcessGroup) -> Files:
-    """Write with torch's distributed checkpoint (DCP). Collective: every rank of the group.
-
-    Args:
-        save: Where to.
-        content: Nested dicts and lists with DTensors, and tensors that are the same on every rank.
-        group: A group with a CPU backend, in which this rank has the place ``save.rank``.
+def make_parent(target: Path) -> None:
+    """Create the directories above a target.
 
     Raises:
-        CheckpointError: It could not be written; raised on every rank.
+        CheckpointError: One of them is a file.
+        OSError: They cannot be created.
     """
-    with as_checkpoint_error(save.target):
-        save_distributed(
-            dict(content),
-            storage_writer=_Writer(save.temporary, save.target),
-            planner=NestedSavePlanner(),
-            process_group=group,
-        )
-        # The names are those of torch/distributed/checkpoint/filesystem.py.
-        mine = [*save.temporary.glob(f"__{save.rank}_*.distcp")]
-        if save.rank == 0:
-            mine.append(save.temporary / ".metadata")
-        return {path.name: FileEntry.of(path) for path in mine}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
+        raise CheckpointError(
+            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
+            file=str(target),
+        ) from error
 
 
-class _Writer(FileSystemWriter):
-    """Tells the error of the operating system before it travels: what lies behind an error is lost on the way."""
-
-    def __init__(self, path: Path, target: Path) -> None:
-        super().__init__(path)
-        self._target = target
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with as_checkpoint_error(self._target):
-            return super().write_data(plan, planner)
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class as_checkpoint_error:  # noqa: N801 - reads as a statement
@@ -164,40 +161,7 @@ class as_checkpoint_error:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CheckpointException):  # what failed on other ranks, too
-            rank, (first, _) = next(iter(sorted(error.failures.items())))
-            if isinstance(first, MmfsdpError):
-                raise type(first)(first.message, **{**first.context, "rank": rank}) from error
-            raise not_written(self._path, first, rank=rank) from error
         if isinstance(error, FormatError):
             raise of_file(error, self._path) from error.__cause__
         if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
             raise not_written(self._path, error) from error
-
-
-def _localised(content: Mapping[str, Any], save: DirectorySave) -> dict[str, Any]:
-    boxes: dict[str, dict[str, list[int]]] = {}
-
-    def localise(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        local = leaf
-        if isinstance(leaf, DTensor):
-            boxes[path] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
-            local = leaf.to_local()
-        local = local.detach().cpu()
-        # A shard is a view into padded memory; torch.save would write all of it.
-        if local.untyped_storage().nbytes() != local.numel() * local.element_size():
-            local = local.clone()
-        return local
-
-    tree = map_leaves(dict(content), localise)
-    header = {
-        "format": "rank_local",
-        "version": 1,
-        "world_size": save.world_size,
-        "rank": save.rank,
-        "save_id": save.save_id,
-        "tensors": boxes,
-    }
-    return {**tree, "mmfsdp": header}
