@@ -1,26 +1,18 @@
-"""How ranks talk: a step succeeds on all of them or raises on all, and no message grows with the number of ranks.
-
-Objects travel over a gloo group of the ranks' own, so that waiting for one rank that writes a terabyte does not run
-into the watchdog of the group that trains, and that nothing is sent before a device is chosen.
-"""
+"""What ranks do together: a step succeeds on all of them or raises on all, and no rank waits for one that gave up."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.errors import ConfigError, LostRankError, MmfsdpError, ShardStateError
+from mmfsdp.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
+from mmfsdp.errors import LostRankError, MmfsdpError, ShardStateError
 
 __all__ = [
     "Scope",
@@ -29,7 +21,6 @@ __all__ = [
     "broadcast_object",
     "gather_objects",
     "gather_to_first",
-    "host_of",
     "is_group_pair",
     "new_scope",
     "on_all_ranks",
@@ -37,31 +28,23 @@ __all__ = [
     "scatter_objects",
     "scope_of",
     "shared",
-    "wait_timeout",
 ]
 
 T = TypeVar("T")
 
-_TIMEOUT = "MMFSDP_TIMEOUT"
-_HOUR = 3600.0
 _NOBODY = 1 << 62  # more than any place
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The ranks that act together, and a gloo group through which they talk."""
+    """The ranks that act together, and how they talk."""
 
-    group: dist.ProcessGroup
-    """The group."""
-    ranks: tuple[int, ...]
-    """Their global ranks, in the order of the mesh."""
+    channel: Channel
+    """How they talk."""
+    size: int
+    """How many there are."""
     place: int
-    """This rank's place among them; the first is 0."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
+    """This rank's place among them, in the order of the mesh; the first is 0."""
 
     @property
     def is_first(self) -> bool:
@@ -104,30 +87,9 @@ def new_scope(ranks: Sequence[int]) -> Scope:
     Raises:
         LostRankError: A rank does not take part.
     """
-    with _naming_lost_ranks("ranks met for the first time"):
+    with naming_lost_ranks("ranks met for the first time"):
         group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=True)
-    return Scope(group, tuple(ranks), ranks.index(dist.get_rank()))
-
-
-def wait_timeout() -> timedelta:
-    """Return how long a rank waits for another one: an hour, or the seconds in the variable ``MMFSDP_TIMEOUT``.
-
-    Raises:
-        ConfigError: The variable is not a positive number.
-    """
-    given = os.environ.get(_TIMEOUT, "")
-    try:
-        seconds = float(given or _HOUR)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ConfigError(f"{_TIMEOUT} is {given!r}, not a number of seconds above 0. Unset it to wait for an hour.")
-    return timedelta(seconds=seconds)
-
-
-def host_of() -> str:
-    """Return the name of this rank's host, for messages."""
-    return socket.gethostname()
+    return Scope(GlooChannel(group, ranks), len(ranks), ranks.index(dist.get_rank()))
 
 
 def is_group_pair(given: Any) -> bool:
@@ -168,11 +130,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         failure = error
     first = _NOBODY if failure is None else scope.place
     try:
-        with _naming_lost_ranks("ranks agreed that a step was done"):
-            agreed = torch.tensor(first, dtype=torch.int64)
-            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=scope.group)
-        origin = int(agreed)
-        # A place in the scope is told, so that the error comes from whoever failed first in the order of the mesh.
+        [origin] = scope.channel.lowest([first])
         told = broadcast_object(scope, _portable(failure), origin=origin) if origin != _NOBODY else None
     except LostRankError:
         if failure is not None:
@@ -200,10 +158,8 @@ def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
     """
     if scope.size == 1:
         return item
-    sent: list[Any] = [item if scope.place == origin else None]
-    with _naming_lost_ranks("one rank told the others something"):
-        dist.broadcast_object_list(sent, src=scope.ranks[origin], group=scope.group)
-    return item if scope.place == origin else sent[0]
+    sent = scope.channel.broadcast(item if scope.place == origin else None, origin)
+    return item if scope.place == origin else sent
 
 
 def gather_to_first(scope: Scope, item: T) -> list[T] | None:
@@ -211,11 +167,10 @@ def gather_to_first(scope: Scope, item: T) -> list[T] | None:
 
     Other ranks send one message, whatever the number of ranks.
     """
-    with _naming_lost_ranks("the first rank collected what the others have"):
-        if not scope.is_first:
-            dist.send_object_list([item], dst=scope.ranks[0], group=scope.group)
-            return None
-        return [item, *(_received(scope, rank) for rank in scope.ranks[1:])]
+    if not scope.is_first:
+        scope.channel.send(item, 0)
+        return None
+    return [item, *(scope.channel.receive(place) for place in range(1, scope.size))]
 
 
 def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
@@ -225,14 +180,13 @@ def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
         scope: Who takes part.
         items: On the first rank one for each rank, in the order of the mesh; ignored on others.
     """
-    with _naming_lost_ranks("the first rank sent the others what they need"):
-        if not scope.is_first:
-            received: T = _received(scope, scope.ranks[0])
-            return received
-        assert items is not None
-        for rank, item in zip(scope.ranks[1:], items[1:], strict=True):
-            dist.send_object_list([item], dst=rank, group=scope.group)
-        return items[0]
+    if not scope.is_first:
+        received: T = scope.channel.receive(0)
+        return received
+    assert items is not None
+    for place in range(1, scope.size):
+        scope.channel.send(items[place], place)
+    return items[0]
 
 
 def gather_objects(scope: Scope, item: T) -> list[T]:
@@ -250,24 +204,13 @@ def all_equal(scope: Scope, text: str) -> bool:
     Costs one reduction of sixteen bytes, whatever the number of ranks.
     """
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64)
-    with _naming_lost_ranks("ranks compared what they were given"):
-        dist.all_reduce(bounds, dist.ReduceOp.MIN, group=scope.group)
-    return bool(bounds[0] == -bounds[1])
+    lowest, highest = scope.channel.lowest([digest, -digest])
+    return lowest == -highest
 
 
 def any_of(scope: Scope, flag: bool) -> bool:
     """Tell whether ``flag`` is true on any rank. Collective: every rank of the scope."""
-    found = torch.tensor(int(flag), dtype=torch.int64)
-    with _naming_lost_ranks("ranks compared what they have"):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=scope.group)
-    return bool(found)
-
-
-def _received(scope: Scope, rank: int) -> Any:
-    box: list[Any] = [None]
-    dist.recv_object_list(box, src=rank, group=scope.group)
-    return box[0]
+    return scope.channel.lowest([-flag]) == [-1]
 
 
 def _ranks_of(given: Any) -> tuple[int, ...]:
@@ -283,7 +226,7 @@ def _ranks_of(given: Any) -> tuple[int, ...]:
 def _spanned(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> tuple[int, ...]:
     """The ranks of the mesh that two groups span: those of every inner group that a rank of the outer one is in."""
     rows: list[Any] = [None] * dist.get_world_size(outer)
-    with _naming_lost_ranks("ranks told each other which groups they are in"):
+    with naming_lost_ranks("ranks told each other which groups they are in"):
         dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
     return tuple(sorted(rank for row in rows for rank in row))
 
@@ -302,18 +245,3 @@ def _portable(failure: BaseException | None) -> MmfsdpError | None:
     except Exception:
         return MmfsdpError(f"{type(failure).__name__}: {failure}")
     return failure
-
-
-@contextmanager
-def _naming_lost_ranks(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, MmfsdpError):
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LostRankError(
-            f"A rank did not answer while {doing}, on host {host_of()!r}. It died or was killed, raised an error that "
-            "only it has, did not make this call, which every rank must make, or needed longer than "
-            f"{wait_timeout().total_seconds():.0f} s ({_TIMEOUT} sets how long ranks wait). torch says: {reason}"
-        ) from error

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmfsdp.channels import GlooChannel
 from mmfsdp.collective import Scope, new_scope, on_all_ranks
 
 __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
@@ -76,7 +77,8 @@ class Saver:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group through which its ranks talk."""
-        return self.scope.group
+        assert isinstance(self.scope.channel, GlooChannel)
+        return self.scope.channel.group
 
     @property
     def rank(self) -> int:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.channels import host_of
 from mmfsdp.checkpoint.copying.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.copying.write_errors import not_written, of_file
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
-from mmfsdp.collective import Scope, broadcast_object, gather_to_first, host_of, on_all_ranks, shared
+from mmfsdp.collective import Scope, broadcast_object, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 
 __all__ = ["DirectorySave", "Files", "as_checkpoint_error", "make_parent", "sync"]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.boxes import Bounds, is_within
+from mmfsdp.channels import host_of
 from mmfsdp.checkpoint.coverage import check_coverage
 from mmfsdp.checkpoint.formats.embedded_sums import embedded_sums
 from mmfsdp.checkpoint.layout import Layout, ListedBoxes, TensorEntry, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.checkpoint.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
-from mmfsdp.collective import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 __all__ = ["Found", "Source", "Wanted", "known_source", "save_at"]
