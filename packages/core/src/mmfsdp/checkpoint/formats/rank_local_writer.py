@@ -38,7 +38,7 @@ def plan_rank_local(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks,
 def _plan_rank(
     tree: dict[Any, Any], tensors: Mapping[str, TensorEntry], rank: int, ranks: Ranks, save_id: str
 ) -> PlannedFile:
-    boxes: dict[str, dict[str, list[int]]] = {}
+    boxes: dict[str, dict[str, Any]] = {}
     held: dict[str, TensorEntry] = {}
 
     def localise(path: str, leaf: Any) -> Any:
@@ -51,7 +51,12 @@ def _plan_rank(
         if unique_name(path, boxes) != path:
             raise FormatError(f"Two tensors lie at {path!r}; a checkpoint per rank could not tell them apart.")
         offsets, sizes = row_box(entry.shape, ranks.shard(rank), ranks.shards)
-        boxes[path] = {"shape": list(entry.shape), "offsets": list(offsets)}
+        boxes[path] = {
+            "shape": list(entry.shape),
+            "offsets": list(offsets),
+            "placements": [None, 0],
+            "replica": 0,
+        }
         held[leaf.name] = cut(entry, offsets, sizes)
         return leaf
 
@@ -62,6 +67,7 @@ def _plan_rank(
         "world_size": ranks.count,
         "rank": rank,
         "save_id": save_id,
+        "mesh": [ranks.replicas, ranks.shards],
         "tensors": boxes,
     }
     return plan_torch_zip(f"rank{rank}.pth", content, held)

@@ -1,0 +1,151 @@
+"""What one rank does to plan, shard, save and load as ranks grow: 8 to 2,048 simulated ranks, one model."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import mmfsdp
+from benchmarks.simulated import Work, counted_reads, run_threads
+from mmfsdp.boxes import sharded_box
+from mmfsdp.checkpoint import convert
+from mmfsdp.checkpoint.load import open_shared
+from mmfsdp.checkpoint.online.rank_files import write_archive
+from mmfsdp.checkpoint.online.saving import DirectorySave
+from mmfsdp.collective import Scope, on_all_ranks
+from mmfsdp.state.boxes import Box
+from mmfsdp.state.stored import locate
+
+__all__ = ["main"]
+
+RANKS = (8, 512)
+TENSORS, ROWS, COLUMNS = 64, 4096, 64  # 64 MiB in float32
+BLOCKS = 24
+LIMIT = 2.0  # times the work of a rank among 8
+
+
+def main() -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    results: dict[str, Any] = {}
+    for size in RANKS:
+        found: dict[str, Any] = {"plan": {"seconds": planning(size)}}
+        with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-") as folder:
+            found["save"] = described(run_threads(lambda scope, f=folder: saving(scope, f), size))
+            whole = Path(folder, "whole.pth")
+            torch.save({f"layers.{i}.weight": torch.randn(ROWS, COLUMNS) for i in range(TENSORS)}, whole)
+            for kind in ("local", "dcp"):
+                path = Path(folder, kind)
+                convert(whole, path, to=kind, ranks=size, fsync=False)
+                with counted_reads():
+                    found[f"load {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
+        results[str(size)] = found
+        for what, figures in found.items():
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            print(f"{size:5} ranks, {what}: {shown}", flush=True)
+    for what in ("save", "load local", "load dcp"):
+        for figure in ("reads", "messages", "sent bytes", "seconds"):
+            few, many = (results[str(size)][what][figure] for size in (RANKS[0], RANKS[-1]))
+            verdict = "reached" if many <= LIMIT * max(few, 1e-9) else "MISSED"
+            print(f"{what}, {figure} of a rank: {few:.4g} to {many:.4g}, at most {LIMIT} x: {verdict}", flush=True)
+    return results
+
+
+def model() -> nn.Module:
+    """Return a transformer-like stack on the meta device."""
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256)) for _ in range(BLOCKS)])
+
+
+def planning(size: int) -> float:
+    """Seconds to plan for as many ranks."""
+    began = time.perf_counter()
+    mmfsdp.plan(model(), {"wrap": {"kind": "size", "min_num_params": 100_000}}, size)
+    return time.perf_counter() - began
+
+
+def sharding(size: int) -> float:
+    """Seconds of the first rank to shard, in a process of its own: a fake process group stands for the others."""
+    code = f"from benchmarks.bench_ranks import shard_first; print(shard_first({size}))"
+    root = Path(__file__).resolve().parents[1]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+        for _ in range(3)
+    ]
+    return statistics.median(float(run.stdout.split()[-1]) for run in runs)
+
+
+def shard_first(size: int) -> float:
+    """Shard as the first of as many ranks, with all the others left out, and return the seconds that it took."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mmfsdp import collective
+
+    class Echo:
+        """Everybody else agrees."""
+
+        def lowest(self, values: Sequence[int]) -> list[int]:
+            return list(values)
+
+        def broadcast(self, item: Any, origin: int) -> Any:
+            return item
+
+    collective.new_scope = lambda ranks: Scope(Echo(), len(ranks), 0)  # type: ignore[arg-type]
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    mmfsdp.shard(model(), {"wrap": {"kind": "size", "min_num_params": 100_000}})  # what is imported on first use
+    whole = model()
+    began = time.perf_counter()
+    mmfsdp.shard(whole, {"wrap": {"kind": "size", "min_num_params": 100_000}})
+    return time.perf_counter() - began
+
+
+def saving(scope: Scope, folder: str) -> None:
+    """Save as ``local`` does: agree, write a small file of one's own, add the manifest, publish."""
+    save = DirectorySave.begin(Path(folder, "saved"), scope, overwrite=False)
+
+    def write(save: DirectorySave) -> dict[str, Any]:
+        name = f"rank{save.rank}.pth"
+        return {name: write_archive({"weight": torch.zeros(64)}, save.temporary / name)}
+
+    save.finish(write, scope)
+
+
+def loading(scope: Scope, path: Path) -> None:
+    """Load this rank's rows of every tensor as `mmfsdp.load_checkpoint` does."""
+    source, content = open_shared(path, scope)
+    wanted = [
+        (value, Box(*sharded_box(value.shape, [scope.size], [0], [scope.place])))
+        for value in content["state_dict"].values()
+    ]
+    locate(wanted, scope)
+    on_all_ranks(lambda: [value.read(box) for value, box in wanted], scope)
+    on_all_ranks(source.check_unchanged, scope)
+
+
+def described(works: list[Work]) -> dict[str, float]:
+    """Return what the median rank did, and the first, which knows where everything lies."""
+    others = works[1:]
+    return {
+        "reads": statistics.median(work.reads for work in others),
+        "read bytes": statistics.median(work.read_bytes for work in others),
+        "messages": statistics.median(work.messages for work in others),
+        "sent bytes": statistics.median(work.sent_bytes for work in others),
+        "seconds": statistics.median(work.seconds for work in others),
+        "first: reads": works[0].reads,
+        "first: messages": works[0].messages,
+        "first: sent bytes": works[0].sent_bytes,
+        "first: seconds": works[0].seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
