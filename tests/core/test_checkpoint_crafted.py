@@ -78,6 +78,7 @@ def in_little(path: Path) -> subprocess.CompletedProcess[str]:
         (b"}(" + b"Nq\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"Nu.", "over 1000000 elements"),
         (b"N" + b"q\x00(" + b"h\x00" * 1000 + b"tq\x00(" + b"h\x00" * 9000 + b"t0h\x00.", "over 1000000 elements"),
         (b"Nr\xff\xff\xff\x3f.", "at place 1073741823 of its memo"),
+        (b"N(0r\xff\xff\xff\x3f.", "at place 1073741823 of its memo"),
         (b"Np999999999\n.", "at place 999999999 of its memo"),
         (b"}\x8b\x00\x00\x10\x00" + b"\x11" * 0x100000 + b"Ns.", "a number of 1048576 bytes"),
         (b"\x8e" + b"\xff" * 5 + b"\0\0\0.", "cannot be read"),

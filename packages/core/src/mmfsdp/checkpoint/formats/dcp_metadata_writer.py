@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
+from mmfsdp.checkpoint.pickles.safe_names import check_is_name
 
 __all__ = ["WrittenTensor", "dcp_metadata"]
 
@@ -112,6 +113,7 @@ class _Pickle:
 
     def kind(self, module: str, name: str) -> bytes:
         """Keep a class or function by name."""
+        check_is_name(module, name)
         return self.constant(f"c{module}\n{name}\n".encode())
 
     @staticmethod

@@ -27,8 +27,11 @@ _SMALL = 100  # elements that a tuple in the memo has at most if runs are skippe
 _UNKNOWN = WEIGHT[0] << 10 | WEIGHT[1]
 _ENTRIES = -1  # stands for all entries of a run, which a dict takes as a whole; nothing else may take of them
 _TORN = "it takes values apart that belong to a dict"
+_POP_OPCODE = 0x30
 _AGAIN = frozenset(b"Rbue(")  # opcodes after which an entry of a dict may begin
-_PUSH, _GET, _PUT, _MARK, _TUPLE, _TUPLES, _POP, _TO_MARK, _REPLACE_MARKED, _NOTHING, _DUP = map(int, Effect)
+_PUSH, _GET, _PUT, _MARK, _TUPLE, _TUPLES, _POP, _TO_MARK, _REPLACE_MARKED, _NOTHING, _DUP, _EXTENSION = map(
+    int, Effect
+)
 
 
 def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
@@ -40,7 +43,7 @@ def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
         begin: Where the pickle begins.
 
     Raises:
-        CorruptCheckpointError: It was made to exhaust the machine that reads it.
+        CorruptCheckpointError: It was made to exhaust the machine that reads it, or asks for what that has registered.
     """
     skip = len(data) - begin > _LONG
     try:
@@ -52,7 +55,7 @@ def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
     if reason is not None:
         message, at = reason
         raise CorruptCheckpointError(
-            f"The pickle in {file.name} is refused: {message}. No checkpoint does this; it was made to exhaust the "
+            f"The pickle in {file.name} is refused: {message}. No checkpoint does this; it was made to harm the "
             "machine that reads it.",
             file=str(file),
             offset=at,
@@ -159,6 +162,9 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
                     return f"its tuples are nested more than {_NESTING} deep", begin - 1
             stack.append(value)
         elif effect == _POP:
+            if opcode == _POP_OPCODE and marks and marks[-1] == len(stack):
+                marks.pop()  # the mark itself is the topmost
+                continue
             first = len(stack) - number if number > 0 else len(stack) + number - 1
             if _ENTRIES in stack[first:]:
                 return _TORN, begin - 1
@@ -169,6 +175,8 @@ def _excess(data: bytes | mmap.mmap, at: int, skip: bool) -> tuple[str, int] | N
             del stack[marks.pop() :]
             if effect == _REPLACE_MARKED:
                 stack.append(0)
+        elif effect == _EXTENSION:
+            return "it asks for what is in the extension registry of the process that reads it", begin - 1
 
 
 def _index(data: bytes | mmap.mmap, begin: int, end: int, length: int) -> int:

@@ -38,6 +38,8 @@ class Effect(enum.IntEnum):
     """The stack stays as it is."""
     DUP = 10
     """The topmost value comes on top once more."""
+    EXTENSION = 11
+    """What the reading process has registered under a number comes on top, whatever that is."""
 
 
 def _table() -> list[tuple[int, int, int] | None]:
@@ -54,9 +56,9 @@ def _table() -> list[tuple[int, int, int] | None]:
     define(b"G", Effect.PUSH, 8)
     define(b"ISVLFP", Effect.PUSH, LINE)
     define(b"c", Effect.PUSH, TWO_LINES)
-    define(b"\x82", Effect.PUSH, 1)
-    define(b"\x83", Effect.PUSH, 2)
-    define(b"\x84", Effect.PUSH, 4)
+    define(b"\x82", Effect.EXTENSION, 1)
+    define(b"\x83", Effect.EXTENSION, 2)
+    define(b"\x84", Effect.EXTENSION, 4)
     define(b"\x8c\x8aUC", Effect.PUSH, -1)
     define(b"X\x8bTB", Effect.PUSH, -4)
     define(b"\x8d\x8e\x96", Effect.PUSH, -8)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
 from mmfsdp.checkpoint.pickles.limits import check_limits
-from mmfsdp.checkpoint.pickles.safe_names import is_safe_attribute, is_safe_name
+from mmfsdp.checkpoint.pickles.safe_names import check_is_name, is_safe_name, shown
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
 __all__ = ["Attributes", "PickledObject", "StandIn", "fields", "integers", "read_pickle"]
@@ -204,12 +204,14 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type[PickledObject]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        full_name = f"{_MODULE_ALIASES.get(module_name, module_name)}.{global_name}"
+        check_is_name(module_name, global_name, self._file)
+        module = _MODULE_ALIASES.get(module_name, module_name)
+        full_name = f"{module}.{global_name}"
         if full_name in self._functions:
             return self._functions[full_name]
         if full_name in _REAL:
             return _REAL[full_name]
-        if not self._trust and full_name != "builtins.getattr" and not is_safe_name(full_name):
+        if not self._trust and full_name != "builtins.getattr" and not is_safe_name(module, global_name):
             raise _unsafe(self._file, full_name)
         key = (module_name, global_name)
         if key not in self._classes:
@@ -221,13 +223,11 @@ class _Unpickler(pickle.Unpickler):
         return self._classes[key]
 
     def _getattr(self, cls: type[PickledObject], *args: Any) -> Any:
-        # getattr of anything that is not listed is how a pickle gets at what it may not name.
+        # Protocol 2 spells what lies within a class as getattr(Class, 'name'); later ones name it as Class.name.
         owner, name = args if len(args) == 2 else (None, None)
-        owner = owner if isinstance(owner, type) and issubclass(owner, PickledObject) else PickledObject
-        safe = is_safe_attribute(owner.module, owner.qualname, name)
-        if safe and owner.module.startswith("torch."):  # a class within a class: it will be instantiated
+        if isinstance(owner, type) and issubclass(owner, PickledObject) and type(name) is str:
             return self.find_class(owner.module, f"{owner.qualname}.{name}")
-        if not safe and not self._trust:
+        if not self._trust:
             raise _unsafe(self._file, "builtins.getattr")
         return PickledObject.__new__(cls, *args)
 
@@ -241,9 +241,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _unsafe(file: Path, full_name: str) -> UnsafePickleError:
     return UnsafePickleError(
-        f"{file.name} wants to import '{full_name}', which is not on the list of safe names; nothing was imported. If "
-        "you know where the file comes from, read it with trust=True (--trust): then it is kept as an opaque "
-        "placeholder, and still not imported.",
+        f"{file.name} wants to import {shown(full_name)}, which is not on the list of safe names; nothing was "
+        "imported. If you know where the file comes from, read it with trust=True (--trust): then it is kept as an "
+        "opaque placeholder, and still not imported.",
         file=str(file),
     )
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from mmfsdp.dtypes import DTYPES
+from pathlib import Path
 
-__all__ = ["is_safe_attribute", "is_safe_name"]
+from mmfsdp.dtypes import DTYPES
+from mmfsdp.errors import UnsafePickleError
+
+__all__ = ["check_is_name", "is_dotted_name", "is_safe_name", "shown"]
 
 _STATISTICS = ("min", "max", "current", "mean")
 _GROUP_STATE = "ProcessGroupState"
-
-# Protocol 2 spells `Class.attribute` as getattr(Class, 'attribute'). Every message hub of MMEngine holds the methods of
-# HistoryBuffer, and every ShardedTensor a class within its class.
-_ATTRIBUTES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("mmengine.logging.history_buffer", "HistoryBuffer"): _STATISTICS,
-    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): (_GROUP_STATE,),
-}
 
 _SAFE: dict[str, frozenset[str]] = {
     "builtins": frozenset(
@@ -66,16 +62,45 @@ _SAFE: dict[str, frozenset[str]] = {
 }
 
 
-def is_safe_name(full_name: str) -> bool:
-    """Tell whether a pickle may mention ``'module.name'``."""
-    if full_name.startswith("numpy.dtypes.") and full_name.endswith("DType"):
-        return full_name.count(".") == 2
-    return any(
-        full_name.startswith(f"{module}.") and full_name.removeprefix(f"{module}.") in names
-        for module, names in _SAFE.items()
+def is_dotted_name(text: str) -> bool:
+    """Tell whether a text is identifiers joined by dots, all ASCII, and so cannot be taken for anything but a name.
+
+    ``torch.save`` writes protocol 2, where names end with a newline and Python itself takes only ASCII ones.
+    """
+    return text.isascii() and all(part.isidentifier() for part in text.split("."))
+
+
+def check_is_name(module: str, qualname: str, file: Path | None = None) -> None:
+    """Raise ``UnsafePickleError`` if a module and a name there are more, or less, than two names; trusted or not.
+
+    Args:
+        module: The module.
+        qualname: What is named in it.
+        file: Where this was read, if it was.
+    """
+    wrong = next((text for text in (module, qualname) if not is_dotted_name(text)), None)
+    if wrong is None:
+        return
+    where = "The content to be written" if file is None else file.name
+    raise UnsafePickleError(
+        f"{where} names {shown(wrong)} as a class, function or module, which is not a name: only ASCII letters, digits "
+        "and underscores joined by dots are. No checkpoint does this; it was made to plant code in what is written.",
+        file=None if file is None else str(file),
     )
 
 
-def is_safe_attribute(module: str, qualname: str, attribute: object) -> bool:
-    """Tell whether a pickle may say ``getattr(module.qualname, attribute)``."""
-    return attribute in _ATTRIBUTES.get((module, qualname), ())
+def shown(text: str) -> str:
+    """Return a text in quotes for a message: in one line of at most some 200 characters."""
+    return ascii(text if len(text) <= 100 else f"{text[:60]}...{text[-30:]}")
+
+
+def is_safe_name(module: str, qualname: str) -> bool:
+    """Tell whether a pickle may mention something without being trusted.
+
+    Args:
+        module: Its module, as Python 3 calls it.
+        qualname: Its name there; with a dot for what lies within a class.
+    """
+    if module == "numpy.dtypes":
+        return qualname.isascii() and qualname.isidentifier() and qualname.endswith("DType")
+    return qualname in _SAFE.get(module, ())

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles.reading import PickledObject
+from mmfsdp.checkpoint.pickles.safe_names import check_is_name
 from mmfsdp.errors import FormatError
 
 __all__ = ["PickleWriter"]
@@ -37,6 +38,7 @@ class PickleWriter:
 
         Raises:
             FormatError: It holds an object that a checkpoint cannot hold, or is nested too deeply.
+            UnsafePickleError: It holds a class whose name is not one.
         """
         self.raw(b"\x80\x02")
         try:
@@ -51,11 +53,25 @@ class PickleWriter:
         self._out += opcodes
 
     def name(self, module: str, name: str) -> None:
-        """Push the class or function ``module.name``, by name."""
+        """Push the class or function ``module.name``, by name; with a dot in it, what lies within a class.
+
+        Raises:
+            UnsafePickleError: It is not a name, and would be taken for opcodes.
+        """
+        check_is_name(module, name)
         key = ("name", module, name)
-        if not self._recall(key):
-            self.raw(b"c" + f"{module}\n{name}\n".encode())
-            self._remember(key)
+        if self._recall(key):
+            return
+        owner, _, attribute = name.rpartition(".")
+        if owner:  # protocol 2 has no other way
+            self.name("__builtin__", "getattr")
+            self.raw(b"(")
+            self.name(module, owner)
+            self.save(attribute)
+            self.raw(b"tR")
+        else:
+            self.raw(b"c" + f"{module}\n{name}\n".encode("ascii"))
+        self._remember(key)
 
     def save(self, value: Any) -> None:
         """Push any value of a tree."""

@@ -1,0 +1,306 @@
+"""Names in a pickle: what could be more than a name is refused by the reader and by the writer alike."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import pickle
+import pickletools
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint.layout import TensorRef
+from mmfsdp.checkpoint.pickles.reading import PickledObject, read_pickle
+from mmfsdp.checkpoint.pickles.safe_names import is_dotted_name, is_safe_name
+from mmfsdp.checkpoint.pickles.writing import PickleWriter
+from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
+
+FILE = Path("x")
+EXAMPLES = int(os.environ.get("MMFSDP_FUZZ", "300"))
+
+
+def text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def stack_global(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def no_tensor(_: PickleWriter, ref: TensorRef) -> None:
+    raise AssertionError(ref)
+
+
+def written(tree: Any) -> bytes:
+    return PickleWriter(no_tensor).dumps(tree)
+
+
+def globals_of(pickled: bytes) -> list[str]:
+    return [str(argument) for opcode, argument, _ in pickletools.genops(pickled) if opcode.name == "GLOBAL"]
+
+
+def planted(marker: Path) -> str:
+    """Return a name that, written into a GLOBAL opcode as it is, calls os.system when the pickle is loaded."""
+    assert "." not in str(marker)
+    return f"Int8DType\n0cposix\nsystem\n(Vtouch {marker}\ntR0VDType"
+
+
+def archive(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as target:
+        target.writestr("x/data.pkl", pickled)
+        target.writestr("x/byteorder", b"little")
+        target.writestr("x/data/0", bytes(64))
+    return path
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x10tQ"
+    b"K\x00K\x04\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+)
+
+
+def with_planted_name(path: Path, marker: Path) -> Path:
+    name = stack_global("numpy.dtypes", planted(marker))
+    return archive(path, b"\x80\x04}(X\x05\0\0\0model}X\x01\0\0\0w" + TENSOR + b"sX\x04\0\0\0meta" + name + b"u.")
+
+
+def run(*args: object) -> subprocess.CompletedProcess[str]:
+    code = "from mmfsdp_cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect", "{source}"],
+        ["inspect", "{source}", "--trust"],
+        ["verify", "{source}"],
+        ["verify", "{source}", "--trust"],
+        ["convert", "{source}", "{target}/out.pth", "--keep", "all"],
+        ["convert", "{source}", "{target}/out.pth", "--keep", "all", "--trust"],
+        ["convert", "{source}", "{target}/out", "--to", "local", "--ranks", "2", "--trust"],
+        ["convert", "{source}", "{target}/out", "--to", "dcp", "--trust"],
+        ["convert", "{source}", "{target}/out.safetensors"],
+        ["diff", "{source}", "{other}"],
+        ["diff", "{other}", "{source}"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_names_a_planted_opcode(tmp_path: Path, command: list[str]) -> None:
+    marker = tmp_path / "marker"
+    source = with_planted_name(tmp_path / "in.pth", marker)
+    torch.save({"model": {"w": torch.zeros(4)}}, tmp_path / "other.pth")
+    (tmp_path / "out").mkdir()
+    places = {"source": str(source), "target": str(tmp_path / "out"), "other": str(tmp_path / "other.pth")}
+    done = run(*[part.format(**places) for part in command])
+    for output in (tmp_path / "out").rglob("*.pth"):
+        torch.load(output, weights_only=False)
+    assert not marker.exists()
+    assert done.returncode != 0, done.stdout
+    assert "in.pth" in done.stderr
+    assert "cposix" in done.stderr, done.stderr
+    assert "is not a name" in done.stderr
+    assert [*(tmp_path / "out").iterdir()] == []
+
+
+NOT_NAMES = [
+    "posix\nsystem",
+    "a\n",
+    "\na",
+    "a b",
+    "a\r",
+    "a\x00",
+    "a-b",
+    "",
+    ".",
+    "a.",
+    ".a",
+    "a..b",
+    "1a",
+    "größe",
+    "\ud800",
+    "a\u2028b",
+    "a(b)",
+    "<locals>",
+]
+
+
+@pytest.mark.parametrize("wrong", NOT_NAMES)
+@pytest.mark.parametrize("trust", [False, True])
+def test_neither_reader_nor_writer_takes_what_is_not_a_name(wrong: str, trust: bool) -> None:
+    for module, name in (("numpy.dtypes", wrong), (wrong, "Int8DType"), ("numpy.dtypes", f"{wrong}DType")):
+        if is_dotted_name(module) and is_dotted_name(name):
+            continue
+        with pytest.raises(UnsafePickleError, match="is not a name"):
+            read_pickle(b"\x80\x04" + stack_global(module, name) + b".", file=FILE, trust=trust)
+        with pytest.raises(UnsafePickleError, match="is not a name"):
+            PickleWriter(no_tensor).name(module, name)
+        kind = type("Kind", (PickledObject,), {"module": module, "qualname": name})
+        for value in (kind, kind.__new__(kind), kind(1)):
+            with pytest.raises(UnsafePickleError, match="is not a name"):
+                written({"meta": value})
+
+
+def test_names_count_in_their_module_only() -> None:
+    assert is_safe_name("builtins", "int")
+    assert is_safe_name("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState")
+    assert not is_safe_name("torch.distributed._shard.sharded_tensor", "api.ShardedTensor")
+    assert not is_safe_name("", "builtins.int")
+    assert is_safe_name("numpy.dtypes", "Float32DType")
+    assert not is_safe_name("numpy", "dtypes.Float32DType")
+    assert not is_safe_name("numpy.dtypes", "x.Float32DType")
+    assert not is_safe_name("numpy.dtypes.x", "Float32DType")
+
+
+def spellings(module: str, name: str) -> list[bytes]:
+    """Return pickles that name one thing, through every opcode that can."""
+    line, memo = f"{module}\n{name}\n".encode("utf-8", "surrogatepass"), b"\x80\x04"
+    pickles = [
+        memo + stack_global(module, name) + b".",
+        memo + text(module) + b"\x940" + text(name) + b"\x940h\x00h\x01\x93.",
+        memo + stack_global(module, name) + b")\x81.",
+        memo + stack_global(module, name) + b")}\x92.",
+        memo + stack_global(module, name) + b")R.",
+        memo + b"(" + stack_global(module, name) + b"o.",
+        memo + b"\x95\xff\0\0\0\0\0\0\0" + stack_global(module, name) + b".",
+        b"\x80\x02c" + line + b".",
+        b"\x80\x02c" + line + b")\x81.",
+        b"(i" + line + b".",
+        b"(c" + line + b"o.",
+    ]
+    if "\n" not in module + name and "'" not in module + name and "\\" not in module + name:
+        quoted = b"".join(b"V" + part.encode("raw_unicode_escape") + b"\n" for part in (module, name))
+        pickles.append(memo + quoted + b"\x93.")
+    return pickles
+
+
+WORDS = st.one_of(
+    st.sampled_from(["os", "posix", "system", "builtins", "getattr", "eval", "numpy.dtypes", "torch", "Size", "int"]),
+    st.sampled_from(
+        ["Int8DType", "HistoryBuffer.min", "mmengine.logging.history_buffer", "a.b_c", "DType", *NOT_NAMES]
+    ),
+    st.text(max_size=12),
+    st.text("aA1_.\n\r\0 ()c0Rt", max_size=12).map(lambda word: f"{word}DType"),
+)
+
+
+@given(module=WORDS, name=WORDS, trust=st.booleans())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_what_the_reader_takes_is_written_as_one_global_and_read_again(module: str, name: str, trust: bool) -> None:
+    shaped = is_dotted_name(module) and is_dotted_name(name)
+    for pickled in spellings(module, name):
+        try:
+            value = read_pickle(pickled, file=FILE, trust=trust)
+        except (UnsafePickleError, CorruptCheckpointError):
+            continue
+        kind = value if isinstance(value, type) else type(value)
+        if not issubclass(kind, PickledObject):
+            continue  # one of the few that are real
+        assert is_dotted_name(kind.module)  # lines of GLOBAL may end where another name begins
+        assert is_dotted_name(kind.qualname)
+        assert trust or is_safe_name(kind.module, kind.qualname) or kind.qualname == "getattr"
+        again = written([value])
+        expected = [f"{kind.module} {kind.qualname}"]
+        if "." in kind.qualname:
+            expected = ["__builtin__ getattr", f"{kind.module} {kind.qualname.split('.')[0]}"]
+        assert globals_of(again) == expected
+        back = read_pickle(again, file=FILE, trust=trust)[0]
+        same = back if isinstance(back, type) else type(back)
+        assert (same.module, same.qualname) == (kind.module, kind.qualname)
+        assert written([back]) == again
+    if not shaped:
+        with pytest.raises(UnsafePickleError):
+            PickleWriter(no_tensor).name(module, name)
+
+
+KEYS = st.one_of(st.text(max_size=8), st.integers(), st.sampled_from(["a\nb", "cposix\nsystem\n", "\ud800"]))
+VALUES = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(1 << 600), 1 << 600), st.floats(allow_nan=False), st.complex_numbers(
+            allow_nan=False), st.binary(max_size=20), st.text(max_size=20), st.sampled_from(["x\n.", "(S'a'\n"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+WRITTEN = """PROTO STOP NONE NEWTRUE NEWFALSE BININT1 BININT LONG1 LONG4 BINFLOAT BINUNICODE EMPTY_TUPLE MARK TUPLE
+    EMPTY_LIST APPENDS EMPTY_DICT SETITEMS GLOBAL REDUCE BUILD BINPUT LONG_BINPUT BINGET LONG_BINGET"""
+
+
+@given(tree=VALUES, protocol=st.integers(0, 5))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_texts_and_numbers_of_any_protocol_are_written_with_lengths_and_not_as_lines(tree: Any, protocol: int) -> None:
+    try:
+        pickled = pickle.dumps(tree, protocol)
+    except UnicodeEncodeError:  # protocol 0 cannot write a lone surrogate
+        return
+    read = read_pickle(pickled, file=FILE)
+    assert read == tree
+    again = written(read)
+    assert {opcode.name for opcode, _, _ in pickletools.genops(again)} <= {*WRITTEN.split()}
+    assert {*globals_of(again)} <= {"collections OrderedDict", "_codecs encode", "__builtin__ complex"}
+    assert pickle.loads(again) == tree
+    assert written(read_pickle(again, file=FILE)) == again
+
+
+@pytest.mark.parametrize("code", [b"\x82\x07", b"\x83\x07\x00", b"\x84\x07\x00\x00\x00"])
+def test_the_extension_registry_is_refused(code: bytes) -> None:
+    copyreg.add_extension("posix", "system", 7)
+    try:
+        assert pickle.loads(b"\x80\x02" + code + b".") is os.system  # the registry holds it now, for whoever asks
+        for trust in (False, True):
+            with pytest.raises(CorruptCheckpointError, match="extension registry"):
+                read_pickle(b"\x80\x02" + code + b".", file=FILE, trust=trust)
+    finally:
+        copyreg.remove_extension("posix", "system", 7)
+        copyreg.clear_extension_cache()
+
+
+def test_messages_show_a_name_in_one_line() -> None:
+    for name in ("a\x1b[2J", "b\nc", "x" * 100_000):
+        for trust in (False, True):
+            if trust and name.isidentifier():
+                continue
+            with pytest.raises(UnsafePickleError) as caught:
+                read_pickle(b"\x80\x04" + stack_global("os", name) + b".", file=FILE, trust=trust)
+            assert re.fullmatch(r"[ -~]{1,1000}", str(caught.value))
+
+
+class Buffer(list):  # type: ignore[type-arg]
+    class Kept:
+        pass
+
+    def largest(self) -> Any:
+        return max(self)
+
+
+def test_what_lies_within_a_class_loads_again(tmp_path: Path) -> None:
+    for protocol in (2, 4):
+        tree = {
+            "model": {"w": torch.ones(2)},
+            "meta": {"statistics": Buffer.largest, "kind": Buffer.Kept, "x": Buffer.Kept()},
+        }
+        torch.save(tree, tmp_path / "in.pth", pickle_protocol=protocol)
+        convert(tmp_path / "in.pth", tmp_path / "out.pth", keep="all", trust=True, overwrite=True, fsync=False)
+        loaded = torch.load(tmp_path / "out.pth", weights_only=False)["meta"]
+        assert loaded["statistics"] is Buffer.largest
+        assert loaded["kind"] is Buffer.Kept
+        assert type(loaded["x"]) is Buffer.Kept
+        open_layout(tmp_path / "out.pth", trust=True)
