@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.checkpoint.copying.numeric import has_numpy, raw, values
 from mmfsdp.checkpoint.copying.open_files import OpenFiles
 from mmfsdp.checkpoint.copying.streaming import tensor_blocks
+from mmfsdp.checkpoint.expanded import without_repeats
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.dtypes import itemsize
 
@@ -60,6 +61,8 @@ def compare_tensors(
         atol: Absolute tolerance.
         advance: Called with the number of elements after each block.
     """
+    elements = one.numel
+    [one, two], times = without_repeats(one, two)
     differing, largest, relative, counted = 0, -1.0, -1.0, True
     blocks = zip(
         tensor_blocks(files, one, _ELEMENTS * itemsize(one.dtype)),
@@ -74,14 +77,14 @@ def compare_tensors(
             count, absolute, ratio = _differences(a, b, one.dtype, two.dtype, rtol, atol)
             differing, largest, relative = differing + count, max(largest, absolute), max(relative, ratio)
         if advance is not None:
-            advance(len(a) // itemsize(one.dtype))
+            advance(len(a) // itemsize(one.dtype) * times)
     if not differing:
         return None
     known = counted and largest >= 0
     return ValueDifference(
         name,
-        one.numel,
-        differing if counted else None,
+        elements,
+        differing * times if counted else None,
         largest if known else None,
         relative if known and relative >= 0 else None,
     )

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
 from mmfsdp.dtypes import itemsize
+from mmfsdp.errors import FormatError
 
 __all__ = ["Run", "StridedRun", "byte_runs"]
+
+_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,9 @@ def byte_runs(
 
     Returns:
         Runs sorted by target offset, neighbours merged. Regions that no chunk holds have no run.
+
+    Raises:
+        FormatError: The box cuts a view that repeats what is stored into more than a million pieces.
     """
     start = (0,) * len(entry.shape) if offsets is None else offsets
     extent = entry.shape if sizes is None else sizes
@@ -87,6 +93,13 @@ def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[i
         and (chunk.strides is not None or count[inner] == chunk.box_sizes[inner])
     ):
         inner -= 1
+    # What is stored bounds how many blocks there are, except where it is repeated.
+    if math.prod(count[:inner]) > _BLOCKS and 0 in source_strides:
+        raise FormatError(
+            f"{chunk.file.name} holds part of a tensor of shape {list(chunk.box_sizes)} as an expanded view, in too "
+            "many pieces. Save its contiguous() instead.",
+            file=str(chunk.file),
+        )
     length = math.prod(count[inner:]) * item
     source = chunk.offset + item * sum(
         (a - b) * step for a, b, step in zip(low, chunk.box_offsets, source_strides, strict=True)

@@ -12,6 +12,7 @@ from mmfsdp.checkpoint.copying.numeric import require_numpy, values
 from mmfsdp.checkpoint.copying.open_files import OpenFiles
 from mmfsdp.checkpoint.copying.streaming import tensor_blocks
 from mmfsdp.checkpoint.coverage import check_coverage
+from mmfsdp.checkpoint.expanded import without_repeats
 from mmfsdp.checkpoint.layout import Layout
 
 __all__ = ["TensorStatistics", "tensor_statistics"]
@@ -74,10 +75,11 @@ def tensor_statistics(
 
     entry = find_tensor(layout, name)
     check_coverage(layout, [entry.name])
+    [stored], times = without_repeats(entry)
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     zeros = nans = infs = done = 0
     with OpenFiles() as files:
-        for block in tensor_blocks(files, entry, _BLOCK):
+        for block in tensor_blocks(files, stored, _BLOCK):
             found = values(block, entry.dtype)
             with np.errstate(all="ignore"):  # signalling NaNs
                 wide = (np.abs(found) if found.dtype.kind == "c" else found).astype(np.float64)
@@ -91,8 +93,8 @@ def tensor_statistics(
                 total, squares = total + float(wide.sum()), squares + float(np.square(wide).sum())
             done += len(block)
             if progress is not None:
-                progress(done, entry.nbytes)
-    count = entry.numel - nans
+                progress(done, stored.nbytes)
+    count = stored.numel - nans
     return TensorStatistics(
         entry.name,
         entry.dtype,
@@ -101,8 +103,8 @@ def tensor_statistics(
         low if count else None,
         high if count else None,
         total / count if count else None,
-        math.sqrt(squares),
-        zeros,
-        nans,
-        infs,
+        math.sqrt(squares * times),
+        zeros * times,
+        nans * times,
+        infs * times,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 __all__ = ["parse_json"]
@@ -21,8 +22,8 @@ def parse_json(text: str | bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {next(name for name in counts if counts[name] > 1)!r} is there twice")
     return content
 
 

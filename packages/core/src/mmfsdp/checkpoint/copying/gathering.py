@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -62,12 +63,28 @@ def _simplified(run: StridedRun) -> tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the elements in pieces of up to one block."""
+    if not sizes:
+        yield bytes(data[:item])
+        return
     size, step = sizes[0], strides[0]
-    if len(sizes) > 1:
+    below = item * math.prod(sizes[1:])
+    if step == 0 and below <= _BLOCK:  # an expanded dimension
+        unit = b"".join(_pieces(data, item, sizes[1:], strides[1:]))
+        yield from _repeated(unit, size)
+    elif len(sizes) > 1:
         for index in range(size):
             yield from _pieces(data[index * step * item :], item, sizes[1:], strides[1:])
-    elif step == 0:  # an expanded dimension
-        yield bytes(data[:item]) * size
     else:
-        elements = data[: ((size - 1) * step + 1) * item].cast(_FORMATS[item])
-        yield elements[::step].tobytes()
+        for begin in range(0, size, _BLOCK // item):
+            count = min(_BLOCK // item, size - begin)
+            elements = data[begin * step * item : (begin * step + (count - 1) * step + 1) * item]
+            yield elements.cast(_FORMATS[item])[::step].tobytes()
+
+
+def _repeated(unit: bytes, times: int) -> Iterator[bytes]:
+    at_once = min(times, _BLOCK // len(unit))
+    block = unit * at_once
+    for _ in range(times // at_once):
+        yield block
+    yield unit * (times % at_once)

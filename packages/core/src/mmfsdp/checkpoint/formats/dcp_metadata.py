@@ -81,9 +81,15 @@ class _Place(Attributes):
     transform_descriptors: Any = None
 
 
+def _tuple(values: Any) -> tuple[Any, ...]:
+    if type(values) is not tuple and type(values) is not list:
+        raise ValueError(f"{brief(values)} is not a tuple of sizes")
+    return tuple(values[:1000])  # looked at where it is known of which tensor it is
+
+
 # What there is several times for each chunk.
 _MADE: Mapping[str, StandIn | type[Attributes]] = {
-    "torch.Size": StandIn(integers),
+    "torch.Size": StandIn(_tuple),
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
     "torch.distributed.checkpoint.filesystem._StorageInfo": _Place,
@@ -147,16 +153,23 @@ def _tensor(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not (isinstance(dtype, type) and issubclass(dtype, PickledObject)) or dtype.qualname not in DTYPES:
         raise FormatError(f"Tensor {name!r} of {path.name} has a dtype that is unknown here.", file=str(path))
-    shape = integers(content["size"])
+    shape = _sizes(name, content["size"])
     boxes = []
     for chunk in content["chunks"]:
-        offsets, sizes = integers(chunk.offsets), integers(chunk.sizes)
+        offsets, sizes = _sizes(name, chunk.offsets), _sizes(name, chunk.sizes)
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
         _check_size(name, sizes)
         boxes.append((offsets, sizes))
     _check_size(name, shape)
     return TensorInfo(dtype.qualname, shape, tuple(boxes))
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        return integers(value)
+    except ValueError as error:
+        raise ValueError(f"the size of tensor {name!r} makes no sense: {error}") from error
 
 
 def _check_size(name: str, sizes: tuple[int, ...]) -> None:

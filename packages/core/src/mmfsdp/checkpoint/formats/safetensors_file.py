@@ -18,6 +18,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
+from mmfsdp.checkpoint.pickles.reading import integers
 from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
@@ -29,6 +30,7 @@ CHECKSUMS = "mmfsdp.crc32"
 CRC-32 of the header's entries as JSON (no spaces, ASCII only), then that of each tensor's data in their order."""
 
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
+_VALUES = 2_000_000  # in a header: 400,000 matrices; a value takes up to 200 bytes of memory
 
 
 def looks_like_safetensors(head: bytes) -> bool:
@@ -69,6 +71,13 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
                 f"The header of {path.name} is truncated or damaged.", file=str(path), offset=begin
             )
         raw = file.read(length)
+    if raw.count(b",") > _VALUES:
+        raise CorruptCheckpointError(
+            f"The header of {path.name} holds {raw.count(b',')} values (expected at most {_VALUES}); no model has so "
+            "many tensors in one file.",
+            file=str(path),
+            offset=begin + 8,
+        )
     data = begin + 8 + length
     try:
         header = parse_json(raw)
@@ -175,10 +184,13 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:
         dtype = from_safetensors_code(value["dtype"])
     except ConfigError as error:
         raise FormatError(f"Tensor {name!r} of {path.name}: {error.message}", file=str(path)) from error
-    shape = tuple(value["shape"])
     start, end = value["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError(f"tensor {name!r} has a shape or offsets that are not numbers")
+    if any(type(number) is not int or number < 0 for number in (start, end)):
+        raise ValueError(f"tensor {name!r} has offsets that are not numbers")
+    try:
+        shape = integers(value["shape"])
+    except ValueError as error:
+        raise ValueError(f"the shape of tensor {name!r} makes no sense: {error}") from error
     if end - start != math.prod(shape) * itemsize(dtype):
         raise ValueError(f"tensor {name!r} of {dtype} and shape {list(shape)} cannot have {end - start} bytes")
     chunk = Chunk(path, begin + start, end - start, (0,) * len(shape), shape)
