@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint import TargetExistsError, convert, diff, verify
+from mmfsdp.checkpoint import convert, diff, verify
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "out.pth": {"keep": "all"},
@@ -35,7 +35,7 @@ def main(directory: Path, name: str, kills: int, seed: int) -> None:
     convert(new, target, **options)
     usual = time.perf_counter() - began
     draw = random.Random(seed)
-    seen = {"killed": 0, "old": 0, "new": 0, "nothing": 0, "aside": 0}
+    seen = {"killed": 0, "old": 0, "new": 0, "nothing": 0}
     for index in range(kills):
         clear(target.parent)
         over = index % 2 == 0
@@ -45,9 +45,6 @@ def main(directory: Path, name: str, kills: int, seed: int) -> None:
         moment = draw.choice([draw.uniform(0, 1.1), draw.uniform(0.8, 1.2)]) * usual
         seen["killed"] += killed(new, target, options, moment)
         seen[state(target, new, old, over)] += 1
-    clear(target.parent)
-    shutil.copytree(kept, target) if kept.is_dir() else shutil.copy(kept, target)
-    seen["aside"] += moved_aside(new, target, old, options)
     assert new.read_bytes() == before
     print(json.dumps(seen))
 
@@ -82,40 +79,13 @@ def state(target: Path, new: Path, old: Path, over: bool) -> str:
         found = "new" if diff(target, new).same else "old"
         assert found == "new" or diff(target, old).same
         assert found == "new" or over
-    elif over:
-        aside = [entry for entry in target.parent.iterdir() if entry.name.endswith("replaced")]
-        assert len(aside) == 1
-        assert target.suffix == ""  # a file is replaced in one step
-        assert diff(aside[0], old).same
+    else:
+        assert not over, "what is replaced is never missing"
     options = SETTINGS[target.name]
     convert(new, target, overwrite=True, fsync=False, **options)
     assert os.listdir(target.parent) == [target.name]
     assert diff(target, new).same
     return found
-
-
-def moved_aside(source: Path, target: Path, old: Path, options: dict[str, Any]) -> bool:
-    """Die between the two renames that replace a directory; the next run puts the old one back."""
-    if not target.is_dir():
-        return False
-    replace = os.replace
-
-    def die(_: object, __: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = die  # type: ignore[assignment]
-    child = forked(source, target, options)
-    os.replace = replace
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    assert not target.exists()
-    try:
-        convert(source, target, **{**options, "overwrite": False})
-    except TargetExistsError:
-        assert os.listdir(target.parent) == [target.name]
-        assert verify(target).ok
-        assert diff(target, old).same
-        return True
-    return False
 
 
 if __name__ == "__main__":

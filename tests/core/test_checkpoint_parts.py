@@ -302,16 +302,19 @@ def test_a_failed_replacement_puts_the_old_directory_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_a_killed_run_left_is_cleaned_up(tmp_path: Path, replaced: bool) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    mine = temporary_sibling(tmp_path / "d")
-    mine.mkdir()
-    stale = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{process.pid}-")
+    program = (
+        "import os, sys; from pathlib import Path; from mmfsdp.checkpoint.copying.atomic import temporary_sibling\n"
+        "path = temporary_sibling(Path(sys.argv[1])); path.mkdir(); print(path, flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "d"], capture_output=True, text=True, check=False)
+    stale = Path(done.stdout.strip())
+    assert stale.is_dir()
     if replaced:  # killed between moving the old directory aside and moving the new one in
-        stale = stale.with_suffix(".mmfsdp-replaced")
-    stale.mkdir()
+        stale = stale.rename(stale.with_suffix(".mmfsdp-replaced"))
+    mine = tmp_path / stale.name.replace(".d.", ".d.e.")
+    mine.mkdir()
     (stale / "file").touch()
-    foreign = [tmp_path / ".d.tmp", tmp_path / mine.name.replace(".d.", ".other.")]
+    foreign = [tmp_path / ".d.tmp", tmp_path / stale.name.replace(".d.", ".other.")]
     for path in foreign:
         path.touch()
     temporary_sibling(tmp_path / "d")

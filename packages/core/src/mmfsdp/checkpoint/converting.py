@@ -160,7 +160,7 @@ def convert(
         ConfigError: An argument is unknown or malformed, a pattern or rewrite matches nothing, two tensors would get
             one name, or the format cannot hold a dtype.
         CheckpointNotFoundError: There is no checkpoint at ``source``, or no directory for ``target``.
-        TargetExistsError: ``target`` exists and ``overwrite`` is false.
+        TargetExistsError: ``target`` exists, or another process is writing it, and ``overwrite`` is false.
         FormatError, UnsafePickleError: ``source`` cannot be read; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: ``source`` lacks data, or its data is damaged.
         CheckpointError: The disk of the target is too small, or the target is a directory that holds other things.
@@ -208,7 +208,7 @@ def convert(
         check_space(target, written, free)
         with writing(target):
             check_replaceable(target)
-            temporary = temporary_sibling(target)
+            temporary = temporary_sibling(target, exclusive=not overwrite and not publish)
             try:
                 entries = write_files(
                     temporary, intent.planned, verify=verify, progress=progress, jobs=jobs, fsync=fsync

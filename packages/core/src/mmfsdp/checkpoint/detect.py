@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.collecting import without_collection
 from mmfsdp.checkpoint.copying.open_files import refuse_special
+from mmfsdp.checkpoint.copying.siblings import interrupted
 from mmfsdp.checkpoint.copying.write_errors import of_file
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
 from mmfsdp.checkpoint.formats.mmengine_local import read_mmengine_local
@@ -44,7 +45,8 @@ def open_layout(
 ) -> Layout:
     """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
 
-    Only metadata is read; torch is not imported, and nothing that a pickle names is imported or run.
+    Only metadata is read; torch is not imported, and nothing that a pickle names is imported or run. Where a process
+    died while it replaced a directory, so that there is nothing at the path, what it left beside it is opened.
 
     Args:
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
@@ -67,6 +69,7 @@ def open_layout(
         CorruptCheckpointError: It is damaged.
     """
     path = Path(path)
+    path = interrupted(path) or path
     try:
         with without_collection():
             layout = _open(path, trust, reference, format, look_up)

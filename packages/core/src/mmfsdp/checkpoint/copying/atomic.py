@@ -1,22 +1,21 @@
 """Files and directories that appear at their final path complete, or not at all.
 
-Everything is written to a hidden sibling of the target, synced, and renamed. The name of a sibling says which process
-on which machine made it, so that what a killed run left behind can be told from what another run is writing now.
+Everything is written to a hidden sibling of the target, synced, and moved to its place in one step. What a killed
+process left behind is removed, or put to use, by the next one that writes the same target (see ``siblings``).
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-import secrets
-import shutil
-import socket
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmfsdp.checkpoint.copying.leases import Lease, writer
 from mmfsdp.checkpoint.copying.open_files import refuse_special
+from mmfsdp.checkpoint.copying.renaming import exchange, rename_new
+from mmfsdp.checkpoint.copying.siblings import Kind, claim_of, new_token, remove, remove_leftovers, sibling, token_of
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
 __all__ = [
@@ -30,77 +29,135 @@ __all__ = [
     "temporary_sibling",
 ]
 
-_PARTIAL = "mmfsdp-partial"
-_REPLACED = "mmfsdp-replaced"
-_LONGEST = 160  # bytes of the name in that of its sibling
+_held: dict[Path, list[Lease]] = {}
+"""The leases of what this process is writing."""
 
 
 class TargetExistsError(CheckpointError):
-    """There is something at the target already, and overwriting was not asked for."""
+    """There is something at the target already, or soon, and overwriting was not asked for."""
 
 
-def temporary_sibling(path: Path) -> Path:
-    """Return a fresh hidden path beside ``path`` to write to; nothing is created.
+def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool = False) -> Path:
+    """Return a fresh hidden path beside ``path`` to write to; nothing is created there.
 
-    What an earlier run of this machine left for the same target is removed first if its process is gone. If that run
-    died while it replaced a directory, the old directory is put back.
+    Until ``commit`` or ``discard`` is called with it, or this process dies, other processes know that it is being
+    written. What dead processes left for the same target is removed first. If one of them died while it replaced
+    something, the newest complete checkpoint is put back to the target.
 
     Args:
         path: The target, a file or a directory to be.
+        exclusive: Nothing is to be overwritten: refuse at once what is there, and what another process is writing.
+        make_parents: Create the directory that should hold the target.
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
         FormatError: The target is a pipe, a device or a socket.
+        TargetExistsError: With ``exclusive``: there is something at the target, or another process is writing it.
     """
+    if make_parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     refuse_missing_parent(path)
-    path = located(path)
+    given, path = path, located(path)
     refuse_special(path)
-    _remove_stale(path)
-    return _sibling(path, _PARTIAL)
+    token = new_token()
+    leases: list[Lease] = []
+    try:
+        claim = Lease.take(claim_of(path))
+        if claim is not None:
+            leases.append(claim)
+        elif exclusive:
+            raise _being_written(given, claim_of(path))
+        own = Lease.take(sibling(path, token, Kind.LEASE), wait=True)
+        if own is not None:
+            leases.append(own)
+            remove_leftovers(path, own)
+        if exclusive:
+            refuse_existing(given)
+    except BaseException:
+        _release(leases)
+        raise
+    temporary = sibling(path, token, Kind.PARTIAL)
+    _held[temporary] = leases
+    return temporary
 
 
 def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool = True) -> None:
     """Move what was written to ``temporary`` to its final path in one step.
 
-    A file replaces a file in one rename. A directory cannot be replaced in one: the old one is moved aside, the new one
-    moved in, and the old one removed only then.
+    At every instant there is something complete at ``path`` if there was before: what is replaced and what replaces it
+    change places, and the old one is removed only then. Where the file system cannot do that with a directory, the old
+    one is moved aside first; if this process dies then, ``open_layout`` and the next save find what it left.
 
     Args:
         temporary: The finished file or directory, a path of ``temporary_sibling``.
         path: The target.
-        overwrite: Replace what is there.
+        overwrite: Replace what is there. Without it nothing is ever replaced, whoever put it there and when.
         fsync: Wait until the data of every file, and the rename, are on disk.
 
     Raises:
         TargetExistsError: There is something at ``path`` and ``overwrite`` is false. ``temporary`` is left as it is.
     """
-    path = located(path)
+    given, path = path, located(path)
     if not overwrite:
-        refuse_existing(path)
+        refuse_existing(given)
     if fsync:
         _sync_tree(temporary)
-    aside: Path | None = None
-    if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()) and not path.is_symlink():
-        aside = _sibling(path, _REPLACED)
-        os.rename(path, aside)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        if aside is not None:
-            os.rename(aside, path)
-        raise
+    old: Path | None = None
+    if overwrite:
+        old = _replace(temporary, path)
+    else:
+        try:
+            rename_new(temporary, path)
+        except FileExistsError as error:
+            raise _exists(given) from error
     if fsync:
         _sync(path.parent)
-    if aside is not None:
-        discard(aside)
+    if old is not None:
+        remove(old)
+    _release(_held.pop(temporary, []))
+
+
+def _replace(temporary: Path, path: Path) -> Path | None:
+    """Move something to a path, and return where what was there before has gone; ``None`` if it is no more."""
+    while True:
+        try:
+            if not os.path.lexists(path) or not (temporary.is_dir() or _is_directory(path)):
+                os.replace(temporary, path)
+                return None
+            return temporary if exchange(temporary, path) else _moved_aside(temporary, path)
+        except OSError as error:
+            # Others replace the same target: it came, or went, in the meantime.
+            came = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+            if not os.path.lexists(temporary) or not (came or isinstance(error, FileNotFoundError)):
+                raise
+
+
+def _moved_aside(temporary: Path, path: Path) -> Path:
+    aside = sibling(path, token_of(temporary), Kind.REPLACED)
+    os.rename(path, aside)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        rename_new(aside, path)
+        raise
+    return aside
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def discard(temporary: Path) -> None:
-    """Remove a temporary file or directory; one that does not exist is fine."""
-    if temporary.is_dir() and not temporary.is_symlink():
-        shutil.rmtree(temporary)
-    else:
-        temporary.unlink(missing_ok=True)
+    """Remove a temporary file or directory, and give up the target; one that does not exist is fine."""
+    try:
+        remove(temporary)
+    finally:
+        _release(_held.pop(temporary, []))
+
+
+def _release(leases: list[Lease]) -> None:
+    while leases:
+        leases.pop().release()
 
 
 @contextmanager
@@ -113,12 +170,11 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
         fsync: Wait until everything is on disk.
 
     Raises:
-        TargetExistsError: There is something at ``path`` and ``overwrite`` is false; said before the block begins.
+        TargetExistsError: There is something at ``path``, or another process is writing it, and ``overwrite`` is false;
+            said before the block begins.
         CheckpointNotFoundError: The directory that should hold the target does not exist.
     """
-    if not overwrite:
-        refuse_existing(path)
-    temporary = temporary_sibling(path)
+    temporary = temporary_sibling(path, exclusive=not overwrite)
     try:
         yield temporary
         commit(temporary, path, overwrite=overwrite, fsync=fsync)
@@ -152,50 +208,25 @@ def refuse_existing(path: Path) -> None:
     """Raise ``TargetExistsError`` if there is something at a target already, ``FormatError`` if it is a device."""
     refuse_special(path)
     if os.path.lexists(path):
-        kind = "directory" if path.is_dir() else "file"
-        raise TargetExistsError(
-            f"{str(path)!r} exists already. Pass overwrite=True (--force) to replace this {kind}, or choose another "
-            "path.",
-            file=str(path),
-        )
+        raise _exists(path)
 
 
-def _machine() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+def _exists(path: Path) -> TargetExistsError:
+    kind = "directory" if path.is_dir() else "file"
+    return TargetExistsError(
+        f"{str(path)!r} exists already. Pass overwrite=True (--force) to replace this {kind}, or choose another path.",
+        file=str(path),
+    )
 
 
-def _sibling(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{_stem(path)}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
-
-
-def _stem(path: Path) -> str:
-    # The sibling of a long name must not be too long itself: file systems take 255 bytes.
-    name = os.fsencode(path.name)
-    if len(name) <= _LONGEST:
-        return path.name
-    return f"{os.fsdecode(name[: _LONGEST - 8]).encode('utf-8', 'ignore').decode()}{zlib.crc32(name):08x}"
-
-
-def _remove_stale(path: Path) -> None:
-    pattern = re.compile(re.escape(f".{_stem(path)}.") + rf"{_machine()}-(\d+)-[0-9a-f]{{8}}\.({_PARTIAL}|{_REPLACED})")
-    for entry in list(path.parent.iterdir()):
-        match = pattern.fullmatch(entry.name)
-        if match is None or _is_alive(int(match[1])):
-            continue
-        if match[2] == _REPLACED and not os.path.lexists(path):
-            os.rename(entry, path)
-        else:
-            discard(entry)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+def _being_written(path: Path, claim: Path) -> TargetExistsError:
+    found = writer(claim)
+    who = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else "its claim is locked"
+    return TargetExistsError(
+        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass overwrite=True (--force) to "
+        "replace what it writes, or choose another path.",
+        file=str(path),
+    )
 
 
 def _sync_tree(path: Path) -> None:
