@@ -46,7 +46,7 @@ def started(source: Path, target: Path, overwrite: bool, begin: int):  # type: i
     os.read(begin, 1)
     to = None if target.suffix else "local"
     try:
-        convert(source, target, to=to, ranks=2 if to else None, overwrite=overwrite, fsync=False)
+        convert(source, target, to=to, ranks=2 if to else None, overwrite=overwrite)
         text = "wrote"
     except TargetExistsError as error:
         text = str(error)
