@@ -106,7 +106,7 @@ def test_inspect_tree(checkpoint: Path) -> None:
 
 def test_convert_in_part(checkpoint: Path) -> None:
     target = checkpoint.with_name("out.pth")
-    options = ["--include", "backbone.*", "--rename", r"^backbone\.=encoder.", "--dtype", "bf16", "--verify"]
+    options = ["--include", "backbone.*", "--rename", r"^backbone\.=encoder.", "--dtype", "bf16", "--verify-output"]
     done = run("convert", checkpoint, target, *options)
     assert done.returncode == 0, done.stderr
     assert "1 tensors, 12 B in " in done.stdout

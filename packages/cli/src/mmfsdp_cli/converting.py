@@ -43,7 +43,7 @@ __all__ = ["convert_command"]
 )
 @click.option("--ranks", metavar="N|RxS", help="dcp, local: among how many ranks; 2x4 is two replicas of four shards.")
 @flag("--force", help="Replace an existing target.")
-@flag("--verify", help="Read the output again and compare it with the source.")
+@flag("--verify-output", help="Read the output again and compare it with the source.")
 @flag("--no-verify", help="Do not compare the source's stored checksums with its data.")
 @flag("--no-fsync", help="Do not wait until the output is on disk.")
 @click.option(
@@ -70,7 +70,7 @@ def convert_command(
     to: str | None,
     ranks: str | None,
     force: bool,
-    verify: bool,
+    verify_output: bool,
     no_verify: bool,
     no_fsync: bool,
     jobs: int | None,
@@ -111,7 +111,7 @@ def convert_command(
                 overwrite=force,
                 trust=trust,
                 verify=not no_verify,
-                verify_output=verify,
+                verify_output=verify_output,
                 fsync=not no_fsync,
                 jobs=jobs,
                 dry_run=dry_run,

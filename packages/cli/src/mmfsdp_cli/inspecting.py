@@ -132,14 +132,17 @@ def _print_tables(layout: Layout, limit: int) -> None:
         say(line)
     if len(shown) < len(entries):
         say(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
-    _print_totals(layout)
+    _print_totals(layout, limit)
 
 
-def _print_totals(layout: Layout) -> None:
+def _print_totals(layout: Layout, limit: int = 0) -> None:
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
     say(f"\n{layout.format}{ranks}: {len(layout.tensors)} tensors, {human_bytes(layout.nbytes)}")
-    for key, summary in layout.content().items():
-        say(f"  {key}: {summary}")
+    content = list(layout.content().items())
+    for key, summary in content[: limit or None]:
+        say(f"  {shown_name(key) or '(at the top)'}: {summary}")
+    if limit and len(content) > limit:
+        say(f"  ... and {len(content) - limit} more (--limit 0 shows all)")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

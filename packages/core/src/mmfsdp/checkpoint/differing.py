@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.parts import model_key, part_tensors
+from mmfsdp.checkpoint.choosing.parts import part_tensors, weights_of
 from mmfsdp.checkpoint.comparing import ValueDifference, compare_tensors
 from mmfsdp.checkpoint.copying.numeric import require_numpy
 from mmfsdp.checkpoint.copying.open_files import OpenFiles
@@ -155,19 +155,18 @@ def diff(
 def _common_scope(one: Layout, two: Layout) -> str:
     if one.is_flat and two.is_flat:
         return "all"
-    if one.is_flat or two.is_flat:
-        return "model"
     try:
-        return "all" if model_key(one) == model_key(two) else "model"
+        ours, theirs = weights_of(one), weights_of(two)
     except FormatError:
-        return "all"
+        return "model" if one.is_flat or two.is_flat else "all"
+    return "all" if ours.where == theirs.where and one.is_flat == two.is_flat else "model"
 
 
 def _left_out(side: str, layout: Layout, scope: str) -> tuple[str, ...]:
     if scope == "all" or layout.is_flat:
         return ()
-    kept = model_key(layout) if scope == "model" else scope
-    return tuple(f"{side}: {key}" for key in layout.top_level if key != kept)
+    left = weights_of(layout).left_out() if scope == "model" else [key for key in layout.top_level if key != scope]
+    return tuple(f"{side}: {key}" for key in left)
 
 
 def _compared(

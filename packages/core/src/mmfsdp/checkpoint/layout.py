@@ -287,10 +287,16 @@ class Layout:
         return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
 
     def content(self) -> dict[str, str]:
-        """Return one line about what lies under each top-level key; empty for a bare state dict."""
+        """Return one line about what lies under each top-level key; empty for a bare state dict.
+
+        Tensors without a key of their own have one line together, under an empty key.
+        """
         if self.is_flat or not isinstance(self.tree, dict):
             return {}
-        return {str(key): self._summary(str(key), value) for key, value in self.tree.items()}
+        refs = [value for value in self.tree.values() if isinstance(value, TensorRef)]
+        lines = {"": f"{_count(len(refs), 'tensor')}, {sum(self.tensors[ref.name].nbytes for ref in refs)} bytes"}
+        parts = {key: value for key, value in self.tree.items() if not isinstance(value, TensorRef)}
+        return (lines if refs else {}) | {str(key): self._summary(str(key), value) for key, value in parts.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return what ``inspect --json`` prints: plain values only, every tensor included."""
@@ -318,8 +324,6 @@ class Layout:
         below = self.tensors_below(key)
         if below:
             return f"{_count(len(below), 'tensor')}, {sum(entry.nbytes for entry in below.values())} bytes"
-        if isinstance(value, TensorRef):
-            return "a tensor"
         if isinstance(value, dict):
             names = [str(name) for name in value]
             shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)

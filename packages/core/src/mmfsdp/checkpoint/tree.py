@@ -10,7 +10,7 @@ from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles.reading import PickledObject
 from mmfsdp.errors import FormatError
 
-__all__ = ["leaves", "map_leaves", "select_tensors", "tensor_free_paths", "unique_name"]
+__all__ = ["leaves", "map_leaves", "named_tensors", "select_tensors", "tensor_free_paths", "unique_name"]
 
 
 def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -60,6 +60,19 @@ def select_tensors(tree: Any) -> list[str]:
 
     map_leaves(tree, visit)
     return list(names)
+
+
+def named_tensors(part: Any) -> dict[str, str]:
+    """Return the names that tensors have within a part, and the names by which the source knows them."""
+    names: dict[str, str] = {}
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            names[unique_name(path, names)] = leaf.name
+        return leaf
+
+    map_leaves(part, visit)
+    return names
 
 
 def tensor_free_paths(tree: Any, prefix: str = "") -> list[str]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from mmfsdp.checkpoint.choosing.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.choosing.ranks import Ranks
 from mmfsdp.checkpoint.choosing.renaming import NameRules
-from mmfsdp.checkpoint.choosing.selection import Part, Selection, named_tensors, select
+from mmfsdp.checkpoint.choosing.selection import Part, Selection, select
 from mmfsdp.checkpoint.choosing.targets import Content, Target
 from mmfsdp.checkpoint.copying.casting import CastEntry, chosen_dtypes
 from mmfsdp.checkpoint.copying.planned_files import PlannedFile
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
-from mmfsdp.checkpoint.tree import tensor_free_paths
+from mmfsdp.checkpoint.tree import named_tensors, tensor_free_paths
 
 __all__ = ["Intent", "intended"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.parts import MODEL_KEYS
+from mmfsdp.checkpoint.choosing.parts import find_weights, is_ref
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.errors import FormatError
 
@@ -158,8 +158,6 @@ def _unknown(layout: Layout, reason: str) -> FormatError:
 
 
 def _weights(tree: Any) -> dict[str, TensorRef]:
-    for key in MODEL_KEYS:
-        found = tree.get(key) if isinstance(tree, dict) else None
-        if isinstance(found, dict):
-            return {str(name): value for name, value in found.items() if isinstance(value, TensorRef)}
-    return {}
+    found = find_weights(tree, is_ref)
+    held = found.weights if found is not None else {}
+    return {str(name): value for name, value in held.items() if isinstance(value, TensorRef)}

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.parts import model_key, top_level_key
+from mmfsdp.checkpoint.choosing.parts import top_level_key, weights_of
 from mmfsdp.checkpoint.choosing.renaming import NameRules
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.tree import map_leaves, select_tensors, unique_name
+from mmfsdp.checkpoint.tree import named_tensors, select_tensors
 from mmfsdp.errors import ConfigError, FormatError
 
-__all__ = ["Part", "Selection", "named_tensors", "select"]
+__all__ = ["Part", "Selection", "select"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = Fa
     if use_ema and keep != "model":
         raise ConfigError(f"use_ema=True (--use-ema) is about the weights; it cannot go with keep={keep!r}.")
     if not isinstance(layout.tree, dict):
-        model_key(layout)  # raises
+        weights_of(layout)  # raises
     notes: tuple[str, ...] = ()
     if keep == "all":
         dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in wanted.drop)}
@@ -78,14 +78,13 @@ def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = Fa
         part, removed = _edited(kept, rules)
         return Selection(part, part, (*dropped.values(), *removed), notes)
     if keep == "model":
-        key = model_key(layout)
-        part = layout.tree if key is None else layout.tree[key]
+        found = weights_of(layout)
+        part = found.weights
         if use_ema:
             part, notes = _averaged(layout, part)
         part, removed = _edited(part, rules)
-        tree = {"state_dict": part, "meta": {} if key is None else layout.tree.get("meta", {})}
-        others = [] if key is None else [name for name in layout.top_level if name not in (str(key), "meta")]
-        return Selection(tree, part, (*others, *removed), notes)
+        tree = {"state_dict": part, "meta": found.beside.get("meta", {})}
+        return Selection(tree, part, (*found.left_out("meta"), *removed), notes)
     key = top_level_key(layout, keep)
     others = [name for name in layout.top_level if name != keep]
     if isinstance(layout.tree[key], TensorRef):
@@ -93,19 +92,6 @@ def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = Fa
         return Selection(part, part, tuple(others), notes)
     part, removed = _edited(layout.tree[key], rules)
     return Selection({key: part}, part, (*others, *removed), notes)
-
-
-def named_tensors(part: Any) -> dict[str, str]:
-    """Return the names that tensors have within a part, and the names by which the source knows them."""
-    names: dict[str, str] = {}
-
-    def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef):
-            names[unique_name(path, names)] = leaf.name
-        return leaf
-
-    map_leaves(part, visit)
-    return names
 
 
 _WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by FlexibleRunner
