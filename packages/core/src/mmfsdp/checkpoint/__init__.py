@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.copying.atomic import TargetExistsError
     from mmfsdp.checkpoint.detect import open_layout
     from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
+    from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
     from mmfsdp.checkpoint.statistics import TensorStatistics, tensor_statistics
     from mmfsdp.checkpoint.summarising import TreeNode, tensor_tree
@@ -39,8 +40,10 @@ __all__ = [
     "diff",
     "find_tensor",
     "known_formats",
+    "latest_checkpoint",
     "layout_of_model",
     "open_layout",
+    "remove_old_checkpoints",
     "tensor_statistics",
     "tensor_tree",
     "verify",
@@ -65,8 +68,10 @@ _MODULES = {
     "diff": "differing",
     "find_tensor": "choosing.parts",
     "known_formats": "catalogue",
+    "latest_checkpoint": "keeping",
     "layout_of_model": "choosing.model_layout",
     "open_layout": "detect",
+    "remove_old_checkpoints": "keeping",
     "tensor_statistics": "statistics",
     "tensor_tree": "summarising",
     "verify": "verifying",

@@ -2,7 +2,8 @@
 
 For a target ``a`` they are ``.a.TOKEN.mmfsdp-partial``, what is written; ``.a.TOKEN.mmfsdp-replaced``, what was there
 before, where a directory cannot be exchanged in one step; ``.a.TOKEN.mmfsdp-lease``, which the process that writes
-keeps locked; and ``.a.mmfsdp-claim``, which one process keeps locked that relies on finding nothing at the target.
+keeps locked; ``.a.mmfsdp-claim``, which one process keeps locked that relies on finding nothing at the target; and
+``.a.TOKEN.mmfsdp-removed``, an old checkpoint that is about to go.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from mmfsdp.checkpoint.copying.renaming import rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
 
-__all__ = ["Kind", "claim_of", "interrupted", "new_token", "remove", "remove_leftovers", "sibling", "token_of"]
+__all__ = [
+    "Kind",
+    "claim_of",
+    "interrupted",
+    "new_token",
+    "remove",
+    "remove_leftovers",
+    "sibling",
+    "targets_of",
+    "token_of",
+]
 
 _LONGEST = 160  # bytes of the name in that of its sibling
 
@@ -34,6 +45,7 @@ class Kind(enum.StrEnum):
     PARTIAL = "mmfsdp-partial"
     REPLACED = "mmfsdp-replaced"
     LEASE = "mmfsdp-lease"
+    REMOVED = "mmfsdp-removed"
 
 
 class _Sibling(NamedTuple):
@@ -83,6 +95,13 @@ def interrupted(path: Path) -> Path | None:
         or (entry.kind is Kind.PARTIAL and entry.token in moved and _is_whole(entry.path))
     ]
     return max(whole, key=_finished, default=None)
+
+
+def targets_of(directory: Path) -> set[str]:
+    """Return the names of the targets in a directory of which an interrupted replacement left something beside them."""
+    pattern = re.compile(rf"\.(.+)\.[0-9a-f-]+\.{Kind.REPLACED}")
+    names = {match[1] for name in os.listdir(directory) if (match := pattern.fullmatch(name))}
+    return {name for name in names if interrupted(directory / name) is not None}
 
 
 def remove_leftovers(path: Path, own: Lease) -> None:

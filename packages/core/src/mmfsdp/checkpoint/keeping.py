@@ -1,0 +1,125 @@
+"""Which checkpoint of a directory is the latest complete one, and removing those before the last few."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mmfsdp.checkpoint.copying.leases import Lease
+from mmfsdp.checkpoint.copying.siblings import Kind, claim_of, new_token, remove, sibling, targets_of
+from mmfsdp.checkpoint.detect import open_layout
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
+from mmfsdp.errors import CheckpointError, ConfigError
+
+__all__ = ["latest_checkpoint", "remove_old_checkpoints"]
+
+_NUMBER = re.compile(r"\d+")
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], *, pattern: str = "*") -> Path | None:
+    """Return the latest complete checkpoint in a directory, or ``None`` if there is none, or no such directory.
+
+    The one with the highest number in its name is the latest: ``epoch_10.pth`` comes after ``epoch_9.pth``, and
+    ``epoch_2_iter_5`` after ``epoch_2_iter_4``. Of those without any number, which come before all others, and of equal
+    ones it is the one that was modified last. Complete is a directory whose files are those of its manifest, and
+    whatever else `open_layout` reads; sizes are compared and data is not. What a killed save left, and what is being
+    written now, has another name.
+
+    Not collective: one rank should ask, and tell the others.
+
+    Args:
+        directory: Where the checkpoints are.
+        pattern: Names to look at, with ``*`` and ``?``: ``'iter_*'`` where there are ``epoch_*`` too.
+
+    Returns:
+        Its path. If a process died while it replaced that checkpoint, there may be nothing at the path, but what
+        `open_layout` opens in its place.
+    """
+    return next(_complete(Path(directory), pattern), None)
+
+
+def remove_old_checkpoints(
+    directory: str | os.PathLike[str], *, keep: int, pattern: str | None = None
+) -> tuple[Path, ...]:
+    """Remove the complete checkpoints before the last few; return those that were removed.
+
+    The order is that of `latest_checkpoint`. What is not complete, or is being written, stays. A checkpoint leaves its
+    path in one step: it is there whole, or not at all.
+
+    Not collective: for one rank to call, after a save is complete.
+
+    Args:
+        directory: Where the checkpoints are.
+        keep: How many to keep, at least 1.
+        pattern: Names to count and remove, with ``*`` and ``?``. By default those that differ from the latest one's in
+            their numbers alone: where ``epoch_9.pth`` is the latest, neither ``best.pth`` nor ``best_epoch_3.pth``.
+
+    Raises:
+        ConfigError: ``keep`` is less than 1.
+        OSError: Something cannot be removed.
+    """
+    if keep < 1:
+        raise ConfigError(f"keep={keep} would remove the latest checkpoint; keep 1 or more.")
+    directory = Path(directory)
+    found = list(_complete(directory, pattern or "*"))
+    if pattern is None:
+        found = [path for path in found if _series(path) == _series(found[0]) != path.name]
+    removed = tuple(path for path in found[keep:] if _taken_away(path))
+    if directory.is_dir():
+        for entry in directory.iterdir():  # also what a killed process had begun to remove
+            while entry.name.endswith(f".{Kind.REMOVED}") and os.path.lexists(entry):
+                with contextlib.suppress(FileNotFoundError):  # another process is at it too
+                    remove(entry)
+    return removed
+
+
+def _complete(directory: Path, pattern: str) -> Iterator[Path]:
+    """Yield the complete checkpoints in a directory, the latest first; each is looked at only once it is asked for."""
+    if not directory.is_dir():
+        return
+    names = {name for name in os.listdir(directory) if not name.startswith(".")} | targets_of(directory)
+    paths = [directory / name for name in names if fnmatchcase(name, pattern)]
+    for path in sorted(paths, key=_order, reverse=True):
+        if _is_complete(path):
+            yield path
+
+
+def _order(path: Path) -> tuple[list[int], int, str]:
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError:
+        modified = 0
+    return [int(number) for number in _NUMBER.findall(path.stem)], modified, path.name
+
+
+def _series(path: Path) -> str:
+    return _NUMBER.sub("#", path.stem) + path.suffix
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        if (path / MANIFEST_NAME).exists():
+            check_manifest(path, checksums=False)
+        else:
+            open_layout(path, trust=True)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _taken_away(path: Path) -> bool:
+    """Take a checkpoint away from its path, unless it is being written anew or is there no more."""
+    claim = Lease.take(claim_of(path))
+    if claim is None:
+        return False
+    try:
+        os.rename(path, sibling(path, new_token(), Kind.REMOVED))
+    except FileNotFoundError:
+        return False
+    finally:
+        claim.release()
+    return True
