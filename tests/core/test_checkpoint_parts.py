@@ -335,9 +335,11 @@ def test_manifest(tmp_path: Path) -> None:
         "version": 1,
         "save_id": "abc",
         "world_size": 2,
+        "block_size": 1 << 20,
         "files": {
-            "rank0.pth": {"size": 4, "crc32": f"{zlib.crc32(b'zero'):08x}"},
-            "rank1.pth": {"size": 3, "crc32": f"{zlib.crc32(b'one'):08x}"},
+            f"rank{rank}.pth": {"size": len(data), "crc32": crc, "crc32_blocks": crc}  # of one block
+            for rank, data in enumerate((b"zero", b"one"))
+            for crc in (f"{zlib.crc32(data):08x}",)
         },
     }
     (tmp_path / "rank1.pth").write_bytes(b"two")

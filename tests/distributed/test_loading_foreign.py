@@ -254,3 +254,32 @@ def test_a_missing_file_changes_nothing(tmp_path: Path) -> None:
     for kind, text in run_ranks(load_cut, 2, str(tmp_path)):
         assert kind is IncompleteCheckpointError
         assert "__1_0.distcp" in text
+
+
+def laid_out(rank: int, folder: str, layout: str) -> None:
+    """Save with torch's DCP as torchtitan does, and as torch's tutorial does; load without further options."""
+    model = mmfsdp.shard(build(), {"wrap": BLOCKS})
+    optimizer = optimizer_of(model, "adamw")
+    train(model, optimizer, steps=2)
+    weights, state = get_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=layout == "torchtitan")
+    )
+    content: dict[str, Any] = {"app": {"model": weights, "optim": state}}
+    if layout == "torchtitan":
+        content = {**weights, "optimizer": state, "train_state": {"step": torch.tensor(2)}, "lr_scheduler": {"a": 1}}
+    dcp.save(content, checkpoint_id=f"{folder}/{layout}")
+    other = mmfsdp.shard(build(seed=7), {"wrap": BLOCKS})
+    fresh = optimizer_of(other, "adamw")
+    rest, report = mmfsdp.load_checkpoint(f"{folder}/{layout}", other, fresh)
+    assert report.clean
+    assert equal(mmfsdp.model_state_dict(other, rank0_only=False), mmfsdp.model_state_dict(model, rank0_only=False))
+    assert equal(
+        mmfsdp.optim_state_dict(other, fresh, rank0_only=False)["state"],
+        mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"],
+    )
+    assert layout != "torchtitan" or int(rest["train_state"]["step"]) == 2
+
+
+@pytest.mark.parametrize("layout", ["torchtitan", "tutorial"])
+def test_layouts_of_training_scripts_load_as_they_are(layout: str, tmp_path: Path) -> None:
+    run_ranks(laid_out, 2, str(tmp_path), layout)

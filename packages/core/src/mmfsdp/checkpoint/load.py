@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.choosing.parts import MODEL_KEYS
+from mmfsdp.checkpoint.choosing.parts import usual_content
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
@@ -30,7 +31,6 @@ from mmfsdp.state.stored import StoredTensor, locate, stored_tensors, whole_box,
 
 __all__ = ["load_checkpoint", "open_shared", "read_checkpoint", "read_whole", "reference_of"]
 
-_OPTIMIZER_KEYS = ("optimizer", "optim")
 _PREFIX = "module."
 
 
@@ -220,23 +220,12 @@ def _named(content: Any, layout: Layout) -> dict[str, Any]:
         raise FormatError(
             f"{layout.path.name} holds a {type(content).__name__}, not a state dict.", file=str(layout.path)
         )
-    content = _with_usual_keys(dict(content), layout)
+    content = usual_content(content, _is_tensor) or content
     return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
 
 
-def _with_usual_keys(content: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    if not isinstance(content.get("state_dict"), dict):
-        if layout.is_flat:
-            return {"state_dict": content}
-        if len(content) == 1:  # torch's tutorial saves one object, such as {'app': {'model': ..., 'optim': ...}}
-            [inner] = content.values()
-            if isinstance(inner, dict) and any(isinstance(inner.get(key), dict) for key in MODEL_KEYS):
-                content = dict(inner)
-    for key, names in (("state_dict", MODEL_KEYS), ("optimizer", _OPTIMIZER_KEYS)):
-        found = next((name for name in names if isinstance(content.get(name), dict)), key)
-        if key not in content and found in content:
-            content[key] = content.pop(found)
-    return content
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, StoredTensor | torch.Tensor)
 
 
 def _stays_on_disk(key: str) -> bool:

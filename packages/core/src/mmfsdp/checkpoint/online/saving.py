@@ -61,7 +61,7 @@ class DirectorySave:
                 refuse_existing(target)
             with as_checkpoint_error(target):
                 make_parent(target)
-                temporary = temporary_sibling(target)
+                temporary = temporary_sibling(target, exclusive=not overwrite)
                 temporary.mkdir()
             return temporary, secrets.token_hex(8)
 
