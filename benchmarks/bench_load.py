@@ -1,16 +1,12 @@
 """`load_from` of 1 GB on 2 ranks against stock MMEngine, `skip_init_weights` of a billion parameters, averages' memory.
 
-Memory is read from ``/proc/self/status``. ``RssAnon`` is what a process alone holds; ``VmHWM`` is the peak of all that
-is resident, pages of the mapped checkpoint included, which the machine may drop at any time.
+See `benchmarks.measuring.Peak`: ``VmHWM`` has pages of the mapped checkpoint in it, which the machine may drop any time.
 """
 
 from __future__ import annotations
 
 import tempfile
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,28 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measuring import Ratio, paired, timed
+from benchmarks.measuring import MB, Peak, Ratio, memory, paired, peak_of
 from benchmarks.models import Block, Transformer
 from mmfsdp.testing import close_ranks, run_ranks
 
 __all__ = ["main"]
 
 GB = 1e9
-MB = 1e6
 SMALL, LARGE = (1024, 21), (2048, 20)  # width and depth: 1.06 GB, a billion parameters
 ALLOWED = 150  # MB per rank beside the shard
 PAIRS = 7
-
-
-@dataclass(frozen=True)
-class Peak:
-    """How far memory rose above where it was, in MB."""
-
-    private: float
-    """``RssAnon``, sampled."""
-    resident: float
-    """``VmHWM``."""
-    seconds: float
 
 
 def main() -> dict[str, Any]:
@@ -158,33 +142,6 @@ def averaging(rank: int) -> tuple[float, float]:
     hook.before_run(SimpleNamespace(model=model))
     hook.after_train_iter(SimpleNamespace(model=model, iter=0), 0)
     return _bytes(model) / MB, (memory("RssAnon") - before) / MB
-
-
-def memory(field: str) -> int:
-    """Return a field of this process's status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-def peak_of(function: Callable[[], object]) -> Peak:
-    """Call ``function`` and return how far memory rose."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    private, resident = memory("RssAnon"), memory("VmRSS")
-    highest = private
-    over = threading.Event()
-
-    def sample() -> None:
-        nonlocal highest
-        while not over.is_set():
-            highest = max(highest, memory("RssAnon"))
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    seconds = timed(function)
-    over.set()
-    thread.join()
-    return Peak((highest - private) / MB, (memory("VmHWM") - resident) / MB, seconds)
 
 
 def _bytes(model: torch.nn.Module) -> int:

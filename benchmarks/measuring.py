@@ -1,13 +1,17 @@
-"""Timing two things side by side: in turn, pair by pair, so that a noisy machine is noisy for both."""
+"""Timing two things side by side, in turn, so that a noisy machine is noisy for both; and the peak of memory."""
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-__all__ = ["Ratio", "Spread", "paired", "spread", "timed"]
+__all__ = ["MB", "Peak", "Ratio", "Spread", "memory", "paired", "peak_of", "spread", "timed"]
+
+MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,41 @@ def paired(ours: Callable[[], object], theirs: Callable[[], object], pairs: int,
             mine = timed(ours)
             times.append((mine, timed(theirs)))
     return Ratio(spread([a for a, _ in times]), spread([b for _, b in times]), spread([a / b for a, b in times]))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """How far memory rose above where it was, in MB, as ``/proc/self/status`` says it."""
+
+    private: float
+    """``RssAnon``, sampled: what a process alone holds."""
+    resident: float
+    """``VmHWM``: the peak of all that is resident."""
+    seconds: float
+
+
+def memory(field: str) -> int:
+    """Return a field of this process's status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def peak_of(function: Callable[[], object]) -> Peak:
+    """Call ``function`` and return how far memory rose."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    private, resident = memory("RssAnon"), memory("VmRSS")
+    highest = private
+    over = threading.Event()
+
+    def sample() -> None:
+        nonlocal highest
+        while not over.is_set():
+            highest = max(highest, memory("RssAnon"))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    seconds = timed(function)
+    over.set()
+    thread.join()
+    return Peak((highest - private) / MB, (memory("VmHWM") - resident) / MB, seconds)

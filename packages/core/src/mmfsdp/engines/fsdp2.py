@@ -45,13 +45,12 @@ class Fsdp2Engine:
         wrap_root: WrapRoot | None = None,
     ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
-        named = dict(model.named_parameters())
         offload = _offload_policy(plan, mesh)
         first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
-            named = dict(model.named_parameters()) if unit.is_root or plan.ignored_params else named
-            ignored = {named[param.fqn] for param in plan.ignored_params}
+            # Looked up anew: preparing a unit may have replaced some. Only these may be kept beyond the unit.
+            ignored = {model.get_parameter(param.fqn) for param in plan.ignored_params}
             units = [model.get_submodule(fqn) for fqn in unit.fqns]
             modules = units if unit.is_root else [part for module in units for part in called_parts(module)]
             first_called[unit.fqn] = modules[0]

@@ -86,7 +86,7 @@ def plan(
             fqns=draft.fqns,
             class_name=type(draft.modules[0]).__name__,
             matched_by=draft.matches[0].reason,
-            params=tuple(entries[id(param)] for param in draft.params),
+            params=tuple(entries[param] for param in draft.params),
             reshard_after_forward=unit_reshard(draft.matches[0], default_reshard, replicated=engine == "replicate"),
             precision=unit_precision(
                 draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides

@@ -24,7 +24,8 @@ class UnitDraft:
     """A shard unit in the making."""
 
     matches: list[Match]
-    params: list[nn.Parameter] = field(default_factory=list)
+    params: list[int] = field(default_factory=list)
+    """``id`` of each parameter. Not the parameters: sharding frees one only if nothing refers to it."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -66,7 +67,7 @@ def draft_units(
         for param, owners in shared:
             # What an earlier tie has changed is looked at again in the next round.
             if all(owner in drafts for owner in owners):
-                drafts = _settle(drafts, owners, names[id(param)], can_group, notes)
+                drafts = _settle(drafts, owners, names[param], can_group, notes)
     for param, owners in owned:
         owners[0].params.append(param)
     kept = [draft for draft in drafts if draft.params or draft.modules == [root]]
@@ -119,10 +120,10 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
 
 def _owners(
     root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]
-) -> list[tuple[nn.Parameter, list[UnitDraft]]]:
-    """For each parameter that is not ignored, the units below whose modules it is reached, each once."""
+) -> list[tuple[int, list[UnitDraft]]]:
+    """For each parameter that is not ignored, by ``id``, the units below whose modules it is reached, each once."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
-    found: dict[int, tuple[nn.Parameter, list[UnitDraft]]] = {}
+    found: dict[int, list[UnitDraft]] = {}
     visited: set[tuple[int, int]] = set()
 
     def visit(module: nn.Module, unit: UnitDraft) -> None:
@@ -132,17 +133,17 @@ def _owners(
         visited.add((id(module), id(unit)))
         for param in own_parameters(module):
             if id(param) not in ignored:
-                _, owners = found.setdefault(id(param), (param, []))
+                owners = found.setdefault(id(param), [])
                 if unit not in owners:
                     owners.append(unit)
         for child in module.children():
             visit(child, unit)
 
     visit(root, unit_of[id(root)])
-    return list(found.values())
+    return list(found.items())
 
 
-def _shared(owned: list[tuple[nn.Parameter, list[UnitDraft]]]) -> list[tuple[nn.Parameter, list[UnitDraft]]]:
+def _shared(owned: list[tuple[int, list[UnitDraft]]]) -> list[tuple[int, list[UnitDraft]]]:
     return [(param, owners) for param, owners in owned if len(owners) > 1]
 
 
