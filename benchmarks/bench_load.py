@@ -1,6 +1,6 @@
 """`load_from` of 1 GB on 2 ranks against stock MMEngine, `skip_init_weights` of a billion parameters, averages' memory.
 
-See `benchmarks.measuring.Peak`: ``VmHWM`` has pages of the mapped checkpoint in it, which the machine may drop any time.
+See `benchmarks.measuring.Peak`: ``VmHWM`` has pages of the mapped checkpoint in it, which the machine may drop.
 """
 
 from __future__ import annotations

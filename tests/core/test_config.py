@@ -407,7 +407,7 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "init.param_init_fn",
         "ShardConfig.init.param_init_fn: 'f g' is not a reference.",
     ),
-    ({"init": {"device": "gpu"}}, "init.device", "ShardConfig.init.device: 'gpu' is not accepted. Did you mean 'cpu'?"),
+    ({"init": {"device": "cud"}}, "init.device", "ShardConfig.init.device: 'cud' is not accepted. Did you mean 'cuda'"),
     ({"engine": "fsdp3"}, "engine", "ShardConfig.engine: 'fsdp3' is not accepted. Did you mean 'fsdp2' or 'fsdp1'?"),
     (
         {"activation_checkpointing": "fulll"},

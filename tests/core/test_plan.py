@@ -736,10 +736,16 @@ class TestMesh:
                 "[config='sharding.shard_size']",
             ),
             (
-                (2, 4),
+                (3, 4),
                 {"strategy": "HYBRID_SHARD", "shard_size": 2},
                 "sharding.shard_size=2 contradicts the mesh, whose shard dimension has 4 ranks. Drop one of the two. "
                 "[config='sharding.shard_size']",
+            ),
+            (
+                (2, 4),
+                {"strategy": "HYBRID_SHARD", "shard_size": 2},
+                "sharding.shard_size=2 contradicts the mesh, whose shard dimension has 4 ranks. The pair is swapped: "
+                "give (replicate, shard) = (4, 2). [config='sharding.shard_size']",
             ),
             (
                 (4, 1),
@@ -893,7 +899,7 @@ class TestText:
         text = result.table()
         assert str(result) == text
         lines = text.splitlines()
-        assert lines[0] == "ShardPlan: fsdp2 (the default), FULL_SHARD, 4 ranks"
+        assert lines[0] == "ShardPlan: fsdp2 (the default), FULL_SHARD, 4 ranks, device auto"
         assert " ".join(lines[2].split()) == "unit class params bytes bytes/rank dtypes reshard AC matched by"
         rows = {line.split()[0]: " ".join(line.split()) for line in lines[4:8]}
         assert rows["blocks.0"] == "blocks.0 Mlp 76 304 B 76 B bfloat16/float32 true yes class: Mlp"

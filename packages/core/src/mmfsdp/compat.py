@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from mmfsdp import forms
+from mmfsdp.collective import is_group_pair
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.initialise import InitFn
@@ -62,7 +63,7 @@ def translate_arguments(
 
     Args:
         config: Base settings; every argument given here wins over them.
-        process_group: A group, a (shard, replicate) pair of groups, or None.
+        process_group: A group, a (shard, replicate) pair of groups as torch's class takes it, or None.
         sharding_strategy: Enum member or name.
         cpu_offload: bool, ``CPUOffload``, or a dict of ``CpuOffloadConfig`` fields.
         auto_wrap_policy: Anything `mmfsdp.planning.resolve_policy` takes, or a dict with ``kind``.
@@ -131,7 +132,9 @@ def translate_arguments(
         activation_checkpointing = dict(activation_checkpointing)
         check_fn = activation_checkpointing.pop("check_fn")
     _set(base, "activation_checkpointing", activation_checkpointing)
-    mesh = process_group if process_group is not None else device_mesh
+    # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as a DeviceMesh has it.
+    groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
+    mesh = groups if groups is not None else device_mesh
     return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from mmfsdp.errors import ConfigError, closest
+from mmfsdp.engines.devices import current_accelerator
+from mmfsdp.errors import ConfigError
 
 __all__ = ["backward_prefetch", "cpu_offload", "device_type", "ignored", "precision"]
 
@@ -89,23 +90,26 @@ def cpu_offload(value: Any) -> Any:
 
 
 def device_type(device_id: int | str | torch.device | None) -> str | None:
-    """Return ``'cpu'`` or ``'cuda'`` for a device; a CUDA index becomes the current device, as in torch's class.
+    """Return the type of a device; an index becomes the current device of its type, as in torch's class.
 
     Raises:
-        ConfigError: It is a device of another type.
+        ConfigError: torch knows no such device.
     """
     if device_id is None:
         return None
-    if isinstance(device_id, int) and not torch.cuda.is_available():
-        return "cpu"  # configs written for GPUs run on a machine without one
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type == "cuda":
-        if device.index is not None and torch.cuda.is_available():
-            torch.cuda.set_device(device)
-    elif device.type != "cpu":
+    accelerator = current_accelerator()
+    if isinstance(device_id, int):
+        if accelerator is None:
+            return "cpu"  # configs written for GPUs run on a machine without one
+        device_id = f"{accelerator}:{device_id}"
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
         raise ConfigError(
-            f"device_id names a CPU or CUDA device, got {device_id!r}.{closest(device.type, ('cpu', 'cuda'))}"
-        )
+            f"device_id names a device such as 'cpu' or 'cuda:0', got {device_id!r}: {str(error).splitlines()[0]}"
+        ) from None
+    if device.index is not None and device.type == accelerator:
+        torch.get_device_module(device.type).set_device(device.index)
     return device.type
 
 

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.dtypes import to_torch
-from mmfsdp.engines.device_mesh import device_of
+from mmfsdp.engines.devices import device_of
 from mmfsdp.engines.ownership import modules_by_unit
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
@@ -90,7 +91,7 @@ class UnitPreparer:
         others = {
             fqn: (param, param._version) for fqn, param in module.named_parameters() if isinstance(param, DTensor)
         }
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        with _forked_random_state(self._device):
             # A seed of its own for each module: the weights depend on neither world size nor wrapping.
             torch.manual_seed(_module_seed(self._plan.seed, fqn))
             with torch.no_grad():
@@ -173,6 +174,12 @@ def _give_back_freed_memory() -> None:
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+def _forked_random_state(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

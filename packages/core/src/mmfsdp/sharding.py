@@ -7,21 +7,30 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.activation import apply_activation_checkpointing
 from mmfsdp.collective import Scope, gather_objects, on_all_ranks, scope_of
 from mmfsdp.config import ShardConfig
 from mmfsdp.engines import ENGINES
 from mmfsdp.engines.base import WrapRoot
-from mmfsdp.engines.device_mesh import build_mesh, shape_of
+from mmfsdp.engines.device_mesh import build_mesh, check_groups, check_mesh, shape_of
+from mmfsdp.engines.devices import (
+    backends_of,
+    check_offload,
+    current_accelerator,
+    pick_device_type,
+    select_device,
+    select_device_for_objects,
+)
 from mmfsdp.engines.outside_calls import parts_of_units
-from mmfsdp.errors import ConfigError, PlanMismatchError, RankMismatchError
+from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError, RankMismatchError
 from mmfsdp.hooks import route_calls
 from mmfsdp.initialise import InitFn, UnitPreparer
 from mmfsdp.planning.fingerprints import describe, fingerprint
 from mmfsdp.planning.policies import Policy
 from mmfsdp.planning.resolve import plan as make_plan
-from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.schema import Note, ShardPlan
 from mmfsdp.references import resolve_reference
 from mmfsdp.runtime import ShardedModel
 
@@ -45,7 +54,7 @@ def shard(
     Args:
         model: The model, on any device; ``meta`` saves the memory of a whole copy.
         config: The settings; a mapping is validated first and not changed.
-        mesh: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the running world.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
         policy: See `plan`.
         check_fn: See `plan`.
         param_init_fn: See `apply_plan`.
@@ -92,7 +101,7 @@ def apply_plan(
     Args:
         model: The model that the plan was made for.
         plan: What to do.
-        mesh: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the running world.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
         param_init_fn: ``(module) -> None``, initialises the parameters and buffers that a module itself owns, for
             modules on the meta device; they are allocated already. Default: the plan's reference, or
             ``module.reset_parameters()``.
@@ -118,15 +127,20 @@ def _carry_out(
     param_init_fn: InitFn | None,
     wrap_root: WrapRoot | None,
 ) -> nn.Module:
+    check_groups(mesh)
+    select_device_for_objects()
     scope = scope_of(mesh)
-    plan = on_all_ranks(lambda: _checked(model, decide()), scope)
+    plan = on_all_ranks(lambda: _on_device(_checked(model, decide()), mesh), scope)
     _check_ranks_agree(model, plan, scope)
-    device_mesh = on_all_ranks(lambda: build_mesh(plan.mesh, plan.device, mesh), scope)
+    on_all_ranks(lambda: check_mesh(plan.mesh, mesh), scope)
+    device_mesh = build_mesh(plan.mesh, plan.device, mesh)
     engine = ENGINES[plan.engine]
 
     def ready() -> UnitPreparer:
         if problems := engine.unsupported(plan, device_mesh.device_type):
             raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
+        if plan.cpu_offload and plan.engine != "fsdp1":
+            check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
         preparer = UnitPreparer(model, plan, device_mesh, init_fn)
         if plan.activation_checkpointing is not None:
@@ -148,6 +162,22 @@ def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
             "Names, shapes, dtypes, requires_grad and module classes must be as they were. Make a new plan."
         )
     return plan
+
+
+def _on_device(plan: ShardPlan, mesh: Any) -> ShardPlan:
+    """The plan with the device type that it will run on; this rank's device becomes the current one."""
+    if isinstance(mesh, DeviceMesh):
+        if plan.device not in ("auto", mesh.device_type):
+            raise MeshError(
+                f"init.device is {plan.device!r}, but the mesh is of {mesh.device_type!r}. Drop one of the two.",
+                config="init.device",
+            )
+        device, why = mesh.device_type, None
+    else:
+        device, why = pick_device_type(plan.device, current_accelerator(), backends_of())
+    select_device(device)
+    notes = plan.notes if why is None else (*plan.notes, Note(kind="device", text=why))
+    return plan.model_copy(update={"device": device, "notes": notes})
 
 
 def _check_ranks_agree(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:

@@ -70,8 +70,9 @@ class InitConfig(ConfigModel):
     """Seed of meta-device initialisation, the same on every rank and for every world size."""
     param_init_fn: Reference | None = None
     """Function ``(module) -> None`` that initialises the parameters and buffers that a module itself owns."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: the accelerator if there is one."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "mtia", "mlu", "musa", "privateuseone"] = "auto"
+    """``auto``: the accelerator if there is one and the process group has a backend for it (gloo is not one), else the
+    CPU. ``privateuseone`` is whatever device type an extension of torch has registered."""
 
 
 def _sharding(value: Any) -> Any:

@@ -1,90 +1,100 @@
-"""From groups, meshes and device settings to the DeviceMesh that a plan needs."""
+"""From groups, meshes and device types to the DeviceMesh that a plan needs."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.collective import is_group_pair
+from mmfsdp.collective import gather_objects, is_group_pair, scope_of
 from mmfsdp.errors import MeshError
 from mmfsdp.planning.schema import MeshSpec
 
-__all__ = ["build_mesh", "device_of", "mesh_from_groups", "pick_device_type", "shape_of"]
+__all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
+
+_NAMES = ("replicate", "shard")
 
 
-def pick_device_type(wanted: str) -> str:
-    """Return ``'cuda'`` or ``'cpu'``: what was asked for, or what is there and the process group can use.
+def check_groups(given: Any) -> None:
+    """Check that a pair of groups can span a mesh; anything else passes. Not collective.
 
     Raises:
-        MeshError: CUDA is asked for and not there.
+        MeshError: The two have not exactly this rank in common.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise MeshError(
-            "init.device is 'cuda', but torch sees no CUDA device. Use 'auto' or 'cpu'.", config="init.device"
-        )
-    if wanted != "auto":
-        return wanted
-    if not torch.cuda.is_available():
-        return "cpu"
-    backend = str(dist.get_backend_config()) if dist.is_initialized() else "nccl"
-    return "cuda" if "nccl" in backend else "cpu"
+    if is_group_pair(given):
+        members = [dist.get_process_group_ranks(group) for group in given]
+        if {*members[0]} & {*members[1]} != {dist.get_rank()}:
+            raise MeshError(
+                f"The groups of a (replicate, shard) pair have exactly one rank in common, but rank {dist.get_rank()} "
+                f"was given the ranks {members[0]} and {members[1]}."
+            )
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device that this rank computes on."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def build_mesh(spec: MeshSpec, device: str, given: Any = None) -> DeviceMesh:
-    """Return the DeviceMesh for a plan. Collective: every rank of the world.
+def check_mesh(spec: MeshSpec, given: Any = None) -> None:
+    """Check that a mesh, or the world, has the shape that a plan has. Not collective.
 
     Args:
         spec: The shape that the plan has.
-        device: ``'auto'``, ``'cpu'`` or ``'cuda'``.
-        given: A DeviceMesh, a process group, a (shard, replicate) pair of groups, or None for the whole world.
+        given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
+
+    Raises:
+        MeshError: It has not.
+    """
+    if given is None:
+        if dist.get_world_size() != spec.world_size:
+            raise MeshError(
+                f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. "
+                "Plan for the running world (mesh=None), or start that many ranks."
+            )
+        return
+    shape, planned = tuple(_shape(given)), _planned_shape(spec)
+    # One dimension can be divided; of two, what they mean is kept, unless nothing is sharded.
+    divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
+    if math.prod(shape) != spec.world_size or not (shape == planned or divisible):
+        swapped = " Its dimensions are swapped: first comes replicate, then shard." * (shape == planned[::-1])
+        raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.{swapped}")
+
+
+def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMesh:
+    """Return the DeviceMesh for a plan. Collective: every rank of ``given``, and no other; None is the whole world.
+
+    Args:
+        spec: The shape that the plan has; see `check_mesh`.
+        device_type: ``'cpu'``, ``'cuda'`` or another that torch knows.
+        given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
     Returns:
         A mesh with dimensions ``('shard',)``, or ``('replicate', 'shard')`` if anything is replicated.
-
-    Raises:
-        MeshError: What is given, or the world, does not have the shape of ``spec``.
     """
-    device_type = pick_device_type(device)
     if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
         given = mesh_from_groups(given, device_type)
-    if isinstance(given, DeviceMesh):
-        return _as_planned(given, spec)
-    if dist.get_world_size() != spec.world_size:
-        raise MeshError(
-            f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. "
-            "Plan for the running world (mesh=None), or start that many ranks."
-        )
-    if spec.replicate == 1:
-        return init_device_mesh(device_type, (spec.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (spec.replicate, spec.shard), mesh_dim_names=("replicate", "shard"))
+    shape = _planned_shape(spec)
+    names = _NAMES[-len(shape) :]
+    if given is None:
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    mesh: DeviceMesh = given
+    if tuple(mesh.mesh.shape) == shape and mesh.mesh_dim_names == names:
+        return mesh
+    return _regrouped(mesh, mesh.mesh.reshape(shape), names)
 
 
 def mesh_from_groups(given: Any, device_type: str) -> DeviceMesh:
-    """Return the mesh that one process group, or a (shard, replicate) pair of groups, spans. Collective.
+    """Return the mesh that one process group, or a (replicate, shard) pair of groups, spans. Collective: its ranks.
 
     Args:
-        given: A ``ProcessGroup``, or a pair of them: first the ranks that shard together, then those that
-            hold the same shard, as torch's FSDP1 takes them for hybrid sharding.
+        given: A ``ProcessGroup``, or a pair of them: first the ranks that hold the same shard, then those that
+            shard together, as the dimensions of a DeviceMesh for hybrid sharding.
         device_type: Device type of the mesh.
     """
     if isinstance(given, dist.ProcessGroup):
         return DeviceMesh.from_group(given, device_type, mesh_dim_names=("shard",))
-    shard, replicate = given
-    rows: list[list[int] | None] = [None] * dist.get_world_size(replicate)
+    replicate, shard = given
+    rows: list[Any] = [None] * dist.get_world_size(replicate)
     dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-    return DeviceMesh.from_group(
-        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
-    )
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
 
 
 def shape_of(given: Any) -> Any:
@@ -92,25 +102,73 @@ def shape_of(given: Any) -> Any:
     if isinstance(given, dist.ProcessGroup):
         return (dist.get_world_size(given),)
     if is_group_pair(given):
-        shard, replicate = given
+        replicate, shard = given
         return dist.get_world_size(replicate), dist.get_world_size(shard)
     return given
 
 
-def _as_planned(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
-    """The given mesh under our dimension names, in the plan's number of dimensions."""
-    shape = tuple(mesh.mesh.shape)
-    planned = (spec.shard,) if spec.replicate == 1 else (spec.replicate, spec.shard)
-    if shape == planned and mesh.mesh_dim_names == ("replicate", "shard")[-len(planned) :]:
-        return mesh
-    # One dimension can be divided; of two, what they mean is kept, unless nothing is sharded.
-    divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
-    if mesh.mesh.numel() != spec.world_size or not (shape == planned or divisible):
-        raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.")
-    names = ("shard",) if len(planned) == 1 else ("replicate", "shard")
-    if shape == planned:  # the same groups under our names
-        groups = mesh.get_all_groups()
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
-    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(planned), mesh_dim_names=names)
+def _planned_shape(spec: MeshSpec) -> tuple[int, ...]:
+    return (spec.shard,) if spec.replicate == 1 else (spec.replicate, spec.shard)
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    found = shape_of(given)
+    return tuple(found.mesh.shape) if isinstance(found, DeviceMesh) else found
+
+
+def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` in other dimensions. Collective: every rank of ``mesh``, and no other.
+
+    ``DeviceMesh(...)`` makes its groups with every rank of the world, which hangs if only this part of it shards, or
+    if another part makes others at the same time. So the groups that there are are kept, and others are made by their
+    own ranks alone.
+    """
+    existing = {tuple(sorted(dist.get_process_group_ranks(group))): group for group in mesh.get_all_groups()}
+    lines = [tuple(sorted(line)) for line in _lines_of(dist.get_rank(), ranks)]
+    missing = [line for line in lines if line not in existing]
+    if missing and ranks.numel() == dist.get_world_size():
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    if missing:
+        _check_groups_can_be_made(mesh, missing)
+    groups = [existing[line] if line in existing else _new_group(line) for line in lines]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _lines_of(rank: int, ranks: torch.Tensor) -> list[list[int]]:
+    """For each dimension of a mesh, the ranks that differ from ``rank`` in it alone."""
+    place = (ranks == rank).nonzero()[0].tolist()
+    lines = []
+    for dim in range(ranks.ndim):
+        index = [slice(None) if other == dim else at for other, at in enumerate(place)]
+        lines.append(ranks[tuple(index)].tolist())
+    return lines
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+def _check_groups_can_be_made(mesh: DeviceMesh, lines: list[tuple[int, ...]]) -> None:
+    """Refuse where a group made by its own ranks alone would hang. Collective: every rank of ``mesh``."""
+    way_out = (
+        "Make the (replicate, shard) mesh together with the whole world's, for example init_device_mesh(..., "
+        'mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"], and give that.'
+    )
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        raise MeshError(
+            "The mesh is a part of the world and has to be divided, but the process group is bound to a device "
+            f"(init_process_group(device_id=...)), so that all ranks of the world must make each group. {way_out}"
+        )
+    if all(len(line) == 1 for line in lines):
+        return
+    # torch names a group by its ranks and by how many groups this process has; it offers no public way to count them.
+    counts = gather_objects(scope_of(mesh), len(dist.distributed_c10d._world.pg_names))
+    if len(set(counts)) > 1:
+        found = dict(zip(mesh.mesh.flatten().tolist(), counts, strict=True))
+        raise MeshError(
+            "The mesh is a part of the world and has to be divided, but its ranks are in different numbers of process "
+            f"groups (rank: groups): {found}, so that torch would give one group different names. {way_out}"
+        )

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from mmfsdp.dtypes import to_torch
 from mmfsdp.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.engines.casting import compute_in_full_precision
-from mmfsdp.engines.device_mesh import device_of
+from mmfsdp.engines.devices import device_of
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
 __all__ = ["Fsdp1Engine", "unit_arguments", "wrap_units"]

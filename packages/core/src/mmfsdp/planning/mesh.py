@@ -46,9 +46,15 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
     if len(shape) == 2:
         spec = MeshSpec(replicate=shape[0], shard=shape[1])
         if sharding.shard_size not in (None, spec.shard):
+            swapped = sharding.shard_size == spec.replicate
             raise MeshError(
                 f"sharding.shard_size={sharding.shard_size} contradicts the mesh, whose shard dimension has "
-                f"{spec.shard} ranks. Drop one of the two.",
+                f"{spec.shard} ranks. "
+                + (
+                    f"The pair is swapped: give (replicate, shard) = ({spec.shard}, {spec.replicate})."
+                    if swapped
+                    else "Drop one of the two."
+                ),
                 config="sharding.shard_size",
             )
     else:

@@ -114,6 +114,7 @@ def _head(plan: ShardPlan) -> str:
         f"{plan.engine} ({plan.engine_reason})",
         plan.strategy,
         str(plan.mesh),
+        f"device {plan.device}",
         *(["parameters on CPU"] if plan.cpu_offload else []),
         *(["buffers " + plan.buffer_dtype] if plan.buffer_dtype else []),
     ]

@@ -171,7 +171,17 @@ class Note(_Record):
     """Something that the plan decided beyond the configuration's words, or that its reader must know."""
 
     kind: Literal[
-        "engine", "container", "tied", "scalar", "dtype", "precision", "ignored", "prefetch", "frozen", "other"
+        "engine",
+        "container",
+        "tied",
+        "scalar",
+        "dtype",
+        "precision",
+        "ignored",
+        "prefetch",
+        "frozen",
+        "device",
+        "other",
     ]
     text: str
     fqns: tuple[str, ...] = ()
@@ -203,7 +213,8 @@ class ShardPlan(_Record):
     forward_prefetch: int = 0
     sync_states: bool = True
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
+    """Device type that the ranks compute on; ``'auto'`` until the plan is applied."""
     param_init_fn: str | None = None
     notes: tuple[Note, ...] = ()
 

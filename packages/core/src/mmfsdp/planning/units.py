@@ -118,9 +118,7 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
     return [match for match in matches if id(match.module) not in used]
 
 
-def _owners(
-    root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]
-) -> list[tuple[int, list[UnitDraft]]]:
+def _owners(root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]) -> list[tuple[int, list[UnitDraft]]]:
     """For each parameter that is not ignored, by ``id``, the units below whose modules it is reached, each once."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
     found: dict[int, list[UnitDraft]] = {}
