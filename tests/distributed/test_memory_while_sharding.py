@@ -13,6 +13,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp import initialise, sharding
+from mmfsdp.agreement import Agreement
 from mmfsdp.planning.schema import ShardUnit
 from mmfsdp.testing import run_ranks
 
@@ -53,9 +54,9 @@ class Counting(initialise.UnitPreparer):
         held = [(storage_of(param), was) for ref, was in self.whole if (param := ref()) is not None]
         self.alive.append(sum(size for (pointer, size), was in held if (pointer, size) == was))
 
-    def __call__(self, unit: ShardUnit) -> None:
+    def __call__(self, unit: ShardUnit, agreed: Agreement) -> None:
         self.count()
-        super().__call__(unit)
+        super().__call__(unit, agreed)
         for entry in unit.params:
             param = parameter(self.model, entry.fqn)
             self.whole.append((weakref.ref(param), storage_of(param)))

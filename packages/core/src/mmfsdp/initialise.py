@@ -15,6 +15,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.agreement import Agreement
+from mmfsdp.collective import _naming_lost_ranks
 from mmfsdp.dtypes import to_torch
 from mmfsdp.engines.devices import device_of
 from mmfsdp.engines.ownership import modules_by_unit
@@ -54,8 +56,21 @@ class UnitPreparer:
         ignored = {id(model.get_parameter(param.fqn)) for param in plan.ignored_params}
         self._made = _Made(held_whole=ignored)
 
-    def __call__(self, unit: ShardUnit) -> None:
-        """Prepare the parameters and buffers of ``unit``."""
+    def __call__(self, unit: ShardUnit, agreed: Agreement) -> None:
+        """Prepare the parameters and buffers of ``unit``.
+
+        Args:
+            unit: A unit of the plan.
+            agreed: Through which a rank that fails, for want of memory say, tells the others.
+        """
+        tensors = agreed(lambda: self._make(unit))
+        if self._plan.sync_states:
+            with _naming_lost_ranks("weights were sent from the first rank"):
+                self._broadcast(tensors)
+        self._made.release_sharded()
+
+    def _make(self, unit: ShardUnit) -> list[torch.Tensor]:
+        """Make, move and cast the tensors of ``unit``, and return them."""
         if self._device.type == "cpu" and unit.nbytes >= _LARGE:
             _give_back_freed_memory()
         modules = self._owned[unit.fqns]
@@ -65,9 +80,7 @@ class UnitPreparer:
                 self._materialise(fqn, module)
         tensors = [tensor for _, module in modules for _, tensor in _own_tensors(module)]
         self._place(tensors, unit)
-        if self._plan.sync_states:
-            self._broadcast(tensors)
-        self._made.release_sharded()
+        return tensors
 
     def _materialise(self, fqn: str, module: nn.Module) -> None:
         own_init = next((f for name in _INIT_METHODS if callable(f := getattr(module, name, None))), None)

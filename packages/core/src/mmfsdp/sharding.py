@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.activation import apply_activation_checkpointing
-from mmfsdp.collective import Scope, gather_objects, on_all_ranks, scope_of
+from mmfsdp.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
+from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.config import ShardConfig
 from mmfsdp.engines import ENGINES
 from mmfsdp.engines.base import WrapRoot
@@ -24,10 +24,10 @@ from mmfsdp.engines.devices import (
     select_device_for_objects,
 )
 from mmfsdp.engines.outside_calls import parts_of_units
-from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError, RankMismatchError
+from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
 from mmfsdp.hooks import route_calls
 from mmfsdp.initialise import InitFn, UnitPreparer
-from mmfsdp.planning.fingerprints import describe, fingerprint
+from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.policies import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import Note, ShardPlan
@@ -66,7 +66,9 @@ def shard(
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
 
     Raises:
-        RankMismatchError: Ranks have different models or settings; raised on all of them.
+        RankMismatchError: Ranks have different models, settings, versions or devices; raised on all of them before
+            anything is changed.
+        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
         MmfsdpError: See `plan` and `apply_plan`; an error of one rank is raised on all.
     """
 
@@ -115,7 +117,9 @@ def apply_plan(
         PlanMismatchError: The plan was made for another model.
         MeshError: The mesh does not have the plan's shape.
         ConfigError: The engine cannot do what the plan says.
-        RankMismatchError: Ranks have different models or plans.
+        RankMismatchError: Ranks have different models, plans, versions or devices; raised on all of them before
+            anything is changed.
+        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
     """
     return _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root)
 
@@ -130,9 +134,17 @@ def _carry_out(
     check_groups(mesh)
     select_device_for_objects()
     scope = scope_of(mesh)
-    plan = on_all_ranks(lambda: _on_device(_checked(model, decide()), mesh), scope)
-    _check_ranks_agree(model, plan, scope)
-    on_all_ranks(lambda: check_mesh(plan.mesh, mesh), scope)
+    check_same_versions(scope)
+    decided = on_all_ranks(lambda: _checked(model, decide()), scope)
+    check_same_plan(model, decided, scope)
+    if decided.device != "cpu":
+        check_same_machine(scope)
+
+    def on_device() -> ShardPlan:
+        check_mesh(decided.mesh, mesh)
+        return _on_device(decided, mesh)
+
+    plan = on_all_ranks(on_device, scope)
     device_mesh = build_mesh(plan.mesh, plan.device, mesh)
     engine = ENGINES[plan.engine]
 
@@ -149,7 +161,8 @@ def _carry_out(
 
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
-    sharded = engine.apply(model, plan, device_mesh, prepare, wrap_root)
+    with Agreement(scope) as agreed:
+        sharded = engine.apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
     route_calls(ShardedModel(sharded, plan, device_mesh), parts)
     return sharded
 
@@ -178,26 +191,3 @@ def _on_device(plan: ShardPlan, mesh: Any) -> ShardPlan:
     select_device(device)
     notes = plan.notes if why is None else (*plan.notes, Note(kind="device", text=why))
     return plan.model_copy(update={"device": device, "notes": notes})
-
-
-def _check_ranks_agree(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
-    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
-    digests = gather_objects(scope, digest)
-    if len(set(digests)) == 1:
-        return
-    other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-    descriptions = gather_objects(scope, list(describe(model)))
-    first, second = descriptions[0], descriptions[other]
-    only_first = [line for line in first if line not in set(second)]
-    only_second = [line for line in second if line not in set(first)]
-    if only_first or only_second:
-        raise RankMismatchError(
-            f"Ranks 0 and {other} were given different models. Only rank 0 has: {only_first[:2] or 'nothing more'}; "
-            f"only rank {other} has: {only_second[:2] or 'nothing more'}. Build the same model on every rank."
-        )
-    plans = gather_objects(scope, plan.to_json(indent=None))
-    difference = ShardPlan.from_json(plans[0]).diff(ShardPlan.from_json(plans[other]))
-    raise RankMismatchError(
-        f"Ranks 0 and {other} were given different settings for the same model:\n{difference}\n"
-        "Use the same config and policy on every rank."
-    )
