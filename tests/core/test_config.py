@@ -22,6 +22,7 @@ from mmfsdp.config import (
     ActivationCheckpointingConfig,
     AllOf,
     AnyOf,
+    AutoWrap,
     InitConfig,
     ModuleClassWrap,
     ModuleNameWrap,
@@ -52,7 +53,7 @@ def _kind(kind: str, required: dict[str, Any], **optional: Any) -> st.SearchStra
 
 
 _wraps = st.recursive(
-    st.sampled_from([None, "none", "size", {"kind": "none"}])
+    st.sampled_from([None, "auto", "none", "size", {"kind": "none"}])
     | _kind(
         "size",
         {},
@@ -188,7 +189,7 @@ class TestRoundTrips:
 
     def test_defaults(self) -> None:
         config = ShardConfig()
-        assert (config.engine, config.sharding.strategy, config.wrap) == ("auto", "FULL_SHARD", NoWrap())
+        assert (config.engine, config.sharding.strategy, config.wrap) == ("auto", "FULL_SHARD", AutoWrap())
         assert config.precision == PrecisionConfig()
         assert not config.precision.is_mixed
         assert config.init.sync_states
@@ -277,6 +278,7 @@ class TestValues:
 
     def test_wrap_by_bare_kind(self) -> None:
         assert ShardConfig(wrap="size").wrap == SizeWrap()
+        assert ShardConfig(wrap="auto").wrap == AutoWrap()
         assert AllOf(policies=["size", None]).policies == (SizeWrap(), NoWrap())
 
     def test_an_empty_list_is_an_answer(self) -> None:
@@ -321,8 +323,8 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     (
         {"wrap": {"kind": "all_of", "policies": [{"kind": "any_of", "policies": [{"kind": "sise"}]}]}},
         "wrap.policies.0.policies.0",
-        "ShardConfig.wrap.policies.0.policies.0.kind: 'sise' is not accepted. Did you mean 'size'? Accepted: 'none', "
-        "'size', 'module_class', 'module_name', 'reference', 'lambda', 'any_of', 'all_of'.",
+        "ShardConfig.wrap.policies.0.policies.0.kind: 'sise' is not accepted. Did you mean 'size'? Accepted: 'auto', "
+        "'none', 'size', 'module_class', 'module_name', 'reference', 'lambda', 'any_of', 'all_of'.",
     ),
     ({"wrap": "sise"}, "wrap", "ShardConfig.wrap.kind: 'sise' is not accepted. Did you mean 'size'?"),
     (

@@ -445,7 +445,7 @@ class TestRefusals:
     def test_a_frozen_odd_dtype_hurts_only_flat_parameters(self) -> None:
         model = Net()
         model.head.bfloat16().requires_grad_(False)
-        assert fqns(plan(model, {}, 2)) == [("",)]
+        assert fqns(plan(model, {"wrap": "none"}, 2)) == [("",)]
         with pytest.raises(PlanError, match="mixes parameters of several dtypes"):
             plan(model, {"engine": "fsdp1"}, 2)
 
@@ -538,7 +538,7 @@ class TestEngine:
             "precision": "fp16",
         }
         result = plan(Net(), config, 2)
-        assert [note.kind for note in result.notes] == ["engine", "prefetch", "prefetch", "precision"]
+        assert [note.kind for note in result.notes] == ["engine", "prefetch", "prefetch", "precision", "wrap"]
         assert result.needs_grad_scaler
         assert not plan(Net(), {"precision": "bf16"}, 2).needs_grad_scaler
 
@@ -556,9 +556,9 @@ class TestPrecision:
         assert ("norm",) not in fqns(plan(Net(), {**MLPS, "precision": precision}, 2))
 
     def test_ignore_classes(self) -> None:
-        config = {"precision": {"preset": "bf16", "ignore_classes": []}}
+        config = {"wrap": "none", "precision": {"preset": "bf16", "ignore_classes": []}}
         assert fqns(plan(Net(), config, 2)) == [("",)]
-        config = {"precision": {"preset": "bf16", "ignore_classes": ["torch.nn.Linear"]}}
+        config = {"wrap": "none", "precision": {"preset": "bf16", "ignore_classes": ["torch.nn.Linear"]}}
         assert len(fqns(plan(Net(), config, 2))) == 7
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -834,7 +834,7 @@ class TestActivationCheckpointing:
 
     def test_nothing_selected(self) -> None:
         with pytest.raises(PolicyError) as caught:
-            plan(Net(), {"activation_checkpointing": "full"}, 2)
+            plan(Net(), {"wrap": "none", "activation_checkpointing": "full"}, 2)
         assert str(caught.value) == (
             "Activation checkpointing selects no module. Give activation_checkpointing.modules a policy that matches, "
             "or a wrap policy that makes shard units. [config='activation_checkpointing']"

@@ -104,6 +104,8 @@ def translate_arguments(
         base["wrap"] = dict(auto_wrap_policy)
     elif auto_wrap_policy is not None:
         policy = auto_wrap_policy
+    else:
+        base.setdefault("wrap", "none")  # what torch's class does without a policy
     modules, params, patterns = forms.ignored(ignored_modules, ignored_states, ignored_parameters)
 
     sharding = _section(base, "sharding", "strategy")

@@ -6,6 +6,7 @@ from mmfsdp.config.schema import CpuOffloadConfig, InitConfig, PrefetchConfig, S
 from mmfsdp.config.wrap import (
     AllOf,
     AnyOf,
+    AutoWrap,
     ModuleClassWrap,
     ModuleNameWrap,
     NoWrap,
@@ -18,6 +19,7 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "AllOf",
     "AnyOf",
+    "AutoWrap",
     "CpuOffloadConfig",
     "InitConfig",
     "ModuleClassWrap",

@@ -10,7 +10,7 @@ from mmfsdp.config.activation import ActivationCheckpointingConfig
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping
 from mmfsdp.config.precision import Precision, PrecisionConfig
-from mmfsdp.config.wrap import NoWrap, Wrap
+from mmfsdp.config.wrap import AutoWrap, Wrap
 
 __all__ = ["CpuOffloadConfig", "InitConfig", "PrefetchConfig", "ShardConfig", "ShardingConfig"]
 
@@ -105,7 +105,7 @@ class ShardConfig(ConfigModel):
     sharding: Annotated[
         ShardingConfig, BeforeValidator(_sharding, json_schema_input_type=ShardingConfig | Strategy)
     ] = Field(default_factory=ShardingConfig)
-    wrap: Wrap = Field(default_factory=NoWrap)
+    wrap: Wrap = Field(default_factory=AutoWrap)
     precision: Precision = Field(default_factory=PrecisionConfig)
     activation_checkpointing: Annotated[
         ActivationCheckpointingConfig | None,

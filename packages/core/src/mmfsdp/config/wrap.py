@@ -12,6 +12,7 @@ from mmfsdp.config.fields import Names, Patterns, Reference
 __all__ = [
     "AllOf",
     "AnyOf",
+    "AutoWrap",
     "ModuleClassWrap",
     "ModuleNameWrap",
     "NoWrap",
@@ -19,6 +20,12 @@ __all__ = [
     "SizeWrap",
     "Wrap",
 ]
+
+
+class AutoWrap(ConfigModel):
+    """The blocks that a model repeats become units, or those that it declares; large embeddings and heads too."""
+
+    kind: Literal["auto"] = "auto"
 
 
 class NoWrap(ConfigModel):
@@ -88,13 +95,16 @@ def _shorthand(value: Any) -> Any:
 
 
 _Kinds = Annotated[
-    NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf, Field(discriminator="kind")
+    AutoWrap | NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf,
+    Field(discriminator="kind"),
 ]
 
 
-Wrap = Annotated[_Kinds, BeforeValidator(_shorthand, json_schema_input_type=_Kinds | Literal["none", "size"] | None)]
-"""Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'size'``,
-``'none'``; None is `NoWrap`."""
+Wrap = Annotated[
+    _Kinds, BeforeValidator(_shorthand, json_schema_input_type=_Kinds | Literal["auto", "none", "size"] | None)
+]
+"""Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'auto'``,
+``'none'``, ``'size'``; None is `NoWrap`."""
 
 AnyOf.model_rebuild()
 AllOf.model_rebuild()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp._lazy import lazy
 
 if TYPE_CHECKING:
+    from mmfsdp.planning.automatic import repeated_classes
     from mmfsdp.planning.fingerprints import fingerprint
     from mmfsdp.planning.memory import OPTIMIZERS, MemoryEstimate, estimate_memory, optimizer_named
     from mmfsdp.planning.policies import Match, resolve_policy, select_modules
@@ -38,6 +39,7 @@ __all__ = [
     "fingerprint",
     "optimizer_named",
     "plan",
+    "repeated_classes",
     "resolve_policy",
     "select_modules",
 ]
@@ -45,6 +47,7 @@ __all__ = [
 _WHERE = {
     "fingerprint": "mmfsdp.planning.fingerprints",
     "plan": "mmfsdp.planning.resolve",
+    "repeated_classes": "mmfsdp.planning.automatic",
     **dict.fromkeys(("MemoryEstimate", "OPTIMIZERS", "estimate_memory", "optimizer_named"), "mmfsdp.planning.memory"),
     **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
 }

@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from mmfsdp.config import ActivationCheckpointingConfig
 from mmfsdp.errors import ConfigError, PolicyError
+from mmfsdp.planning.automatic import LARGE
 from mmfsdp.planning.policies import Policy, select_modules
 from mmfsdp.planning.schema import ActivationPlan, ShardUnit
 from mmfsdp.planning.units import has_forward
@@ -76,7 +77,8 @@ def _selected(
             "Mode 'selective' needs modules (a policy) or check_fn to select by.", config="activation_checkpointing"
         )
     if policy is None:
-        chosen = {fqn for unit in units if not unit.precision.full_precision for fqn in unit.fqns if fqn}
+        blocks = [unit for unit in units if not unit.precision.full_precision and unit.matched_by != LARGE]
+        chosen = {fqn for unit in blocks for fqn in unit.fqns if fqn}
         order = [fqn for fqn, _ in model.named_modules() if fqn in chosen]
         # A unit inside a checkpointed unit is recomputed with it already.
         return [fqn for fqn in order if not chosen & set(_ancestors(fqn))]

@@ -19,6 +19,7 @@ import torch.nn as nn
 from mmfsdp.config import (
     AllOf,
     AnyOf,
+    AutoWrap,
     ModuleClassWrap,
     ModuleNameWrap,
     NoWrap,
@@ -28,6 +29,7 @@ from mmfsdp.config import (
 )
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.errors import PolicyError
+from mmfsdp.planning.automatic import automatic_units
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.references import resolve_reference
 
@@ -154,7 +156,8 @@ def _verdicts(root: nn.Module, policy: Policy, ignored: set[int]) -> _Verdicts:
     if isinstance(policy, ConfigModel):
         return _declared(root, policy, ignored)
     if isinstance(policy, str):
-        return _verdicts(root, None if policy == "none" else resolve_reference(policy), ignored)
+        short = {"none": None, "auto": AutoWrap()}
+        return _verdicts(root, short[policy] if policy in short else resolve_reference(policy), ignored)
     if inspect.isclass(policy):
         raise PolicyError(
             f"A wrapping policy must be callable, but {policy.__qualname__} is a class. Give an object of it."
@@ -172,6 +175,9 @@ def _verdicts(root: nn.Module, policy: Policy, ignored: set[int]) -> _Verdicts:
 def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdicts:
     modules = dict(root.named_modules())
     match config:
+        case AutoWrap():
+            found = automatic_units(root, ignored)
+            return _Verdicts(inside=lambda module, numel: True, wrap=lambda module, numel: found.get(id(module)))
         case SizeWrap():
             # An empty list is an answer: no such classes.
             leaf_names = _SIZE_LEAVES if config.force_leaf_classes is None else config.force_leaf_classes

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
-from mmfsdp.config import ShardConfig
+from mmfsdp.config import AutoWrap, ShardConfig
 from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, PlanError
 from mmfsdp.planning.activation import activation_plan
+from mmfsdp.planning.automatic import explain
 from mmfsdp.planning.checks import check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
@@ -74,6 +75,9 @@ def plan(
     full = full_precision_classes(model, config.precision)
     overrides = override_matches(model, config.precision)
     matches = resolve_policy(model, wanted, ignored_modules=ignored.modules, ignored_params=ignored.params, also=full)
+    if wanted == "auto" or isinstance(wanted, AutoWrap):
+        chosen = [match for match in matches if match.reason.startswith("auto: ")]
+        notes.append(explain([(match.fqn, type(match.module).__name__, match.reason) for match in chosen]))
     matches = _with_overrides(model, matches, overrides)
     drafts, unit_notes = draft_units(
         model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"

@@ -181,6 +181,7 @@ class Note(_Record):
         "prefetch",
         "frozen",
         "device",
+        "wrap",
         "other",
     ]
     text: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch.nn as nn
@@ -11,9 +10,10 @@ from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 
 from mmfsdp.errors import closest
 from mmfsdp.findings import Finding
+from mmfsdp.planning import repeated_classes
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
 
-__all__ = ["FINDINGS", "IMPORT_LINE", "advised_wrapper", "parameters_of", "repeated_classes"]
+__all__ = ["FINDINGS", "IMPORT_LINE", "advised_wrapper", "parameters_of"]
 
 IMPORT_LINE = "custom_imports = dict(imports=['mmfsdp_mmengine'], allow_failed_imports=False)"
 _OURS = ("FSDPStrategy", "MMFullyShardedDataParallel", "MMDistributedDataParallel", "AmpOptimWrapper", "EMAHook")
@@ -96,22 +96,9 @@ def advised_strategy(subject: Subject) -> list[str]:
 
 def advised_wrapper(model: nn.Module | None) -> dict[str, object]:
     """Return arguments of a wrapper whose units are the model's repeated blocks."""
-    classes = repeated_classes(model)
+    classes = [] if model is None else repeated_classes(model)
     policy: dict[str, object] = {"type": "ModuleWrapPolicy", "module_classes": classes}
     return {"auto_wrap_policy": policy if classes else {"type": "size_based_auto_wrap_policy"}}
-
-
-def repeated_classes(model: nn.Module | None) -> list[str]:
-    """Return the class that most parameters are in, of those that stand at least twice in a sequence or list."""
-    held: Counter[str] = Counter()
-    for module in model.modules() if model is not None else ():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = Counter(type(child) for child in module)
-            for child in module:
-                if children[type(child)] > 1 and not isinstance(child, nn.ModuleList | nn.Sequential):
-                    held[type(child).__name__] += sum(param.numel() for param in child.parameters())
-    best = [name for name, numel in held.most_common(1) if numel]
-    return best
 
 
 def unknown_names(subject: Subject) -> Iterator[Finding]:
