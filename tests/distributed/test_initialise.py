@@ -15,6 +15,7 @@ from mmfsdp.errors import PlanError
 from mmfsdp.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
+ALONE = {"init": {"sync_states": False}}  # every rank makes its own weights
 
 
 class Meta(nn.Module):
@@ -153,7 +154,7 @@ def refused(rank: int, cls: type[nn.Module], config: dict[str, Any]) -> str:
 def test_what_is_not_initialised_is_named() -> None:
     """Fails without the checks of initialise.py: training begins with whatever was in memory, here NaN."""
     assert (
-        run_ranks(refused, 2, Forgetful, {})
+        run_ranks(refused, 2, Forgetful, ALONE)
         == [
             "Initialising Forgetful left '1.forgotten' without a value. Its reset_parameters() (or "
             "param_init_fn) must set every parameter and buffer of the module. [fqn='1']"
@@ -161,7 +162,7 @@ def test_what_is_not_initialised_is_named() -> None:
         * 2
     )
     assert (
-        run_ranks(refused, 2, Bare, {})
+        run_ranks(refused, 2, Bare, ALONE)
         == [
             "'1.weight' of Bare on the meta device cannot be initialised: the module has no reset_parameters(). "
             "Give it one, or give param_init_fn. [fqn='1']"

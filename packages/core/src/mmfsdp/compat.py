@@ -14,7 +14,7 @@ from mmfsdp import forms
 from mmfsdp.collective import is_group_pair
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.initialise import InitFn
+from mmfsdp.materialise import InitFn
 from mmfsdp.planning.policies import Policy
 
 __all__ = ["ARGUMENTS", "Translated", "translate_arguments"]

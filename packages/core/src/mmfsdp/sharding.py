@@ -26,7 +26,8 @@ from mmfsdp.engines.devices import (
 from mmfsdp.engines.outside_calls import parts_of_units
 from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
 from mmfsdp.hooks import route_calls
-from mmfsdp.initialise import InitFn, UnitPreparer
+from mmfsdp.initialise import UnitPreparer
+from mmfsdp.materialise import InitFn
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.policies import Policy
 from mmfsdp.planning.resolve import plan as make_plan
@@ -104,8 +105,8 @@ def apply_plan(
         model: The model that the plan was made for.
         plan: What to do.
         mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
-        param_init_fn: ``(module) -> None``, initialises the parameters and buffers that a module itself owns, for
-            modules on the meta device; they are allocated already. Default: the plan's reference, or
+        param_init_fn: ``(module) -> None``, initialises a model on the meta device as ``model.apply`` would: called
+            for every module, children before parents, with tensors allocated. Default: the plan's reference, or
             ``module.reset_parameters()``.
         wrap_root: ``(module, arguments) -> module``, makes the FullyShardedDataParallel around the root in place of
             the class itself; only engine ``fsdp1`` calls it.
@@ -115,6 +116,7 @@ def apply_plan(
 
     Raises:
         PlanMismatchError: The plan was made for another model.
+        PlanError: Weights on the meta device cannot be given the values that the unsharded model would have.
         MeshError: The mesh does not have the plan's shape.
         ConfigError: The engine cannot do what the plan says.
         RankMismatchError: Ranks have different models, plans, versions or devices; raised on all of them before

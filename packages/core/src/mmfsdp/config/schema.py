@@ -69,7 +69,7 @@ class InitConfig(ConfigModel):
     seed: NonNegativeInt = 0
     """Seed of meta-device initialisation, the same on every rank and for every world size."""
     param_init_fn: Reference | None = None
-    """Function ``(module) -> None`` that initialises the parameters and buffers that a module itself owns."""
+    """Function ``(module) -> None`` that initialises a model on the meta device, called for every module."""
     device: Literal["auto", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "mtia", "mlu", "musa", "privateuseone"] = "auto"
     """``auto``: the accelerator if there is one and the process group has a backend for it (gloo is not one), else the
     CPU. ``privateuseone`` is whatever device type an extension of torch has registered."""

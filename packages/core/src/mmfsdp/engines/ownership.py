@@ -10,7 +10,7 @@ __all__ = ["modules_by_unit"]
 
 
 def modules_by_unit(model: nn.Module, plan: ShardPlan) -> dict[tuple[str, ...], list[tuple[str, nn.Module]]]:
-    """Return, for each unit by its FQNs, the modules below it that no other unit holds, each once.
+    """Return, for each unit by its FQNs, the modules below it that no other unit holds, each once, children first.
 
     Args:
         model: The model that the plan was made for, not yet sharded.
@@ -25,9 +25,9 @@ def modules_by_unit(model: nn.Module, plan: ShardPlan) -> dict[tuple[str, ...], 
         if id(module) in seen:
             return
         seen.add(id(module))
-        owned[unit].append((fqn, module))
         for name, child in module.named_children():
             visit(f"{fqn}.{name}" if fqn else name, child, unit)
+        owned[unit].append((fqn, module))
 
     visit("", model, plan.root.fqns)
     return owned
