@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from mmfsdp import __version__
@@ -97,30 +98,29 @@ def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
     text = plan.to_json(indent=None)
     if all_equal(scope, text):
         return
-    found = gather_objects(scope, (plan.fingerprint, hashlib.sha256(text.encode()).hexdigest()))
-    models = [fingerprint for fingerprint, _ in found]
+    found = gather_objects(scope, (dist.get_rank(), plan.fingerprint, hashlib.sha256(text.encode()).hexdigest()))
+    ranks, models, settings = map(list, zip(*found, strict=True))
     if len(set(models)) > 1:
         first, second = _two_that_differ(models)
         lines = list(describe(model))
         ours, theirs = (broadcast_object(scope, lines, origin=place) for place in (first, second))
         only_ours = [line for line in ours if line not in set(theirs)]
         only_theirs = [line for line in theirs if line not in set(ours)]
-        ours_rank, theirs_rank = scope.ranks[first], scope.ranks[second]
+        ours_rank, theirs_rank = ranks[first], ranks[second]
         _refuse(
             f"Ranks {ours_rank} and {theirs_rank} were given different models. "
             f"Only rank {ours_rank} has: {only_ours[:2] or 'nothing more'}; "
             f"only rank {theirs_rank} has: {only_theirs[:2] or 'nothing more'}. Build the same model on every rank.",
-            scope,
+            ranks,
             models,
         )
-    settings = [digest for _, digest in found]
     first, second = _two_that_differ(settings)
     ours_text, theirs_text = (broadcast_object(scope, text, origin=place) for place in (first, second))
     difference = ShardPlan.from_json(ours_text).diff(ShardPlan.from_json(theirs_text))
     _refuse(
-        f"Ranks {scope.ranks[first]} and {scope.ranks[second]} were given different settings for the same model:\n"
+        f"Ranks {ranks[first]} and {ranks[second]} were given different settings for the same model:\n"
         f"{difference}\nUse the same config and policy on every rank.",
-        scope,
+        ranks,
         settings,
     )
 
@@ -128,14 +128,14 @@ def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
 def _check_same(scope: Scope, mine: str, advice: str) -> None:
     if all_equal(scope, mine):
         return
-    found = gather_objects(scope, mine)
-    told = "; ".join(f"{_listed(ranks)} {text}" for text, ranks in _alike(found, scope).items())
+    ranks, found = map(list, zip(*gather_objects(scope, (dist.get_rank(), mine)), strict=True))
+    told = "; ".join(f"{_listed(alike)} {text}" for text, alike in _alike(ranks, found).items())
     raise RankMismatchError(f"Ranks differ: {told}. {advice}")
 
 
-def _refuse(what: str, scope: Scope, found: Sequence[str]) -> NoReturn:
-    alike = "; ".join(_numbers(ranks) for ranks in _alike(found, scope).values())
-    raise RankMismatchError(what + (f" Ranks that are alike: {alike}." if scope.size > 2 else ""))
+def _refuse(what: str, ranks: Sequence[int], found: Sequence[str]) -> NoReturn:
+    alike = "; ".join(_numbers(group) for group in _alike(ranks, found).values())
+    raise RankMismatchError(what + (f" Ranks that are alike: {alike}." if len(ranks) > 2 else ""))
 
 
 def _two_that_differ(found: Sequence[str]) -> tuple[int, int]:
@@ -144,12 +144,12 @@ def _two_that_differ(found: Sequence[str]) -> tuple[int, int]:
     return found.index(usual), next(place for place, item in enumerate(found) if item != usual)
 
 
-def _alike(found: Sequence[str], scope: Scope) -> dict[str, list[int]]:
+def _alike(ranks: Sequence[int], found: Sequence[str]) -> dict[str, list[int]]:
     """The ranks that have each thing, most ranks first."""
-    ranks: dict[str, list[int]] = {}
-    for rank, item in zip(scope.ranks, found, strict=True):
-        ranks.setdefault(item, []).append(rank)
-    return dict(sorted(ranks.items(), key=lambda pair: -len(pair[1])))
+    groups: dict[str, list[int]] = {}
+    for rank, item in zip(ranks, found, strict=True):
+        groups.setdefault(item, []).append(rank)
+    return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -12,7 +12,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.agreement import Agreement
-from mmfsdp.collective import _naming_lost_ranks, place_in
+from mmfsdp.channels import naming_lost_ranks
+from mmfsdp.collective import place_in
 from mmfsdp.dtypes import to_torch
 from mmfsdp.engines.devices import device_of
 from mmfsdp.engines.ownership import modules_by_unit
@@ -59,7 +60,7 @@ class UnitPreparer:
         """
         tensors = agreed(lambda: self._make(unit))
         if self._plan.sync_states:
-            with _naming_lost_ranks("weights were sent from the first rank"):
+            with naming_lost_ranks("weights were sent from the first rank"):
                 self._broadcast(tensors)
         self._meta.release_sharded()
 
