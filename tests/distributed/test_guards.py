@@ -56,7 +56,7 @@ def after_disturbance(rank: int, how: str, config: dict[str, Any]) -> tuple[list
 @pytest.mark.parametrize("how", ["no_grad", "grad", "block", "head", "attention"])
 @pytest.mark.parametrize("config", [{}, {"sharding": "SHARD_GRAD_OP"}, {"sharding": "NO_SHARD"}], ids=str)
 def test_forward_or_failure_before_the_optimizer_is_built(how: str, config: dict[str, Any]) -> None:
-    """Fails if the root's `named_parameters` does not reshard, or a failed forward is not recovered from."""
+    """Fails if the root's `named_parameters` yields what is gathered, or a failed forward is not recovered from."""
     single = build("Attention")
     reference = train(single, adamw(single), steps=4, sharded=False)
     for curve, sharded in run_ranks(after_disturbance, 2, how, config):

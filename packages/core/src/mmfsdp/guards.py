@@ -71,6 +71,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference in known.models:
         if (state := reference()) is not None:
             state.check_reduced(f"{type(optimizer).__name__} is about to step")
+            if state.agreement is not None:
+                state.agreement.check()
+            state.before_writing()
     for group in known.mixed:
         group["foreach"] = False
 

@@ -20,6 +20,8 @@ from mmfsdp.engines.outside_calls import (
     watch_flat_unit,
     watch_unit,
 )
+from mmfsdp.engines.param_groups import begin_root, keep_state_dicts_pure
+from mmfsdp.gradients import GradientAgreement
 from mmfsdp.guards import watch_optimizers
 from mmfsdp.runtime import ShardedModel
 
@@ -46,20 +48,63 @@ def install(state: ShardedModel, module: nn.Module) -> None:
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)
-    for param in state.whole_params:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(functools.partial(_average, me))
+    _watch_gradients(state, me)
     if not state.is_fsdp1:
-        original = type(module).named_parameters
-
-        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            live, this = me(), root()
-            if live is not None and live.parameters_are_settled():
-                live.reshard()
-            return original(this, *args, **kwargs)  # type: ignore[arg-type]
-
-        module.named_parameters = named_parameters  # type: ignore[method-assign]
+        for group in state.groups:
+            keep_state_dicts_pure(group)
+        _show_shards(module, me, root)
+        _watch_mode(module, me, root)
     watch_optimizers()
+
+
+def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
+    """Let ``parameters()`` of the root yield shards, whatever is gathered, and leave it gathered."""
+    original = type(module).named_parameters
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        live, this = me(), root()
+        params = original(this, *args, **kwargs)  # type: ignore[arg-type]
+        # Code inside a forward or a backward computes with what is gathered.
+        gathered = live.gathered() if live is not None and live.parameters_are_settled() else {}
+        for name, param in params:
+            yield name, gathered[id(param)][1] if id(param) in gathered else param
+
+    module.named_parameters = named_parameters  # type: ignore[method-assign]
+
+
+def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
+    original = type(module).train
+
+    def train(mode: bool = True) -> nn.Module:
+        if (live := me()) is not None:
+            live.before_mode()
+        this = root()
+        assert this is not None  # it is being called
+        return original(this, mode)
+
+    module.train = train  # type: ignore[method-assign]
+
+
+def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
+    """Have each backward that reduces gradients complete them at its end."""
+    trained = [param for param in state.whole_params if param.requires_grad]
+    if state.is_fsdp1 and not trained:
+        return
+
+    def is_reduced() -> bool:
+        return (live := me()) is not None and not live.unreduced
+
+    def begin(_: torch.Tensor) -> None:
+        if (live := me()) is not None and live.agreement is not None and not live.unreduced:
+            live.agreement.begin()
+
+    state.agreement = GradientAgreement(state.mesh, state.groups, trained, is_reduced)
+    for param in trained:
+        param.register_post_accumulate_grad_hook(begin)
+    for unit in FullyShardedDataParallel.fsdp_modules(state.module):
+        # A rank may use none of the parameters held whole; it uses flat ones in any case.
+        if unit._handle is not None and unit._handle.flat_param.requires_grad:
+            unit._handle.flat_param.register_hook(begin)
 
 
 def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
@@ -97,7 +142,7 @@ def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
         begun = True
         root = live.module
         if isinstance(root, FSDPModule):
-            root._get_fsdp_state()._lazy_init()  # no public function does it
+            begin_root(root)
         elif not live.is_running:
             with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
                 pass
@@ -127,8 +172,3 @@ def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
         return output
 
     return call
-
-
-def _average(me: weakref.ref[ShardedModel], param: torch.Tensor) -> None:
-    if (live := me()) is not None:
-        live.average(param)

@@ -3,9 +3,11 @@
 torch accepts, without a word, several uses that leave weights untrained or ranks apart. Closed here:
 
 - a forward before the optimizer is built, or an exception in it, leaves units gathered, and an optimizer built
-  then would train copies: ``parameters()`` of a sharded model returns the shards whatever ran before;
+  then would train copies: ``parameters()`` of a sharded model returns the shards whatever ran before, and changes
+  nothing, so that one rank may call it alone;
+- what is gathered in evaluation stays so as the strategy says, until shards are written or trained on;
 - whether a backward reduces gradients is decided by its forward, inside or outside of `no_sync`, as with DDP;
-- gradients of parameters held whole are averaged over ranks, which torch leaves to the user.
+- gradients that only some ranks have, and those of parameters held whole, are averaged over all (`mmfsdp.gradients`).
 
 `mmfsdp.guards` refuses the rest when an optimizer steps.
 """
@@ -15,20 +17,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
-from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
+from mmfsdp.engines.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
 from mmfsdp.errors import ShardStateError
+from mmfsdp.gradients import GradientAgreement
 from mmfsdp.planning.schema import ShardPlan
 
-__all__ = ["ShardedModel", "clean_fqn", "live_models", "sharded_model"]
+__all__ = ["ShardedModel", "clean_fqn", "is_flat_gathered", "live_models", "sharded_model"]
 
 _FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
@@ -73,8 +78,8 @@ class ShardedModel:
     Attributes:
         sync_gradients: Whether forwards from now on are followed by gradient reduction; `no_sync` turns it off.
         unreduced: Whether the last backward left its gradients unreduced.
-        gathered: Gathered parameters that were registered in place of shards, by ``id``.
         whole_params: Parameters that every rank holds whole.
+        agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` if it holds none whole.
     """
 
     def __init__(self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
@@ -82,9 +87,10 @@ class ShardedModel:
         self.mesh = mesh
         self.sync_gradients = True
         self.unreduced = False
-        self.gathered: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.agreement: GradientAgreement | None = None
         self._module = weakref.ref(module)
-        self._units = [weakref.ref(unit) for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._groups = [weakref.ref(group) for group in groups_of(module.modules())]
+        self._kept_from_evaluation: int | None = None
         self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
         self._in_forward = 0
         self._tracker = ModuleTracker()
@@ -117,22 +123,33 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free whatever is gathered. Not collective."""
-        for reference in self._units:
-            if (unit := reference()) is not None:
-                unit.reshard()
+        for group in self.groups:
+            group.reshard()
         if self.is_fsdp1:
             _free_flat(self.module)
+
+    @property
+    def groups(self) -> list[Any]:
+        """The parameter groups of ``fully_shard``, see `mmfsdp.engines.param_groups`; none with engine ``fsdp1``."""
+        return [group for reference in self._groups if (group := reference()) is not None]
+
+    def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        """Return what is registered in place of shards now: ``id`` of it to (it, the shard). Not with ``fsdp1``."""
+        return gathered_params(self.groups)
 
     def owns(self, params: Iterable[torch.Tensor]) -> bool:
         """Tell whether any of ``params`` is a parameter of this model, sharded or gathered."""
         if (module := self._module()) is None:
             return False  # collected since `live_models` listed it
-        mine = {id(param) for param in _registered(module)} | self.stale(params)
-        return any(id(param) in mine for param in params)
+        params = list(params)
+        given = {id(param) for param in params}
+        shards = (shard for group in self.groups for shard in shards_of(group))
+        return any(id(param) in given for param in chain(shards, _registered(module))) or bool(self.stale(params))
 
     def stale(self, params: Iterable[torch.Tensor]) -> set[int]:
         """Return the ``id`` of those ``params`` that are gathered copies of this model's shards."""
-        return {id(param) for param in params if (ref := self.gathered.get(id(param))) is not None and ref() is param}
+        groups = self.groups
+        return {id(param) for param in params if any(computed_with(group, param) for group in groups)}
 
     def check_reduced(self, action: str) -> None:
         """Refuse to go on when the last backward ran inside `no_sync`.
@@ -149,6 +166,10 @@ class ShardedModel:
     def before_forward(self) -> None:
         """Called as the root's forward begins."""
         self._in_forward += 1
+        if self._kept_from_evaluation is not None and self._in_forward == 1:
+            versions, self._kept_from_evaluation = self._kept_from_evaluation, None
+            if torch.is_grad_enabled() or versions != shard_versions(self.groups):
+                self.reshard()
         if torch.is_grad_enabled():
             self._set_sync(self.sync_gradients)
             self.unreduced = not self.sync_gradients
@@ -158,16 +179,21 @@ class ShardedModel:
         self._in_forward = max(self._in_forward - 1, 0)
         if error is not None:
             self._recover(error)
-        elif not torch.is_grad_enabled():
-            if not self._in_forward:  # a method that runs forward itself still computes
-                self.reshard()  # no backward will do it
-        elif not self.is_fsdp1 and not self.gathered:
-            whole = {id(param) for param in self.whole_params}
-            self.gathered = {
-                id(param): weakref.ref(param)
-                for param in _registered(self.module)
-                if not isinstance(param, DTensor) and id(param) not in whole
-            }
+        elif not torch.is_grad_enabled() and not self._in_forward:  # a method that runs forward itself still computes
+            if self.is_fsdp1:
+                self.reshard()  # its parameters themselves change as they are gathered
+            else:
+                self._kept_from_evaluation = shard_versions(self.groups)
+
+    def before_writing(self) -> None:
+        """Called before shards are written other than by training, on every rank: what is gathered must not stay."""
+        self._kept_from_evaluation = None
+        self.reshard()
+
+    def before_mode(self) -> None:
+        """Called by ``train()`` and ``eval()``, with which an evaluation begins: weights may have been exchanged."""
+        if self._kept_from_evaluation is not None:
+            self._kept_from_evaluation = -1
 
     def _recover(self, error: BaseException) -> None:
         from mmfsdp.diagnostics import explain_forward_error
@@ -194,13 +220,6 @@ class ShardedModel:
             vars(module)[_FSDP1_NO_SYNC] = context = FullyShardedDataParallel.no_sync(module)
             context.__enter__()
 
-    def average(self, param: torch.Tensor) -> None:
-        """Average the gradient of a parameter held whole, as its unit's would be. Collective: every rank."""
-        if param.grad is None or self.unreduced:
-            return
-        self.all_reduce(param.grad, dist.ReduceOp.SUM)
-        param.grad.div_(self.plan.mesh.world_size)
-
     def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce ``value`` in place over all ranks of the mesh. Collective: every rank."""
         for dim in range(self.mesh.ndim):
@@ -214,6 +233,16 @@ class ShardedModel:
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
         return not self.is_running and not self._tracker.is_bw
+
+
+def is_flat_gathered(module: nn.Module) -> bool:
+    """Tell whether a unit of engine ``fsdp1`` is gathered."""
+    handles = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module))
+    return any(
+        handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr()
+        for handle in handles
+        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
+    )
 
 
 def _free_flat(module: nn.Module) -> None:

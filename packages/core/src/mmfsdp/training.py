@@ -102,7 +102,7 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         with FullyShardedDataParallel.summon_full_params(state.module, writeback=writeback):
             yield
         return
-    state.reshard()
+    state.before_writing()
     whole: dict[int, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, DTensor]] = []
     for module in state.module.modules():

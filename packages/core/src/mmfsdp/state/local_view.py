@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime import is_flat_gathered, sharded_model
 
 __all__ = ["LocalView", "exchange", "exchanged"]
 
@@ -23,29 +23,35 @@ class LocalView:
     ``fsdp1`` parameters are one-dimensional pieces.
 
     Args:
-        model: A sharded model.
+        model: A sharded model. With engine ``fsdp1``, whose parameters are those of memory that is gathered, making a
+            view frees what is gathered: every rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._state = sharded_model(model)
-        self._params: list[tuple[nn.Parameter, nn.Module, str]] = []
+        self._params: list[_Viewed] = []
         self._buffers: list[tuple[nn.Module, nn.Module, str]] = []
-        self._state.reshard()
+        if self._state.is_fsdp1:
+            self._state.reshard()
+        self._shards = {key: shard for key, (_, shard) in self._state.gathered().items()}
         self._tree = self._copy(self._state.module, {}, {})
 
     def tree(self) -> nn.Module:
-        """Return the view as the model is now; the same object every time. Not collective.
+        """Return the view as the model is now; the same object every time. Not collective, and changes nothing.
 
-        Call it outside of forward and backward: what is gathered is freed.
+        Before you write to it, call `before_writing`.
         """
-        self._state.reshard()
-        for view, module, name in self._params:
-            live = _local(module._parameters[name])
-            if view.data_ptr() != live.data_ptr() or view.shape != live.shape:
-                view.data = live
+        if not self._state.is_fsdp1 or not is_flat_gathered(self._state.module):
+            gathered = self._state.gathered()
+            for viewed in self._params:
+                viewed.follow(gathered)
         for view_module, module, name in self._buffers:
             view_module._buffers[name] = module._buffers[name]
         return self._tree
+
+    def before_writing(self) -> None:
+        """Let what is written to the view count: call it before, on every rank, outside of forward and backward."""
+        self._state.before_writing()
 
     def _copy(self, module: nn.Module, modules: dict[int, nn.Module], params: dict[int, nn.Parameter]) -> nn.Module:
         if id(module) in modules:
@@ -60,8 +66,9 @@ class LocalView:
             if param is None:
                 continue
             if id(param) not in params:
-                params[id(param)] = nn.Parameter(_local(param), requires_grad=False)
-                self._params.append((params[id(param)], module, name))
+                shard = self._shards.get(id(param), param)
+                params[id(param)] = nn.Parameter(_local(shard), requires_grad=False)
+                self._params.append(_Viewed(params[id(param)], module, name, shard))
             view.register_parameter(name, params[id(param)])
         for name, buffer in module._buffers.items():
             persistent = name not in module._non_persistent_buffers_set
@@ -83,16 +90,18 @@ def exchange(first: nn.Module, second: nn.Module) -> None:
 
 @contextmanager
 def exchanged(view: LocalView, other: nn.Module) -> Iterator[None]:
-    """Let a sharded model have the values of ``other``, which has the model's meanwhile. Not collective.
+    """Let a sharded model have the values of ``other``, which has the model's meanwhile. Every rank: see `LocalView`.
 
     Args:
         view: A view of the model.
         other: Made by deep copy of its tree.
     """
+    view.before_writing()
     exchange(view.tree(), other)
     try:
         yield
     finally:
+        view.before_writing()
         exchange(view.tree(), other)
 
 
@@ -101,7 +110,32 @@ def _pairs(first: nn.Module, second: nn.Module) -> Iterator[tuple[torch.Tensor, 
     yield from zip(first.buffers(), second.buffers(), strict=True)
 
 
-def _local(param: nn.Parameter | None) -> torch.Tensor:
-    assert param is not None
+class _Viewed:
+    """A parameter of the view, and where the model has what it shows."""
+
+    __slots__ = ("_local", "_module", "_name", "_view")
+
+    def __init__(self, view: nn.Parameter, module: nn.Module, name: str, shard: nn.Parameter) -> None:
+        self._view, self._module, self._name = view, module, name
+        self._local = _held(shard)
+
+    def follow(self, gathered: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Show the memory that the model has now: loading with ``assign`` or moving to a device replaces it."""
+        param = self._module._parameters[self._name]
+        assert param is not None
+        if gathered and id(param) in gathered:
+            param = gathered[id(param)][1]
+        held = _held(param)
+        if held is not self._local or held.data_ptr() != self._view.data_ptr() or held.shape != self._view.shape:
+            self._view.data = _local(param)
+            self._local = held
+
+
+def _held(param: torch.Tensor) -> torch.Tensor:
+    # to_local() of a thousand parameters takes several milliseconds, in every step of an average.
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
     value = param.detach()
     return value.to_local() if isinstance(value, DTensor) else value

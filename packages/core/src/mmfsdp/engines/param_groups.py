@@ -1,0 +1,183 @@
+"""What torch's FSDP2 keeps private and this library needs: the only module that looks into it.
+
+torch has one parameter group per unit. A group registers either its shards or gathered copies of them in the modules,
+and reduces its gradients in backward. Names are those of torch 2.9 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "around",
+    "begin_backward",
+    "begin_root",
+    "computed_with",
+    "gathered_params",
+    "groups_of",
+    "has_gradient",
+    "keep_state_dicts_pure",
+    "shard_versions",
+    "shards_of",
+    "stand_in_for_missing",
+    "will_gather",
+]
+
+Group = Any
+"""torch's ``FSDPParamGroup``; several modules that are sharded together share one."""
+
+
+def groups_of(modules: Iterable[nn.Module]) -> list[Group]:
+    """Return the parameter groups of sharded modules, each once."""
+    found: dict[int, Group] = {}
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.12
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        found |= {id(group): group for group in groups}
+    return list(found.values())
+
+
+def begin_root(root: FSDPModule) -> None:
+    """Make torch take ``root`` for the root: it takes the first module that runs."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def begin_backward(module: FSDPModule, grad: torch.Tensor) -> None:
+    """Gather a unit for its backward, as torch's hook on the unit's outputs does."""
+    module._get_fsdp_state()._pre_backward(grad)
+
+
+def shards_of(group: Group) -> Iterator[nn.Parameter]:
+    """The sharded parameters of a group, whether they are registered or gathered copies are."""
+    for param in group.fsdp_params:
+        yield param.sharded_param
+
+
+def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+    """Return what is registered in place of shards now: ``id`` of it to (it, the shard)."""
+    found = {}
+    for group in groups:
+        if group.is_sharded:
+            continue
+        for param in group.fsdp_params:
+            registered = param._module_info.module._parameters[param._module_info.param_name]
+            if registered is not param.sharded_param:
+                found[id(registered)] = (registered, param.sharded_param)
+    return found
+
+
+def computed_with(group: Group, param: torch.Tensor) -> bool:
+    """Whether ``param`` is a copy of a shard that the group has gathered at some time."""
+    smaller = group.post_forward_mesh_info
+    if smaller is not None and smaller is not group.mesh_info and getattr(param, "device_mesh", None) is smaller.mesh:
+        return True  # of a reshard to fewer ranks after forward, made anew each time
+    return any(getattr(entry, "_unsharded_param", None) is param for entry in group.fsdp_params)
+
+
+def shard_versions(groups: Iterable[Group]) -> int:
+    """Return a number that grows with writes to the shards of gathered groups, those through ``.data`` excepted."""
+    total = 0
+    for group in groups:
+        if not group.is_sharded:
+            for param in group.fsdp_params:
+                shard = param.sharded_param
+                total += shard._version + shard._local_tensor._version
+    return total
+
+
+def keep_state_dicts_pure(group: Group) -> None:
+    """Let ``state_dict()`` show shards without freeing what is gathered.
+
+    torch frees it in a hook: the rank that asks would gather once more than the others do.
+    """
+    register = group._register_state_dict_hooks
+
+    def without_freeing() -> None:
+        register()
+        for handle in group._module_to_pre_save_state_dict_hook_handle.values():
+            handle.remove()
+
+    group._register_state_dict_hooks = without_freeing
+    places: dict[nn.Module, list[tuple[str, Any]]] = {}
+    for param in group.fsdp_params:
+        info = param._module_info
+        for module, name in [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]:
+            places.setdefault(module, []).append((name, param))
+
+    def show_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        if group.is_sharded:
+            return
+        for name, param in places[module]:
+            if (shown := state_dict.get(prefix + name)) is not None:
+                is_param = shown is module._parameters[name]  # keep_vars=True
+                state_dict[prefix + name] = param.sharded_param if is_param else param.sharded_param.detach()
+
+    for module in places:
+        module.register_state_dict_post_hook(show_shards)
+
+
+def around(group: Group, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a group (``unshard``, ``wait_for_unshard``, ``post_backward``) by ``wrap`` of it."""
+    setattr(group, name, wrap(getattr(group, name)))
+
+
+def will_gather(group: Group) -> bool:
+    """Whether ``unshard`` is about to communicate."""
+    return not group.is_unsharded and group._all_gather_result is None and group._all_gather_process_group.size() > 1
+
+
+def has_gradient(group: Group) -> bool:
+    """Whether a parameter has a gradient that waits to be reduced."""
+    return any(
+        param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    )
+
+
+def stand_in_for_missing(group: Group) -> list[int]:
+    """Give zeros to trained parameters without a gradient on this rank, right before gradients are reduced.
+
+    torch reduces what has a gradient on this rank: ranks that differ would add up gradients of different parameters.
+    Its own ``set_reduce_scatter_unused_params`` (2.13) also fills in zeros, but does not tell for which parameters, and
+    until 2.15 fails if the other gradients were accumulated in another dtype.
+
+    Returns:
+        The places of these parameters in the group.
+    """
+    params = group.fsdp_params
+    missing = [
+        place
+        for place, param in enumerate(params)
+        if param.unsharded_param.grad is None
+        and param.unsharded_accumulated_grad is None
+        and param.unsharded_param.requires_grad
+    ]
+    # Until 2.14 what no_sync accumulates is kept apart, in the dtype of its reduction: bring all to that dtype.
+    kept_apart = hasattr(params[0], "to_accumulated_grad_if_needed") and any(
+        param.unsharded_accumulated_grad is not None for param in params
+    )
+    if kept_apart:
+        for param in params:
+            if param.unsharded_accumulated_grad is None:
+                param.to_accumulated_grad_if_needed()
+    for place in missing:
+        param = params[place]
+        unsharded = param.unsharded_param
+        if kept_apart:
+            param.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=param.reduce_dtype)
+        else:
+            unsharded.grad = torch.zeros_like(unsharded, dtype=getattr(unsharded, "grad_dtype", None))
+    return missing
