@@ -1,4 +1,4 @@
-"""Parameters that only some ranks use, or none: trained as DistributedDataParallel(find_unused_parameters=True) does."""
+"""Parameters that only some ranks use, or none, train as DistributedDataParallel(find_unused_parameters=True) does."""
 
 from __future__ import annotations
 

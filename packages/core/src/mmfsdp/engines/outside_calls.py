@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
 from mmfsdp.engines.casting import in_full_precision
 from mmfsdp.engines.ownership import modules_by_unit
+from mmfsdp.engines.view_outputs import accept_views, keep_backward_hook
 from mmfsdp.planning.policies import own_parameters
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
@@ -196,10 +197,26 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
     module = members[0]
     setattr(module, _RUN, gate.compute)
     register_fsdp_forward_method(module, _RUN)
-    run = gate.run = vars(module).pop(_RUN)
-    if full_precision:  # what hooks do for a call of the unit
-        gate.run = lambda forward, *args, **kwargs: run(in_full_precision(forward), *args, **kwargs)
+    run = vars(module).pop(_RUN)
+
+    def run_and_keep_hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What hooks do for a call of the unit.
+        output = run(in_full_precision(forward) if full_precision else forward, *args, **kwargs)
+        _keep_hook(module, args, kwargs, output)
+        return output
+
+    gate.run = run_and_keep_hook
     gate.watch(members)
+    accept_views()
+    for member in members:
+        member.register_forward_hook(_keep_hook, with_kwargs=True)
+
+
+@torch.compiler.disable
+def _keep_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    # Recomputed in backward, a unit is gathered already.
+    if isinstance(module, FSDPModule) and not _tracker.is_bw:
+        keep_backward_hook(module, (args, kwargs), output)
 
 
 def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
