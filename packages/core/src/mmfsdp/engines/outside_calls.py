@@ -212,11 +212,13 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
         member.register_forward_hook(_keep_hook, with_kwargs=True)
 
 
-@torch.compiler.disable
-def _keep_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+def _keep_hook_eagerly(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     # Recomputed in backward, a unit is gathered already.
     if isinstance(module, FSDPModule) and not _tracker.is_bw:
         keep_backward_hook(module, (args, kwargs), output)
+
+
+_keep_hook = torch.compiler.disable(_keep_hook_eagerly)
 
 
 def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:

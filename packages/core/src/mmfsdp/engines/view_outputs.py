@@ -1,4 +1,4 @@
-"""In-place operations on the output of a unit when that is a view, such as ``ReLU(inplace=True)`` after a 3-D ``Linear``.
+"""In-place operations on the output of a unit when that is a view: ``ReLU(inplace=True)`` after a 3-D ``Linear``.
 
 FSDP2 gathers a unit for its backward in a hook on each output. Writing to a view replaces its node in the graph, and
 the hook goes with it. The node that made the base of the view stays: it gets a hook as well.
