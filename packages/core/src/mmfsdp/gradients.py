@@ -18,8 +18,17 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.engines.param_groups import Group, around, has_gradient, shards_of, stand_in_for_missing, will_gather
+from mmfsdp.engines.param_groups import (
+    Group,
+    around,
+    has_gradient,
+    name_of,
+    shards_of,
+    stand_in_for_missing,
+    will_gather,
+)
 from mmfsdp.errors import RankMismatchError
+from mmfsdp.lost_ranks import Waiting
 
 __all__ = ["GradientAgreement"]
 
@@ -55,6 +64,7 @@ class GradientAgreement:
         self._count = len(whole)
         for group in groups:
             around(group, "unshard", functools.partial(self._noting, weakref.ref(group), self._count))
+            around(group, "wait_for_unshard", functools.partial(self._waiting, weakref.ref(group)))
             around(group, "post_backward", functools.partial(self._completing, weakref.ref(group), self._count))
             self._count += len(list(shards_of(group)))
 
@@ -80,24 +90,38 @@ class GradientAgreement:
         def note_and_gather(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 self._trained_with.add(first)
-            if (live := group()) is not None and will_gather(live):
+            live = group()
+            assert live is not None  # it is its method
+            if will_gather(live):
                 self._note(first, 0)
-            return unshard(*args, **kwargs)
+            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+                return unshard(*args, **kwargs)
 
         return note_and_gather
+
+    def _waiting(self, group: weakref.ref[Group], wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_for_gathered() -> Any:
+            live = group()
+            assert live is not None
+            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+                return wait()
+
+        return wait_for_gathered
 
     def _completing(
         self, group: weakref.ref[Group], first: int, post_backward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def complete_and_reduce(*args: Any) -> Any:
             live = group()
+            assert live is not None
             # Units that no rank used since the last reduction are not reduced.
-            if live is not None and live.reduce_grads and (first in self._trained_with or has_gradient(live)):
+            if live.reduce_grads and (first in self._trained_with or has_gradient(live)):
                 self._trained_with.discard(first)
                 self._remember(first, list(shards_of(live)), stand_in_for_missing(live))
                 self._note(first, 1)
                 self.begin()
-            return post_backward(*args)
+            with Waiting(f"reducing the gradients of the shard unit {name_of(live)!r}"):
+                return post_backward(*args)
 
         return complete_and_reduce
 
@@ -149,8 +173,9 @@ class GradientAgreement:
         for params in buckets.values():
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
             joined = torch.cat([grad.reshape(-1) for grad in grads])
-            for group in self._rank_groups:
-                dist.all_reduce(joined, group=group)
+            with Waiting("averaging the gradients of parameters held whole"):
+                for group in self._rank_groups:
+                    dist.all_reduce(joined, group=group)
             joined.div_(self._world_size)
             for param, grad, mean in zip(params, grads, joined.split([grad.numel() for grad in grads]), strict=True):
                 param.grad = grad.copy_(mean.view_as(grad))
@@ -185,7 +210,8 @@ class _Sent:
 
     def check(self) -> bytes:
         """Wait for the other ranks and return which parameters any of them used, a byte for each."""
-        self._work.wait() if self._event is None else self._event.synchronize()
+        with Waiting("agreeing on the parameters that were used in backward"):
+            self._work.wait() if self._event is None else self._event.synchronize()
         content = bytes(self._content.tolist())
         digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
         if digest != self._digest or inverse != bytes(255 - byte for byte in digest):

@@ -23,6 +23,7 @@ from mmfsdp.engines.outside_calls import (
 from mmfsdp.engines.param_groups import begin_root, keep_state_dicts_pure
 from mmfsdp.gradients import GradientAgreement
 from mmfsdp.guards import watch_optimizers
+from mmfsdp.lost_ranks import Waiting
 from mmfsdp.runtime import ShardedModel
 
 __all__ = ["install", "route_calls"]
@@ -49,6 +50,8 @@ def install(state: ShardedModel, module: nn.Module) -> None:
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)
     _watch_gradients(state, me)
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        _name_waits(unit)
     if not state.is_fsdp1:
         for group in state.groups:
             keep_state_dicts_pure(group)
@@ -83,6 +86,20 @@ def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.
         return original(this, mode)
 
     module.train = train  # type: ignore[method-assign]
+
+
+def _name_waits(unit: FullyShardedDataParallel) -> None:
+    """Say what a rank waits for as a unit of engine ``fsdp1`` is gathered, in forward and in backward."""
+    handle = unit._handle
+    if handle is None:
+        return
+    unshard, name = handle.unshard, handle._fully_sharded_module.__class__.__name__
+
+    def unshard_and_name() -> None:
+        with Waiting(f"gathering a shard unit ({name})"):
+            unshard()  # type: ignore[no-untyped-call]
+
+    handle.unshard = unshard_and_name  # type: ignore[method-assign]
 
 
 def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:

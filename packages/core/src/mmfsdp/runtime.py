@@ -31,6 +31,7 @@ from torch.utils.module_tracker import ModuleTracker
 from mmfsdp.engines.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
 from mmfsdp.errors import ShardStateError
 from mmfsdp.gradients import GradientAgreement
+from mmfsdp.lost_ranks import Waiting
 from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["ShardedModel", "clean_fqn", "is_flat_gathered", "live_models", "sharded_model"]
@@ -222,8 +223,9 @@ class ShardedModel:
 
     def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce ``value`` in place over all ranks of the mesh. Collective: every rank."""
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(value, op, group=self.mesh.get_group(dim))
+        with Waiting("reducing a value over all ranks"):
+            for dim in range(self.mesh.ndim):
+                dist.all_reduce(value, op, group=self.mesh.get_group(dim))
 
     @property
     def is_running(self) -> bool:

@@ -9,9 +9,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from mmfsdp.clipping import global_norm, scale_down_
 from mmfsdp.errors import ShardStateError
+from mmfsdp.lost_ranks import Waiting
 from mmfsdp.runtime import live_models, sharded_model
 from mmfsdp.state.boxes import local_part, whole_tensor
 
@@ -43,31 +44,40 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``. Collective: every rank.
 
-    The norm is that of the unsharded model's gradients: over all ranks, and over sharded and whole parameters.
+    The norm is that of the unsharded model's gradients: over all ranks, and over sharded and whole parameters. A rank
+    that calls this alone waits for the others until the process group's timeout.
 
     Args:
         parameters: A sharded model, or parameters of one; with engine ``fsdp1`` it must be the model.
         max_norm: Largest norm to keep.
-        norm_type: The p of the p-norm; ``inf`` is the largest absolute value.
+        norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite.
+        foreach: Compute with one kernel for many tensors; None: where torch has such kernels, as in
+            ``torch.nn.utils.clip_grad_norm_``. Without effect with engine ``fsdp1``.
 
     Returns:
-        The norm before clipping, a 0-d tensor, the same on every rank.
+        The norm before clipping, a 0-d tensor of float32 or float64, the same on every rank.
 
     Raises:
         ShardStateError: The last backward ran inside `no_sync`, or parameters of an ``fsdp1`` model are given alone:
             they are pieces of flat ones, whose norm no rank knows.
+        LostRankError: Not all ranks called it.
         RuntimeError: See ``error_if_nonfinite``.
+        ValueError: ``norm_type`` is not positive.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}.")
     if isinstance(parameters, nn.Module):
         state = sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
         if isinstance(state.module, FullyShardedDataParallel):
             # By class: a wrapper's own method of this name ends here.
-            total = FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
+            with Waiting("computing the norm of all gradients"):
+                total = FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
             _check_finite(total, norm_type, error_if_nonfinite)
             return total
         parameters = state.module.parameters()
@@ -79,11 +89,9 @@ def clip_grad_norm_(
                 "With engine 'fsdp1' a rank's parameters are pieces of flat ones, so their own norm is not the "
                 "model's. Pass the model itself to clip_grad_norm_()."
             )
-    params = [param for param in params if param.grad is not None]
-    total = _global_norm([param.grad for param in params if param.grad is not None], norm_type)
+    total = global_norm(params, norm_type, foreach)
     _check_finite(total, norm_type, error_if_nonfinite)
-    for kind in _by_kind(params):
-        clip_grads_with_norm_(kind, max_norm, total)
+    scale_down_(params, max_norm, total, foreach)
     return total
 
 
@@ -127,25 +135,3 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 def _check_finite(total: torch.Tensor, norm_type: float, wanted: bool) -> None:
     if wanted and not bool(torch.isfinite(total)):
         raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")
-
-
-def _global_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norms = []
-    for kind in _by_kind(grads):
-        norm = get_total_norm(kind, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if len(norms) < 2:
-        return norms[0] if norms else torch.tensor(0.0)
-    combined: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
-    )
-    return combined
-
-
-def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Sharded tensors, and whole ones: torch computes with either, not with both in one call."""
-    kinds: list[list[torch.Tensor]] = [
-        [t for t in tensors if isinstance(t, DTensor)],
-        [t for t in tensors if not isinstance(t, DTensor)],
-    ]
-    return [kind for kind in kinds if kind]

@@ -22,6 +22,7 @@ __all__ = [
     "groups_of",
     "has_gradient",
     "keep_state_dicts_pure",
+    "name_of",
     "shard_versions",
     "shards_of",
     "stand_in_for_missing",
@@ -131,6 +132,11 @@ def keep_state_dicts_pure(group: Group) -> None:
 def around(group: Group, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method of a group (``unshard``, ``wait_for_unshard``, ``post_backward``) by ``wrap`` of it."""
     setattr(group, name, wrap(getattr(group, name)))
+
+
+def name_of(group: Group) -> str:
+    """Return the FQN of a group's module; of several, joined by commas."""
+    return group._module_fqn or "(root)"
 
 
 def will_gather(group: Group) -> bool:

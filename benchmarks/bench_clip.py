@@ -1,0 +1,57 @@
+"""Time of clipping gradients: `mmfsdp.clip_grad_norm_` over torch's own with foreach kernels, on the same shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import mmfsdp
+from benchmarks.measuring import Ratio, paired
+from mmfsdp.testing import run_ranks
+
+__all__ = ["main"]
+
+LAYERS, WIDTH, PAIRS = 120, 64, 60  # 240 parameters
+
+
+def main() -> dict[str, Any]:
+    """Measure on 2 ranks and return the ratios."""
+    results = {}
+    for name, function in (
+        ("clip_grad_norm_ over torch's foreach", clip),
+        ("foreach=False over the same", clip_slowly),
+    ):
+        ratio = run_ranks(function, 2, timeout=300)[0]
+        results[name] = ratio.to_dict()
+        print(f"{name:40} ratio {ratio.ratio}; ours {ratio.ours} s, torch {ratio.theirs} s", flush=True)
+    return results
+
+
+def clip(rank: int) -> Ratio:
+    """With kernels for many tensors."""
+    return measured(None)
+
+
+def clip_slowly(rank: int) -> Ratio:
+    """Tensor by tensor."""
+    return measured(False)
+
+
+def measured(foreach: bool | None) -> Ratio:
+    """Ours and torch's, in turn, on the gradients of one backward."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    mmfsdp.shard(model)
+    model(torch.randn(2, WIDTH)).sum().backward()
+
+    def ours() -> None:
+        dist.barrier()
+        mmfsdp.clip_grad_norm_(model, 1e-3, foreach=foreach)
+
+    def theirs() -> None:
+        dist.barrier()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
+
+    return paired(ours, theirs, PAIRS)

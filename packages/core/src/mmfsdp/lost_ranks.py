@@ -1,0 +1,46 @@
+"""Naming what a rank was waiting for when the others did not come."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+import torch.distributed as dist
+
+from mmfsdp.errors import LostRankError, MmfsdpError
+
+__all__ = ["Waiting"]
+
+_LOST = re.compile(r"gloo|nccl|timed? ?out|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE)
+
+
+class Waiting:
+    """A context in which ranks communicate: what gloo or NCCL raise becomes a `LostRankError`.
+
+    Args:
+        doing: What this rank does, as in "while gathering the shard unit 'blocks.0'".
+    """
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, MmfsdpError):
+            return
+        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
+            first_line = str(error).strip().partition("\n")[0]
+            raise LostRankError(
+                f"This rank waited for the others in vain while {self._doing} ({first_line}). All ranks must run the "
+                "same units equally often. Usual causes: ranks have different numbers of batches (let the sampler pad "
+                "or drop: round_up=True, drop_last=True); a unit is used on some ranks only (exclude it in the wrap "
+                "policy); one rank alone did what all must do together, such as clipping, saving or a forward; or "
+                "another rank failed or was killed, which its own output says.",
+                rank=dist.get_rank(),
+            ) from error
