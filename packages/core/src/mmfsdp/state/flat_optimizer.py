@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -64,7 +65,7 @@ def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mappi
         return
     is_full = not any(isinstance(value, DTensor) for entries in values.values() for value in entries.values())
     options = StateDictOptions(full_state_dict=is_full)
-    with unwatched(), _initialised(optimizer):
+    with unwatched(), _initialised(state, optimizer):
         # torch wants an entry of every parameter; one that never got a gradient has its initial zeros.
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
         filled: dict[str, Any] = {"state": {**named["state"], **values}, "param_groups": groups}
@@ -79,7 +80,7 @@ def _own(value: Any) -> Any:
 def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
     """Return torch's state by FQN, sharded, each group in the order of the plain optimizer. Collective: every rank."""
     fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
-    with unwatched(), _initialised(optimizer):
+    with unwatched(), _initialised(state, optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
         if fresh:
             # torch has stepped it with zero gradients, which advances the step count.
@@ -97,9 +98,14 @@ def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
 
 
 @contextmanager
-def _initialised(optimizer: Optimizer) -> Iterator[None]:
-    """Put gradients aside: torch initialises an optimizer's state only where there are none."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _initialised(state: ShardedModel, optimizer: Optimizer) -> Iterator[None]:
+    """Put gradients aside: torch initialises an optimizer's state only where there are none.
+
+    Those of flat parameters as well: torch drops them where the parameters that they belong to have none.
+    """
+    units = FullyShardedDataParallel.fsdp_modules(state.module)
+    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    params = [*flat, *(param for group in optimizer.param_groups for param in group["params"])]
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -107,4 +113,14 @@ def _initialised(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+            _give_back(param, grad)
+
+
+def _give_back(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is None or grad.shape == param.shape:
+        param.grad = grad
+        return
+    # What no_sync accumulates is whole, while the parameter is a piece: torch refuses to assign it to one.
+    piece, param.data = param.data, grad
+    param.grad = grad
+    param.data = piece
