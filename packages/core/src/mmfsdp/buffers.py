@@ -8,24 +8,27 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from mmfsdp.broadcasting import as_bytes, broadcast_tensor
 from mmfsdp.runtime import ShardedModel, sharded_model
-from mmfsdp.state.model import send_from_first
 
 __all__ = ["broadcast_buffers", "keep_buffers_alike"]
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of the mesh's first. Collective: every rank; one broadcast per dtype."""
+    """Give every rank the buffers of the mesh's first. Collective: every rank; one broadcast per device."""
     state = sharded_model(model)
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    places: dict[torch.device, list[torch.Tensor]] = {}
     for buffer in state.module.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
+        if buffer.numel():
+            places.setdefault(buffer.device, []).append(buffer)
     with torch.no_grad():
-        for buffers in kinds.values():
-            joined = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            send_from_first(joined, state)
-            for buffer, part in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+        for buffers in places.values():
+            joined = torch.cat([as_bytes(buffer.contiguous()) for buffer in buffers])
+            broadcast_tensor(joined, state.mesh)
+            sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+            for buffer, part in zip(buffers, joined.split(sizes), strict=True):
+                # A copy of its own, as a dtype may not begin at any byte.
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def keep_buffers_alike(model: nn.Module) -> None:

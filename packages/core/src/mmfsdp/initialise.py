@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.agreement import Agreement
+from mmfsdp.broadcasting import broadcast_tensor
 from mmfsdp.channels import naming_lost_ranks
 from mmfsdp.collective import place_in
 from mmfsdp.dtypes import to_torch
@@ -86,10 +86,7 @@ class UnitPreparer:
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """From the mesh's first rank to all, a dimension at a time; each tied tensor once."""
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            for dim in reversed(range(self._mesh.ndim)):
-                group = self._mesh.get_group(dim)
-                if dist.get_world_size(group) > 1:
-                    dist.broadcast(tensor.detach(), src=dist.get_global_rank(group, 0), group=group)
+            broadcast_tensor(tensor, self._mesh)
 
 
 def _give_back_freed_memory() -> None:

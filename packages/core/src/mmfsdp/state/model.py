@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.broadcasting import broadcast_tensor
 from mmfsdp.collective import any_of, broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
@@ -114,9 +114,7 @@ def is_first_rank(state: ShardedModel) -> bool:
 
 def send_from_first(value: torch.Tensor, state: ShardedModel) -> None:
     """Broadcast from the mesh's first rank, in place. Collective: every rank."""
-    for dim in reversed(range(state.mesh.ndim)):
-        group = state.mesh.get_group(dim)
-        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+    broadcast_tensor(value, state.mesh)
 
 
 @torch.no_grad()

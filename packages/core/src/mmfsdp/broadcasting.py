@@ -1,0 +1,31 @@
+"""Broadcasting a tensor of any dtype over a mesh: gloo has no float8, int16 or uint16, so bytes are sent."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["as_bytes", "broadcast_tensor"]
+
+
+def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Give every rank the values of the mesh's first, in place. Collective: every rank, with equal shape and dtype.
+
+    Args:
+        tensor: Of any shape, dtype and strides.
+        mesh: The ranks; a dimension at a time, the last one first.
+    """
+    value = tensor.detach()
+    sent = value if value.is_contiguous() else value.contiguous()
+    for dim in reversed(range(mesh.ndim)):
+        group = mesh.get_group(dim)
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(as_bytes(sent), src=dist.get_global_rank(group, 0), group=group)
+    if sent is not value:
+        value.copy_(sent)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as uint8, of one dimension."""
+    return tensor.reshape(-1).view(torch.uint8)
