@@ -141,3 +141,19 @@ class TestInTheMiddleOfAccumulation:
         # The last iteration makes a step, whatever waits.
         assert "Gradients that wait" not in logged(tmp_path / "1", 1, 2)
         assert "Gradients that wait" not in logged(tmp_path / "2", 2, 1)
+
+
+def by_epoch(rank: int, folder: str, engine: str) -> list[str]:
+    """Epochs end in the middle of an accumulation."""
+    settings = config(f"{folder}/{engine}", 2, strategy=strategy(engine=engine), param_scheduler=None)
+    settings["optim_wrapper"]["accumulative_counts"] = 3
+    settings["default_hooks"] = {"checkpoint": {"type": "CheckpointHook", "interval": 1}}
+    runner = runner_of(settings)
+    runner.train()
+    return sorted(path.name for path in Path(runner.work_dir).glob("epoch_*"))
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_epochs_that_end_while_gradients_accumulate(tmp_path: Path, engine: str) -> None:
+    """Fails with fsdp1 if core does not put whole gradients back: "attempting to assign a gradient of size"."""
+    assert run_ranks(by_epoch, 2, str(tmp_path), engine) == [["epoch_1.pth", "epoch_2.pth"]] * 2

@@ -99,7 +99,7 @@ class GradScalerError(ShardStateError):
 
 
 class RankMismatchError(MmfsdpError):
-    """Ranks were given different models, configurations or inputs."""
+    """Ranks were given different models, configurations or inputs, or ran different units."""
 
 
 class LostRankError(MmfsdpError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -44,7 +45,11 @@ class LocalView:
         if not self._state.is_fsdp1 or not is_flat_gathered(self._state.module):
             gathered = self._state.gathered()
             for viewed in self._params:
-                viewed.follow(gathered)
+                param = viewed.params[viewed.name]
+                if gathered and id(param) in gathered:
+                    param = gathered[id(param)][1]
+                if not viewed.shows(param):
+                    viewed.show(param)
         for view_module, module, name in self._buffers:
             view_module._buffers[name] = module._buffers[name]
         return self._tree
@@ -111,29 +116,32 @@ def _pairs(first: nn.Module, second: nn.Module) -> Iterator[tuple[torch.Tensor, 
 
 
 class _Viewed:
-    """A parameter of the view, and where the model has what it shows."""
+    """A parameter of the view, and where the model has what it shows.
 
-    __slots__ = ("_local", "_module", "_name", "_view")
+    Loading with ``assign`` or moving to a device replaces the memory. An average asks in every step, and to_local() of
+    a thousand parameters takes several milliseconds.
+    """
+
+    __slots__ = ("_held", "_pointer", "name", "params", "view")
 
     def __init__(self, view: nn.Parameter, module: nn.Module, name: str, shard: nn.Parameter) -> None:
-        self._view, self._module, self._name = view, module, name
-        self._local = _held(shard)
+        self.view, self.params, self.name = view, module._parameters, name
+        self._remember(shard)
 
-    def follow(self, gathered: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Show the memory that the model has now: loading with ``assign`` or moving to a device replaces it."""
-        param = self._module._parameters[self._name]
-        assert param is not None
-        if gathered and id(param) in gathered:
-            param = gathered[id(param)][1]
-        held = _held(param)
-        if held is not self._local or held.data_ptr() != self._view.data_ptr() or held.shape != self._view.shape:
-            self._view.data = _local(param)
-            self._local = held
+    def shows(self, param: Any) -> bool:
+        """Whether the view shows the memory of ``param``."""
+        if self._held is not None:
+            return getattr(param, "_local_tensor", None) is self._held
+        return bool(param.data_ptr() == self._pointer and param.shape == self.view.shape)
 
+    def show(self, param: Any) -> None:
+        """Let the view show the memory of ``param``."""
+        self.view.data = _local(param)
+        self._remember(param)
 
-def _held(param: torch.Tensor) -> torch.Tensor:
-    # to_local() of a thousand parameters takes several milliseconds, in every step of an average.
-    return param._local_tensor if isinstance(param, DTensor) else param
+    def _remember(self, param: Any) -> None:
+        self._held = param._local_tensor if isinstance(param, DTensor) else None
+        self._pointer = param.data_ptr() if self._held is None else 0
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
