@@ -27,7 +27,7 @@ from mmfsdp.state.stored import locate
 
 __all__ = ["main"]
 
-RANKS = (8, 512)
+RANKS = (8, 64, 512, 2048)
 TENSORS, ROWS, COLUMNS = 64, 4096, 64  # 64 MiB in float32
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8
@@ -37,7 +37,7 @@ def main() -> dict[str, Any]:
     """Measure, print and return the figures."""
     results: dict[str, Any] = {}
     for size in RANKS:
-        found: dict[str, Any] = {"plan": {"seconds": planning(size)}}
+        found: dict[str, Any] = {"plan": {"seconds": planning(size)}, "shard": {"seconds": sharding(size)}}
         with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-") as folder:
             found["save"] = described(run_threads(lambda scope, f=folder: saving(scope, f), size))
             whole = Path(folder, "whole.pth")

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mmfsdp.errors import ConfigError, LostRankError, MmfsdpError
+from mmfsdp.errors import ConfigError, LostRankError
+from mmfsdp.lost_ranks import is_lost
 
 __all__ = ["Channel", "GlooChannel", "host_of", "naming_lost_ranks", "wait_timeout"]
 
@@ -119,7 +120,7 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, MmfsdpError):
+        if not is_lost(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LostRankError(

@@ -103,7 +103,7 @@ class RankMismatchError(MmfsdpError):
 
 
 class LostRankError(MmfsdpError, RuntimeError):
-    """A rank died, left a collective call that others are in, or did not answer in time."""
+    """This rank waited for another one in vain: it died, does something else, or did not answer in time."""
 
 
 class StateDictError(MmfsdpError):

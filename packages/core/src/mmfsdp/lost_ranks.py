@@ -9,9 +9,16 @@ import torch.distributed as dist
 
 from mmfsdp.errors import LostRankError, MmfsdpError
 
-__all__ = ["Waiting"]
+__all__ = ["Waiting", "is_lost"]
 
 _LOST = re.compile(r"gloo|nccl|timed? ?out|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE)
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Tell whether an error is what torch raises when another rank does not answer."""
+    if not isinstance(error, RuntimeError) or isinstance(error, MmfsdpError):
+        return False
+    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 
 class Waiting:
@@ -32,9 +39,7 @@ class Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, MmfsdpError):
-            return
-        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
+        if is_lost(error):
             first_line = str(error).strip().partition("\n")[0]
             raise LostRankError(
                 f"This rank waited for the others in vain while {self._doing} ({first_line}). All ranks must run the "

@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mmfsdp.channels import naming_lost_ranks
 from mmfsdp.checkpoint.copying.write_errors import not_written
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.online.rank_files import SummedFile
 from mmfsdp.checkpoint.online.saving import DirectorySave, Files, as_checkpoint_error
 from mmfsdp.errors import MmfsdpError
+from mmfsdp.lost_ranks import is_lost
 from mmfsdp.state.nested import NestedSavePlanner
 
 __all__ = ["write_distributed"]
@@ -42,12 +44,15 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: di
     """
     writer = _Writer(save.temporary, save.target)
     try:
-        with as_checkpoint_error(save.target):
+        with as_checkpoint_error(save.target), naming_lost_ranks("ranks wrote a checkpoint"):
             save_distributed(
                 dict(content), storage_writer=writer, planner=NestedSavePlanner(save.rank == 0), process_group=group
             )
     except CheckpointException as error:  # what failed on other ranks, too
         rank, (first, _) = next(iter(sorted(error.failures.items())))
+        with naming_lost_ranks("ranks wrote a checkpoint"):
+            if is_lost(first):
+                raise first from error
         if isinstance(first, MmfsdpError):
             raise type(first)(first.message, **{**first.context, "rank": rank}) from error
         raise not_written(save.target, first, rank=rank) from error
