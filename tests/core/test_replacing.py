@@ -211,3 +211,25 @@ def test_a_missing_checkpoint_is_still_missing(tmp_path: Path) -> None:
     (tmp_path / ".out.0123456789abcdef.mmfsdp-partial").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint"):
         open_layout(tmp_path / "out")
+
+
+FORGETFUL = """
+import os, sys; from pathlib import Path
+from mmfsdp.checkpoint.copying.atomic import temporary_sibling
+path = temporary_sibling(Path(sys.argv[1]), exclusive=True)
+if sys.argv[2] == "partial": path.write_text("half")
+if sys.argv[2] == "fork":
+    if os.fork(): os.wait()
+    else: sys.exit()  # as the workers of a data loader
+    assert len(os.listdir(Path(sys.argv[1]).parent)) == 2
+"""
+
+
+@pytest.mark.parametrize("how", ["nothing", "partial", "fork"])
+def test_a_process_that_ends_without_a_word_leaves_what_the_next_removes(tmp_path: Path, how: str) -> None:
+    subprocess.run([sys.executable, "-c", FORGETFUL, tmp_path / "out.pth", how], check=True)
+    left = [name for name in os.listdir(tmp_path) if not name.endswith("claim")]
+    assert len(left) == (2 if how == "partial" else 0)
+    with atomic_output(tmp_path / "out.pth") as temporary:
+        temporary.touch()
+    assert os.listdir(tmp_path) == ["out.pth"]

@@ -60,6 +60,7 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool
     given, path = path, located(path)
     refuse_special(path)
     token = new_token()
+    temporary = sibling(path, token, Kind.PARTIAL)
     leases: list[Lease] = []
     try:
         claim = Lease.take(claim_of(path))
@@ -67,7 +68,7 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool
             leases.append(claim)
         elif exclusive:
             raise _being_written(given, claim_of(path))
-        own = Lease.take(sibling(path, token, Kind.LEASE), wait=True)
+        own = Lease.take(sibling(path, token, Kind.LEASE), wait=True, guarded=temporary)
         if own is not None:
             leases.append(own)
             remove_leftovers(path, own)
@@ -76,7 +77,6 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool
     except BaseException:
         _release(leases)
         raise
-    temporary = sibling(path, token, Kind.PARTIAL)
     _held[temporary] = leases
     return temporary
 

@@ -8,6 +8,7 @@ left behind.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -24,21 +25,18 @@ ABANDONED = 3600
 
 
 class Lease:
-    """A file that this process holds locked until it releases it, or dies.
+    """A file that this process holds locked until it releases it, ends or dies."""
 
-    Args:
-        path: The file, which is locked.
-        descriptor: Its open descriptor.
-    """
+    __slots__ = ("_descriptor", "_owner", "guarded", "path")
 
-    __slots__ = ("_descriptor", "path")
-
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, guarded: Path | None) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self.guarded = guarded
+        self._owner = os.getpid()  # a forked child has the lock too, and must not give it up
+        self._descriptor: int | None = None
 
     @classmethod
-    def take(cls, path: Path, *, wait: bool = False) -> Lease | None:
+    def take(cls, path: Path, *, wait: bool = False, guarded: Path | None = None) -> Lease | None:
         """Create a file, or take over that of a dead process, and hold it locked.
 
         Where the file system has no locks, everybody gets the lease.
@@ -46,32 +44,44 @@ class Lease:
         Args:
             path: The file.
             wait: Wait for who holds it; otherwise return ``None`` if another process does.
+            guarded: What it is about. If that is there as the process ends, the lease stays, as that of a dead one.
         """
+        lease = cls(path, guarded)
+        _release_at_exit()
+        _all.add(lease)  # before there is a file: an interrupt may come at any moment
         while True:
             descriptor = _opened(path)
-            try:
-                if _locked(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)) is False:
-                    os.close(descriptor)
-                    return None
-                if _is_at(descriptor, path):  # and was not released, and removed, in the meantime
-                    _sign(descriptor)
-                    return cls(path, descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
+            locked = _locked(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)) is not False
+            if locked and _is_at(descriptor, path):  # and was not released, and removed, in the meantime
+                lease._descriptor = descriptor
+                _sign(descriptor)
+                return lease
             os.close(descriptor)
+            if not locked:
+                _all.discard(lease)
+                return None
 
     def release(self) -> None:
         """Remove the file and unlock it."""
+        _all.discard(self)
+        if self._owner != os.getpid():
+            return
         with contextlib.suppress(OSError):
+            if self._descriptor is None:  # an interrupt came while it was taken
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                if _locked(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
+                    os.close(self._descriptor)
+                    return
             self.path.unlink()
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     def age_of(self, path: Path) -> float:
         """Return the seconds between the last change of a file, or of anything in a directory, and this lease.
 
         Both times are those of the file system, so that the clocks of machines need not agree.
         """
+        assert self._descriptor is not None
         return os.fstat(self._descriptor).st_mtime - max(_changes(path), default=0.0)
 
 
@@ -163,3 +173,18 @@ def _changes(path: Path) -> list[float]:
     except OSError:  # it goes while we look
         return []
     return times
+
+
+_all: set[Lease] = set()
+"""The leases that this process has taken, or is about to take."""
+
+
+@cache
+def _release_at_exit() -> None:
+    atexit.register(_release_all)
+
+
+def _release_all() -> None:
+    for lease in list(_all):
+        if lease.guarded is None or not os.path.lexists(lease.guarded):
+            lease.release()
