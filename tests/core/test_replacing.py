@@ -233,3 +233,10 @@ def test_a_process_that_ends_without_a_word_leaves_what_the_next_removes(tmp_pat
     with atomic_output(tmp_path / "out.pth") as temporary:
         temporary.touch()
     assert os.listdir(tmp_path) == ["out.pth"]
+
+
+def test_a_lease_of_nothing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.pth.0123456789abcdef.mmfsdp-lease").touch()  # killed before it was signed
+    with atomic_output(tmp_path / "out.pth") as temporary:
+        temporary.touch()
+    assert os.listdir(tmp_path) == ["out.pth"]

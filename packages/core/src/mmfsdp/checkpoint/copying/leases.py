@@ -85,27 +85,27 @@ class Lease:
         return os.fstat(self._descriptor).st_mtime - max(_changes(path), default=0.0)
 
 
-def is_alive(lease: Path, held: Path, own: Lease) -> bool:
+def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
     """Tell whether what stands under a lease may still be written: ``False`` only if that is sure.
 
     Args:
         lease: The lease of another process. Without one, age alone decides.
-        held: What that process writes: a file or a directory.
+        held: What that process writes: a file or a directory; ``None`` if there is nothing.
         own: A lease that was taken just now in the same directory, which tells the time.
     """
     try:
         descriptor = os.open(lease, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return own.age_of(held) < ABANDONED
+        return held is not None and own.age_of(held) < ABANDONED
     try:
         free = _locked(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if free is False:
             return True
-        if free and writer(lease).get("machine") == machine(descriptor):
+        if free and (held is None or writer(lease).get("machine") == machine(descriptor)):
             return False
     finally:
         os.close(descriptor)
-    return min(own.age_of(held), own.age_of(lease)) < ABANDONED
+    return min(own.age_of(path) for path in (held, lease) if path is not None) < ABANDONED
 
 
 def writer(lease: Path) -> dict[str, Any]:

@@ -113,7 +113,13 @@ def remove_leftovers(path: Path, own: Lease) -> None:
         path: The target, as ``located`` returns it.
         own: The lease of this process.
     """
-    dead = [entry for entry in _siblings(path) if not is_alive(sibling(path, entry.token, Kind.LEASE), entry.path, own)]
+    found = list(_siblings(path))
+    guarded = {entry.token for entry in found if entry.kind is not Kind.LEASE}
+    dead = []
+    for entry in found:
+        lease = sibling(path, entry.token, Kind.LEASE)
+        if not is_alive(lease, entry.path if entry.token in guarded else None, own):
+            dead.append(entry)
     restored = interrupted(path)
     if restored is not None and restored in {entry.path for entry in dead}:
         with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first
