@@ -16,13 +16,16 @@ from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
 from mmfsdp.checkpoint.load import read_checkpoint, reference_of
+from mmfsdp.collective import Scope, on_all_ranks
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
 from mmfsdp.state import LoadReport
+from mmfsdp_mmengine.agreement import check_alike
 from mmfsdp_mmengine.downloads import download_content, local_path
 from mmfsdp_mmengine.optim import optim_wrappers_of
 
 __all__ = [
     "describe_mismatch",
+    "load_content",
     "load_optimizer_content",
     "optimizer_content",
     "read_content",
@@ -112,29 +115,48 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def read_content(filename: str, map_location: Any = "cpu", model: nn.Module | None = None) -> dict[str, Any]:
-    """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective for what is downloaded.
+def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
+    """Return the content of a local checkpoint, with the weights under ``'state_dict'``. Not collective.
 
     Args:
-        filename: A local file or directory of any kind that core reads, its ``file://`` URL, or any URL or model zoo
-            name that MMEngine loads. Tensors of local and downloaded files stay on disk until they are copied into the
+        path: A file or directory of any kind that core reads. Tensors stay on disk until they are copied into the
             model.
-        map_location: Where tensors that come from elsewhere are put.
         model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
 
     Raises:
-        CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint` and `download_content`.
+        CheckpointError: See `mmfsdp.checkpoint.load.read_checkpoint`.
     """
+    reference = None if model is None else reference_of(model)
+    return _with_state_dict(read_checkpoint(path, safe_globals=safe_globals(), reference=reference), str(path))
+
+
+def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scope) -> dict[str, Any]:
+    """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective: every rank of the scope.
+
+    Args:
+        filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
+        map_location: Where tensors are put that come from elsewhere than files and web servers.
+        model: See `read_content`.
+        scope: The ranks.
+
+    Raises:
+        RankMismatchError: Ranks load different checkpoints.
+        CheckpointError: It cannot be downloaded or read on some rank; raised on every rank.
+    """
+    check_alike({"the checkpoint to load": filename}, scope)
+    if not _REMOTE.match(filename):
+        path = local_path(filename)
+        return on_all_ranks(lambda: read_content(path, model), scope)
 
     def read(path: Path) -> dict[str, Any]:
-        reference = None if model is None else reference_of(model)
-        return read_checkpoint(path, safe_globals=safe_globals(), reference=reference)
+        return read_checkpoint(path, safe_globals=safe_globals(), reference=reference_of(model))
 
-    if not _REMOTE.match(filename):
-        content = read(local_path(filename))
-    else:
-        with torch.serialization.safe_globals(safe_globals()):
-            content = download_content(filename, _location(map_location), read)
+    with torch.serialization.safe_globals(safe_globals()):
+        content = download_content(filename, _location(map_location), read)
+    return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
+
+
+def _with_state_dict(content: dict[str, Any], filename: str) -> dict[str, Any]:
     if "state_dict" not in content:
         if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
             raise FormatError(

@@ -68,11 +68,13 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
             later.remove_now(keep={str(path) for path in (*best, self.last_ckpt)})
 
     def _publish_model(self, runner: Any, ckpt_path: str) -> None:
-        if not Path(ckpt_path).exists():
+        if not is_main_process():
+            return
+        if not Path(ckpt_path).exists():  # it may be a URL
             super()._publish_model(runner, ckpt_path)
-        elif is_main_process():
-            written = publish(Path(ckpt_path), self.published_keys or [])
-            print_log(f"{ckpt_path} is published as {written}.", logger="current")
+            return
+        written = publish(Path(ckpt_path), self.published_keys or [])
+        print_log(f"{ckpt_path} is published as {written}.", logger="current")
 
 
 class _RemovesLater:

@@ -19,9 +19,9 @@ from mmfsdp.errors import ConfigError, FormatError, StateDictError
 from mmfsdp_mmengine.averages import with_averages
 from mmfsdp_mmengine.checkpoint import (
     describe_mismatch,
+    load_content,
     load_optimizer_content,
     optimizer_content,
-    read_content,
     revised_keys,
     with_own_counters,
 )
@@ -125,13 +125,10 @@ class CheckpointingStrategy(DDPStrategy):
         """
         self.logger.info(f"Load checkpoint from {filename}")
 
-        def read() -> dict[str, Any]:
-            content = read_content(str(filename), map_location, self.model)
-            if callback is not None:
-                callback(content)
-            return content
-
-        content = on_all_ranks(read, scope_of(None))
+        scope = scope_of(None)
+        content = load_content(str(filename), map_location, self.model, scope)
+        if callback is not None:
+            on_all_ranks(lambda: callback(content), scope)
         self.load_model_state_dict(content.pop("state_dict"), strict=strict, revise_keys=revise_keys)
         return content
 

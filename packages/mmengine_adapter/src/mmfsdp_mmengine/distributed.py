@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
 import os
 import subprocess
-import sys
-import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +13,9 @@ from mmengine.device import get_device
 from mmengine.dist import init_dist
 
 from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.leaving import leave_in_order
 
-__all__ = ["leave_in_order", "pick_backend", "start_alone", "start_process_group"]
+__all__ = ["pick_backend", "start_alone", "start_process_group"]
 
 _BOTH = "cpu:gloo,cuda:nccl"  # offloaded parameters and checkpoints talk between CPUs
 
@@ -85,15 +80,6 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
     leave_in_order()
 
 
-def leave_in_order() -> None:
-    """When this process ends, leave the process group, whoever started it; at once if an error ends it.
-
-    Calling it again changes nothing.
-    """
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-
-
 def start_alone(backend: str | None = None, **kwargs: Any) -> None:
     """Start a world of this process alone, so that a sharding config runs without a launcher."""
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -113,48 +99,3 @@ def _first_machine(launcher: str, world_size: int) -> str:
     if str(world_size) in ("1", *(os.environ.get(name) for name in _PER_MACHINE)):
         return "127.0.0.1"
     raise ConfigError("MASTER_ADDR, the address of the first machine, is not set in the environment.")
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        _leave_group()
-    _wait_for_gloo_threads()
-
-
-def _leave_group() -> None:
-    """Gloo's threads abort a process that ends while others still talk to it: wait for them, but not for the dead."""
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    if failed and dist.get_world_size() > 1:
-        # Its error is printed. The others wait for this rank in a collective, and leaving the group would wait for
-        # them: end now, so that the launcher stops them.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    with contextlib.suppress(RuntimeError):
-        if "gloo" in str(dist.get_backend_config()):
-            dist.monitored_barrier(timeout=timedelta(seconds=5))
-        dist.destroy_process_group()
-
-
-def _wait_for_gloo_threads() -> None:
-    """Let gloo's threads drop the tensors of the last collectives, for a second at most.
-
-    They do so after the collective has returned, and need Python for it. One that comes late, when Python has begun to
-    shut down, ends the process with SIGABRT although all its work is done. Destroying the group joins its threads only
-    if nothing refers to it any more; device meshes and torch's caches do. There is nothing to wait on, so this looks
-    (on Linux) whether any of them is running or wants to.
-    """
-    quiet, deadline = 0, time.monotonic() + 1
-    while quiet < 3 and time.monotonic() < deadline:
-        time.sleep(0.002)  # lets go of the interpreter lock
-        quiet = 0 if any(map(_is_busy_gloo_thread, Path("/proc/self/task").glob("*/stat"))) else quiet + 1
-
-
-def _is_busy_gloo_thread(stat: Path) -> bool:
-    """Return whether a ``/proc/[pid]/stat`` file (proc(5)) is of a worker of gloo's that is not asleep."""
-    try:
-        name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-    except OSError:  # the thread has ended
-        return False
-    return name == "pt_gloo_runloop" and rest.split()[0] != "S"

@@ -1,4 +1,4 @@
-"""Checkpoints that MMEngine downloads: by the first rank first, and a failure stops all ranks."""
+"""Checkpoints that MMEngine downloads: once per machine at most, and a failure stops all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from urllib.parse import unquote, urlparse
 
 import mmengine.runner.checkpoint as stock
 import torch
-from mmengine.dist import get_rank
 
-from mmfsdp.collective import on_all_ranks, scope_of
+from mmfsdp.collective import scope_of
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
+from mmfsdp_mmengine.machines import in_turns
 
 __all__ = ["download_content", "local_path"]
 
@@ -31,7 +31,9 @@ def local_path(filename: str) -> Path:
 def download_content(filename: str, map_location: Any, read: Callable[[Path], Any]) -> Any:
     """Return the content of a checkpoint that MMEngine downloads. Collective: every rank.
 
-    Files of web servers are kept where MMEngine keeps them, in ``TORCH_HOME``, and downloaded once per machine.
+    Files of web servers are kept where MMEngine keeps them, in ``TORCH_HOME``. The first rank downloads, then the first
+    rank of each machine on which the file is not there by then: once for a file system that all share, else once per
+    machine. Ranks wait for each other as long as `mmfsdp.collective.wait_timeout` says.
 
     Args:
         filename: A URL or a model zoo's name.
@@ -49,10 +51,7 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
         except (OSError, http.client.HTTPException) as error:
             raise CheckpointError(f"{filename} cannot be downloaded: {error}") from error
 
-    goes_first = get_rank() == 0
-    first = on_all_ranks(lambda: load() if goes_first else None, scope_of(None))
-    later = on_all_ranks(lambda: None if goes_first else load(), scope_of(None))
-    return first if goes_first else later
+    return in_turns(load, scope_of(None))
 
 
 @contextmanager

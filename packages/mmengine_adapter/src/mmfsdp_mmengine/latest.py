@@ -10,8 +10,9 @@ import torch.distributed as dist
 from mmengine.logging import print_log
 
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.collective import scope_of, shared
+from mmfsdp.collective import host_of, on_all_ranks, scope_of, shared
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from mmfsdp_mmengine.machines import firsts_of_machines
 
 __all__ = ["find_latest_checkpoint"]
 
@@ -28,11 +29,28 @@ def find_latest_checkpoint(path: str) -> str | None:
 
     Returns:
         A file or directory, or None if there is nothing to resume.
+
+    Raises:
+        CheckpointNotFoundError: Another host than the first rank's has a checkpoint, which the first does not see.
     """
     if not dist.is_initialized():
         return _find(Path(path))
-    [found] = shared(lambda: [_find(Path(path))] if dist.get_rank() == 0 else None, scope_of(None))
+    scope = scope_of(None)
+    found = shared(lambda: _find(Path(path)) if scope.is_first else None, scope)
+    if found is None:
+        firsts = firsts_of_machines(scope)
+        on_all_ranks(lambda: _check_none(Path(path)) if scope.place in firsts else None, scope)
     return found
+
+
+def _check_none(work_dir: Path) -> None:
+    """Refuse to begin anew where the first rank does not see what was saved, as on disks that nodes do not share."""
+    if (work_dir / "last_checkpoint").is_file() and (seen := _find(work_dir)) is not None:
+        raise CheckpointNotFoundError(
+            f"Host {host_of()!r} has {seen} to resume from, but the first rank's host has no checkpoint in {work_dir}. "
+            "Put work_dir on a file system that all hosts share, or copy the checkpoint to the first rank's host.",
+            file=seen,
+        )
 
 
 def _find(work_dir: Path) -> str | None:

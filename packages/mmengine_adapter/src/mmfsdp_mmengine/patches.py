@@ -31,9 +31,12 @@ from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
 from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
+from mmfsdp_mmengine.agreement import check_runner
+from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.config import named
-from mmfsdp_mmengine.distributed import leave_in_order, start_process_group
+from mmfsdp_mmengine.distributed import start_process_group
 from mmfsdp_mmengine.latest import find_latest_checkpoint
+from mmfsdp_mmengine.leaving import leave_in_order
 from mmfsdp_mmengine.lookup import UnknownNameError, check_known, unknown_type
 from mmfsdp_mmengine.runner import let_shard
 
@@ -85,6 +88,7 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             cls = MODEL_WRAPPERS.get(name) if isinstance(name, str) else name
             if isinstance(cls, type) and issubclass(cls, FullyShardedDataParallel):
                 leave_in_order()  # the process group is MMEngine's own on a GPU
+                check_runner(self)
                 let_shard(self, model_wrapper_cfg)
                 return model  # sharded once the optimizer was built from it
         if self.distributed and model_wrapper_cfg is None:  # what MMEngine takes then, by its name
@@ -101,6 +105,8 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("cfg") is not None:
             kwargs.setdefault("compile", kwargs["cfg"].get("compile", False))
         stock(self, *args, **kwargs)
+        if isinstance(self.strategy, CheckpointingStrategy):
+            check_runner(self)
 
     return init
 

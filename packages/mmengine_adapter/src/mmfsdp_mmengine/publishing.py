@@ -38,7 +38,7 @@ def publish(path: Path, keys: Sequence[str]) -> Path:
         if path.is_dir():
             source = Path(folder) / "whole.pth"
             convert(path, source, keep="all", trust=True)
-        content = {key: value for key, value in read_content(str(source)).items() if key in keys}
+        content = {key: value for key, value in read_content(source).items() if key in keys}
         if not content:
             raise ConfigError(f"{path.name} has none of the published_keys {list(keys)}.", config="published_keys")
         written = Path(folder) / "published.pth"

@@ -60,12 +60,21 @@ class ShardingRunner(Runner):
             optim_wrapper=self.optim_wrapper,
             dispatch_kwargs={
                 "max_iters": self.max_iters if trains else 0,
+                "epoch_length": _length(self.train_dataloader) if trains else 0,
                 "init_weights_for_test_or_val": trains or self.cfg.get("init_weights_for_test_or_val", True),
             },
         )
         self.model = strategy.model
         if trains and self.param_schedulers is not None:
             strategy.param_schedulers = self.param_schedulers
+
+
+def _length(loader: Any) -> int | None:
+    """How many batches a rank has; None if its data ends when it ends."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 class _Strategy(FSDPStrategy):

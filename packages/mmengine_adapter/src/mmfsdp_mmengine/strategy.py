@@ -14,13 +14,16 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
 from mmfsdp import FullyShardedDataParallel
+from mmfsdp.collective import scope_of
 from mmfsdp.errors import ConfigError
 from mmfsdp.meta import parameters_on_meta
 from mmfsdp.runtime import sharded_model
+from mmfsdp_mmengine.agreement import check_alike
 from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.config import activation_arguments, plain, state_dict_settings
-from mmfsdp_mmengine.distributed import leave_in_order, start_alone, start_process_group
+from mmfsdp_mmengine.distributed import start_alone, start_process_group
+from mmfsdp_mmengine.leaving import leave_in_order
 from mmfsdp_mmengine.lookup import check_known
 from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
 from mmfsdp_mmengine.pending import PendingWeights
@@ -100,9 +103,13 @@ class FSDPStrategy(CheckpointingStrategy):
             The sharded model; with the optimizer wrapper and the schedulers if there are any.
 
         Raises:
+            RankMismatchError: Ranks are to train differently: for other numbers of iterations, or with other settings
+                of the optimizers.
             MmfsdpError: See `mmfsdp.shard`.
             GradScalerError: The model computes in float16 and the optimizer wrapper has no gradient scaler.
         """
+        lengths = {name: (dispatch_kwargs or {}).get(name) for name in ("epoch_length", "max_epochs", "max_iters")}
+        check_alike({**lengths, "optim_wrapper": optim_wrapper, "param_scheduler": param_scheduler}, scope_of(None))
         has_optim = hasattr(self, "optim_wrapper")
         if self._prepared and (optim_wrapper is None or has_optim):
             return self._prepared_components()
