@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
-from mmfsdp.collective import Scope, all_equal, broadcast_object, host_of, on_all_ranks, scope_of
+from mmfsdp.collective import Scope, all_equal, broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import RankMismatchError
 from mmfsdp_mmengine.config import named
 
@@ -20,7 +21,7 @@ def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
 
     Args:
         settings: Values by the names that users know them by. Not changed.
-        scope: The ranks.
+        scope: All ranks.
 
     Raises:
         RankMismatchError: A rank has another value than the first one; raised on every rank.
@@ -28,14 +29,14 @@ def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
     mine = {name: _ADDRESS.sub("", repr(named(value))) for name, value in settings.items()}
     if all_equal(scope, repr(sorted(mine.items()))):
         return
-    first, host = broadcast_object(scope, (mine, host_of()))
+    first, host = broadcast_object(scope, (mine, socket.gethostname()))
 
     def compare() -> None:
         for name, value in mine.items():
             if value != first[name]:
                 raise RankMismatchError(
-                    f"{name} is {value} on rank {scope.ranks[scope.place]} (host {host_of()!r}), but {first[name]} on "
-                    f"rank {scope.ranks[0]} (host {host!r}). Every rank must have the same: see that all read the same "
+                    f"{name} is {value} on rank {scope.place} (host {socket.gethostname()!r}), but {first[name]} on "
+                    f"rank 0 (host {host!r}). Every rank must have the same: see that all read the same "
                     "config and data, and make what depends on the time, a random number or a rank's files, such as a "
                     "directory's name, once, before the ranks are started.",
                     config=name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from mmengine.logging import print_log
 
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.collective import host_of, on_all_ranks, scope_of, shared
+from mmfsdp.collective import on_all_ranks, scope_of, shared
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from mmfsdp_mmengine.machines import firsts_of_machines
 
@@ -47,8 +48,8 @@ def _check_none(work_dir: Path) -> None:
     """Refuse to begin anew where the first rank does not see what was saved, as on disks that nodes do not share."""
     if (work_dir / "last_checkpoint").is_file() and (seen := _find(work_dir)) is not None:
         raise CheckpointNotFoundError(
-            f"Host {host_of()!r} has {seen} to resume from, but the first rank's host has no checkpoint in {work_dir}. "
-            "Put work_dir on a file system that all hosts share, or copy the checkpoint to the first rank's host.",
+            f"Host {socket.gethostname()!r} has {seen} to resume from, but the first rank's host has no checkpoint in "
+            f"{work_dir}. Put work_dir on a file system that all hosts share, or copy the checkpoint to that host.",
             file=seen,
         )
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -14,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from mmfsdp.collective import host_of
 
 __all__ = ["leave_in_order"]
 
@@ -80,7 +79,7 @@ def _end_now(error: BaseException) -> None:
     The others wait for this rank in a collective, and leaving the group would wait for them: so the launcher stops
     them, or they find the connection closed, of which torch says no more than that.
     """
-    mine = f"rank {dist.get_rank()} on host {host_of()!r}: {type(error).__name__}: {error}"
+    mine = f"rank {dist.get_rank()} on host {socket.gethostname()!r}: {type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # the rank that keeps the store has ended
         first = _store().compare_set(_FAILED, "", mine).decode()
         if first != mine:
