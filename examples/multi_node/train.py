@@ -1,0 +1,81 @@
+"""Train on any number of nodes, sharded within each and replicated across them, and go on from the last checkpoint.
+
+    torchrun --standalone --nproc-per-node 2 examples/multi_node/train.py --dir /shared/run
+
+docs/multi_node.md has the command lines for several nodes. Without a GPU it runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import mmfsdp
+
+GLOBAL_BATCH = 8
+
+
+def build() -> nn.Module:
+    """A small model, the same wherever it is built."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batch_of(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's part of a step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, labels = torch.randn(GLOBAL_BATCH, 16, generator=generator), torch.arange(GLOBAL_BATCH) % 4
+    return inputs[rank::world_size], labels[rank::world_size]
+
+
+def main() -> None:
+    """Train some steps and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="where checkpoints go; all nodes see it")
+    parser.add_argument("--steps", type=int, default=3, help="how many steps to train")
+    parser.add_argument("--kind", choices=["full", "local", "sharded"], default="sharded")
+    args = parser.parse_args()
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+
+    strategy = "FULL_SHARD" if nodes == 1 else "HYBRID_SHARD"  # a group of shards is the ranks of one node
+    model = mmfsdp.shard(build(), {"sharding": {"strategy": strategy}})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    done = 0
+    saved = sorted(args.dir.glob("step-*"), key=lambda path: int(path.stem.removeprefix("step-")))
+    if saved:
+        rest, _ = mmfsdp.load_checkpoint(saved[-1], model, optimizer)
+        done = rest["step"]
+    for step in range(done, done + args.steps):
+        inputs, labels = batch_of(step, rank, world_size)
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+        loss.backward()
+        mmfsdp.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        if rank == 0:
+            print(f"step {step}: loss {loss.item() / world_size:.6f}", flush=True)
+    last = done + args.steps
+    suffix = ".pth" if args.kind == "full" else ""
+    mmfsdp.save_checkpoint(args.dir / f"step-{last}{suffix}", model, optimizer, kind=args.kind, extra={"step": last})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
