@@ -36,6 +36,7 @@ class Meta(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.token)
         nn.init.constant_(self.scale, 3.0)
+        self.count.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.block(self.embed(x) + self.token.sum() * self.scale)))

@@ -13,6 +13,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import PlanError
 from mmfsdp.materialise import _module_seed
+from mmfsdp.meta import parameters_on_meta
 from mmfsdp.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -295,3 +296,36 @@ def from_the_first_rank(rank: int) -> Weights:
 def test_the_first_rank_alone_needs_weights() -> None:
     first, second = run_ranks(from_the_first_rank, 2)
     assert same(first, second)
+
+
+class Positions(nn.Module):
+    """A buffer of integers that the constructor alone sets, as BERT's position_ids and Swin's relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.register_buffer("position_ids", torch.arange(8))
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def positions(rank: int, buffers: str) -> str | list[int]:
+    if buffers == "real":
+        with parameters_on_meta():
+            model: nn.Module = Positions()
+    else:
+        model = on_meta(Positions)
+    try:
+        found: list[int] = mmfsdp.shard(model, {"init": {"sync_states": False}}).position_ids.tolist()  # type: ignore[operator, union-attr]
+    except PlanError as error:
+        return str(error)
+    return found
+
+
+def test_a_buffer_that_nobody_sets_is_refused_and_not_zero() -> None:
+    """Fails, in silence, if only NaN tells: integers have none."""
+    for message in run_ranks(positions, 2, "meta"):
+        assert "left 'position_ids' without a value." in message
+        assert "build the model under mmfsdp.meta.parameters_on_meta()" in message
+    assert run_ranks(positions, 2, "real") == [list(range(8))] * 2

@@ -74,23 +74,30 @@ class Materialiser:
         Raises:
             PlanError: A tensor is left without a value, or one outside of the unit would change.
         """
-        fresh: list[tuple[str, nn.Module, str]] = []
+        fresh: list[tuple[str, nn.Module, str, torch.Tensor]] = []
         mine: set[int] = set()
+        written: set[int] = set()
         for fqn, module in modules:
             if id(module) not in self._pending:
                 continue
             made = self._allocate(module)
             if self._only_allocates:
                 continue
-            fresh += [(fqn, module, name) for name, is_fresh in made.items() if is_fresh]
+            fresh += [(fqn, module, name, getattr(module, name)) for name, is_fresh in made.items() if is_fresh]
             mine |= {_address(tensor) for _, tensor in own_tensors(module)}
-            self._initialise(fqn, module, list(made), mine)
-        for fqn, module, name in fresh:
+            self._initialise(fqn, module, list(made), mine, written)
+        for fqn, module, name, allocated in fresh:
             value = getattr(module, name)
-            if value.is_meta or (value.is_floating_point() and bool(torch.isnan(value).any())):
+            is_untouched = value is allocated and _is_untouched(value, written)
+            if value.is_meta or is_untouched or (_has_nan(value) and bool(torch.isnan(value).any())):
+                buffers = (
+                    " Or build the model under mmfsdp.meta.parameters_on_meta(), which leaves buffers as their "
+                    "constructors made them."
+                )
                 raise PlanError(
                     f"Initialising {type(module).__name__} left {f'{fqn}.{name}'.lstrip('.')!r} without a value. "
-                    "Its reset_parameters() (or param_init_fn) must set every parameter and buffer of the module.",
+                    "Its reset_parameters() (or param_init_fn) must set every parameter and buffer of the module."
+                    + ("" if isinstance(value, nn.Parameter) else buffers),
                     fqn=fqn,
                 )
 
@@ -116,7 +123,7 @@ class Materialiser:
                 setattr(module, name, self._made[id(tensor)][1])
         return made
 
-    def _initialise(self, fqn: str, module: nn.Module, made: list[str], mine: set[int]) -> None:
+    def _initialise(self, fqn: str, module: nn.Module, made: list[str], mine: set[int], written: set[int]) -> None:
         own_init = next((f for name in _INIT_METHODS if callable(f := getattr(module, name, None))), None)
         if self._init_fn is None and own_init is None:
             if made:
@@ -129,7 +136,7 @@ class Materialiser:
             return
         with (
             _without_wrappers(module),
-            _Guarding(fqn, module, mine) as guarding,
+            _Guarding(fqn, module, mine, written) as guarding,
             _forked_random_state(self._device),
             torch.no_grad(),
         ):
@@ -152,8 +159,9 @@ class _Guarding(TorchDispatchMode):
     Version counters do not tell: ``param.data.normal_()``, as most libraries write it, leaves them as they are.
     """
 
-    def __init__(self, fqn: str, module: nn.Module, mine: set[int]) -> None:
+    def __init__(self, fqn: str, module: nn.Module, mine: set[int], written: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._written = written
         self._fqn, self._kind = fqn, type(module).__name__
         self._others: dict[int, list[tuple[int, str]]] = {}  # by storage: where each parameter in it begins
         for name, param in module.named_parameters():
@@ -171,6 +179,7 @@ class _Guarding(TorchDispatchMode):
         for tensor in tree_leaves(written):
             if not isinstance(tensor, torch.Tensor):
                 continue
+            self._written.add(_address(tensor))
             others = self._others.get(_address(tensor))
             if others is not None or isinstance(tensor, DTensor):  # this rank may hold none of its elements
                 named = [repr(name) for begin, name in sorted(others or ()) if begin <= _begin(tensor)]
@@ -250,6 +259,15 @@ def _without_wrappers(module: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
+def _is_untouched(tensor: torch.Tensor, written: set[int]) -> bool:
+    """Whether a tensor is still as it was allocated, by a dtype that has no NaN to tell."""
+    return not _has_nan(tensor) and tensor.numel() > 0 and _address(tensor) not in written
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
 def _address(tensor: torch.Tensor) -> int:
     """Where the storage of the elements begins, of a DTensor's on this rank; 0 if there are none."""
     local = _local(tensor)
@@ -268,7 +286,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _allocated(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor full of NaN, so that what initialisation forgets is found."""
     empty = torch.empty_like(tensor, device=device, requires_grad=False)
-    if empty.is_floating_point() and empty.element_size() > 1:
+    if _has_nan(empty):
         empty.fill_(float("nan"))
     else:
         empty.zero_()
