@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.channels import wait_timeout
@@ -78,6 +79,28 @@ def test_a_sub_mesh_talks_among_itself() -> None:
     assert run_ranks(within_sub_meshes, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def apart_before(rank: int) -> tuple[list[int], list[int], list[int]]:
+    """Ranks are in different numbers of groups before they meet: over the world, and within parts of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    dist.new_group([0])
+    if rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    scope_of(None)
+    if rank > 1:
+        scope_of(mesh["dp"])
+        dist.new_group([rank], use_local_synchronization=True)
+    first = gather_objects(scope_of(mesh["dp"]), rank)
+    second = gather_objects(scope_of(mesh["pp"]), rank)
+    return first, second, gather_objects(scope_of(None), rank)
+
+
+def test_ranks_in_different_numbers_of_groups_meet() -> None:
+    found = run_ranks(apart_before, 4)
+    assert [first for first, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [second for _, second, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [both for _, _, both in found] == [[0, 1, 2, 3]] * 4
+
+
 def failing(rank: int, kind: str) -> str:
     def step() -> str:
         if rank == 1:
@@ -117,7 +140,7 @@ def test_what_ends_a_step_on_one_rank_ends_it_on_all(kind: str, own: str, others
 def alone(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMFSDP_TIMEOUT", "2")
-        scope = new_scope([0, 1])
+        scope = new_scope(None)
         if rank == 1:
             time.sleep(4)
             return ""

@@ -278,3 +278,11 @@ def test_survivors_of_a_load_are_told(tmp_path: Path) -> None:
     # Ranks end with the first that died: what they have written by then is all there is to see.
     for file in tmp_path.glob("local-*.txt"):
         assert file.read_text().startswith("LostRankError: A rank did not answer")
+
+
+def test_what_an_interrupted_save_left_beside_its_place_is_loaded(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), "local")
+    # As where directories cannot be exchanged: the old one was moved aside, and the process died.
+    (tmp_path / "local").rename(tmp_path / ".local.0123456789abcdef.mmfsdp-replaced")
+    for weights in run_ranks(load, 2, str(tmp_path / "local")):
+        assert equal(weights, dict(wide().state_dict()))

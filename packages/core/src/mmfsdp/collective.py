@@ -19,6 +19,7 @@ __all__ = [
     "all_equal",
     "any_of",
     "broadcast_object",
+    "count_groups_alike",
     "gather_objects",
     "gather_to_first",
     "is_group_pair",
@@ -73,23 +74,46 @@ def scope_of(given: Any) -> Scope:
     ranks = _ranks_of(given)
     world, scope = _scopes.get(ranks, (None, None))
     if scope is None or world is not dist.group.WORLD:  # groups end with the world that they were made in
-        scope = new_scope(ranks)
+        scope = new_scope(given)
         _scopes[ranks] = dist.group.WORLD, scope
     return scope
 
 
-def new_scope(ranks: Sequence[int]) -> Scope:
-    """Return a scope with a group of its own, for what runs beside other collectives. Collective: all of ``ranks``.
+def new_scope(given: Any) -> Scope:
+    """Return a scope with a group of its own, for what runs beside other collectives. Collective: every rank of it.
 
     Args:
-        ranks: Global ranks, in the order of the mesh.
+        given: See `scope_of`.
 
     Raises:
         LostRankError: A rank does not take part.
     """
+    ranks = _ranks_of(given)
+    is_part = len(ranks) < dist.get_world_size()
     with naming_lost_ranks("ranks met for the first time"):
-        group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=True)
+        if is_part:
+            count_groups_alike(_groups_of(given))
+        group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=is_part)
     return Scope(GlooChannel(group, ranks), len(ranks), ranks.index(dist.get_rank()))
+
+
+def count_groups_alike(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let all ranks of some groups be in equally many, before they make another one by themselves. Collective.
+
+    torch names a group that its own ranks make after these ranks and the number of groups that a process has. Where
+    that differs, ranks would never meet; there is no public way to name a group.
+
+    Args:
+        groups: Those of a mesh: every rank of them must call.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = len(names)
+    for group in groups:
+        counts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(counts, most, group=group)
+        most = max(counts)
+    while len(names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def is_group_pair(given: Any) -> bool:
@@ -211,6 +235,12 @@ def all_equal(scope: Scope, text: str) -> bool:
 def any_of(scope: Scope, flag: bool) -> bool:
     """Tell whether ``flag`` is true on any rank. Collective: every rank of the scope."""
     return scope.channel.lowest([-flag]) == [-1]
+
+
+def _groups_of(given: Any) -> list[dist.ProcessGroup]:
+    if isinstance(given, DeviceMesh):
+        return [*given.get_all_groups()]
+    return [given] if isinstance(given, dist.ProcessGroup) else [*given]
 
 
 def _ranks_of(given: Any) -> tuple[int, ...]:

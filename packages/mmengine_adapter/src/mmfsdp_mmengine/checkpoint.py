@@ -15,8 +15,8 @@ from mmengine.logging import HistoryBuffer
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
-from mmfsdp.checkpoint.load import read_checkpoint, reference_of
-from mmfsdp.collective import Scope, on_all_ranks
+from mmfsdp.checkpoint.load import check_shared, open_shared, read_checkpoint, reference_of
+from mmfsdp.collective import Scope, broadcast_object, on_all_ranks
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.agreement import check_alike
@@ -133,6 +133,9 @@ def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
 def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scope) -> dict[str, Any]:
     """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective: every rank of the scope.
 
+    What is read is compared with its checksums: a file here, by all ranks together, and parts of directories as they
+    are read.
+
     Args:
         filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
         map_location: Where tensors are put that come from elsewhere than files and web servers.
@@ -146,6 +149,16 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
     check_alike({"the checkpoint to load": filename}, scope)
     if not _REMOTE.match(filename):
         path = local_path(filename)
+        if broadcast_object(scope, path.is_dir()):
+            return open_shared(
+                path,
+                scope,
+                safe_globals=safe_globals(),
+                reference=lambda: reference_of(model),
+                change=lambda content: _with_state_dict(content, filename),
+            )[1]
+        # Hooks may work with the tensors of a file, which are mapped: all of it is checked first.
+        check_shared(path, scope)
         return on_all_ranks(lambda: read_content(path, model), scope)
 
     def read(path: Path) -> dict[str, Any]:

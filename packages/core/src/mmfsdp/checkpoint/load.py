@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.choosing.parts import usual_content
+from mmfsdp.checkpoint.copying.siblings import interrupted
 from mmfsdp.checkpoint.detect import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
@@ -127,7 +128,7 @@ def read_checkpoint(
         UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
         FormatError: It is not a checkpoint of a known format.
     """
-    source = Source(_absolute(path), _opener(path, lambda: reference), verify=verify)
+    source = _opened(Path(os.path.abspath(path)), lambda: reference, verify)
     if source.layout.format == "torch_zip":
         return _named(restricted_load(source.path, str(source.path), safe_globals), source.layout)
     return _content(source, safe_globals)
@@ -144,7 +145,7 @@ def check_shared(path: str | Path, scope: Scope) -> None:
         CheckpointError: It is damaged, or cannot be read; raised on every rank.
     """
     target = same_path(path, scope)
-    source = shared(lambda: Source(target, _opener(path, lambda: None)) if scope.is_first else None, scope)
+    source = shared(lambda: _opened(target, lambda: None, True) if scope.is_first else None, scope)
     own = scatter_objects(scope, source.parts(scope.size) if scope.is_first else None)
     on_all_ranks(lambda: source.check(own), scope)
 
@@ -178,13 +179,13 @@ def open_shared(
     target = same_path(path, scope)
 
     def first() -> tuple[Source, dict[str, Any]]:
-        source = Source(target, _opener(path, reference), verify=verify)
+        source = _opened(target, reference, verify)
         content = change(_content(source, safe_globals))
         source.share()
         return source, content
 
     source, content = shared(lambda: first() if scope.is_first else None, scope)
-    source.attach(_opener(path, reference))
+    source.attach(_opener(source.path, reference))
     on_all_ranks(source.check_unchanged, scope)
     return source, content
 
@@ -196,13 +197,14 @@ def read_whole(content: Any, scope: Scope) -> Any:
     return on_all_ranks(lambda: _read_now(content), scope)
 
 
-def _opener(path: str | Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:
+def _opened(path: Path, reference: Callable[[], str | Path | Layout | None], verify: bool) -> Source:
+    found = interrupted(path) or path  # a save that was killed may have left it beside its place
+    return Source(found, _opener(found, reference), verify=verify)
+
+
+def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:
     # Whatever a pickle names is judged by torch's own restricted loader and the caller's list.
-    return lambda: open_layout(_absolute(path), trust=True, reference=reference(), look_up=False)
-
-
-def _absolute(path: str | Path) -> Path:
-    return Path(os.path.abspath(path))
+    return lambda: open_layout(path, trust=True, reference=reference(), look_up=False)
 
 
 def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:

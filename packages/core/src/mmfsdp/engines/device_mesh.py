@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.collective import gather_objects, is_group_pair, scope_of
+from mmfsdp.collective import count_groups_alike, is_group_pair
 from mmfsdp.errors import MeshError
 from mmfsdp.planning.schema import MeshSpec
 
@@ -129,7 +129,8 @@ def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) ->
     if missing and ranks.numel() == dist.get_world_size():
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
     if missing:
-        _check_groups_can_be_made(mesh, missing)
+        _check_groups_can_be_made()
+        count_groups_alike(mesh.get_all_groups())
     groups = [existing[line] if line in existing else _new_group(line) for line in lines]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
@@ -151,24 +152,12 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return made
 
 
-def _check_groups_can_be_made(mesh: DeviceMesh, lines: list[tuple[int, ...]]) -> None:
-    """Refuse where a group made by its own ranks alone would hang. Collective: every rank of ``mesh``."""
-    way_out = (
-        "Make the (replicate, shard) mesh together with the whole world's, for example init_device_mesh(..., "
-        'mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"], and give that.'
-    )
+def _check_groups_can_be_made() -> None:
+    """Refuse where a group made by its own ranks alone would hang."""
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         raise MeshError(
             "The mesh is a part of the world and has to be divided, but the process group is bound to a device "
-            f"(init_process_group(device_id=...)), so that all ranks of the world must make each group. {way_out}"
-        )
-    if all(len(line) == 1 for line in lines):
-        return
-    # torch names a group by its ranks and by how many groups this process has; it offers no public way to count them.
-    counts = gather_objects(scope_of(mesh), len(dist.distributed_c10d._world.pg_names))
-    if len(set(counts)) > 1:
-        found = dict(zip(mesh.mesh.flatten().tolist(), counts, strict=True))
-        raise MeshError(
-            "The mesh is a part of the world and has to be divided, but its ranks are in different numbers of process "
-            f"groups (rank: groups): {found}, so that torch would give one group different names. {way_out}"
+            "(init_process_group(device_id=...)), so that all ranks of the world must make each group. Make the "
+            "(replicate, shard) mesh together with the whole world's, for example init_device_mesh(..., "
+            'mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"], and give that.'
         )

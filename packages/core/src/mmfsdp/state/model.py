@@ -17,7 +17,7 @@ from mmfsdp.runtime import ShardedModel, clean_fqn, sharded_model
 from mmfsdp.state.boxes import Box, box_of, whole_tensor
 from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces, piece_box
 from mmfsdp.state.report import LoadReport, agree, compare
-from mmfsdp.state.stored import StoredTensor, local_value, locate, whole_value
+from mmfsdp.state.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -93,8 +93,13 @@ def load_model_state_dict(
         if state.is_fsdp1 and not pieces:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
-            # A disk may fail on one rank.
-            on_all_ranks(lambda: [_fill(target[name], state_dict[name]) for name in names], scope)
+
+            def fill() -> None:
+                for name in names:
+                    _fill(target[name], state_dict[name])
+                check_unchanged(state_dict[name] for name in names)
+
+            on_all_ranks(fill, scope)  # a disk may fail on one rank
     _load_extra_states(state, state_dict, from_rank0)
     return report
 

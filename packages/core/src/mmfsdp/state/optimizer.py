@@ -22,7 +22,7 @@ from mmfsdp.state import named_optimizer
 from mmfsdp.state.boxes import box_of
 from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
-from mmfsdp.state.stored import StoredTensor, local_value, locate, whole_box, whole_value
+from mmfsdp.state.stored import StoredTensor, check_unchanged, local_value, locate, whole_box, whole_value
 
 __all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
 
@@ -135,10 +135,12 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
 
     def load() -> None:
         def place_all() -> dict[Any, dict[str, Any]]:
-            return {
+            placed = {
                 place: {name: _placed(value, at[place]) for name, value in entries.items()}
                 for place, entries in fitting["state"].items()
             }
+            check_unchanged(value for entries in fitting["state"].values() for value in entries.values())
+            return placed
 
         placed = on_all_ranks(place_all, scope_of(state.mesh))
         optimizer.load_state_dict({**fitting, "state": placed})

@@ -14,7 +14,7 @@ from mmfsdp.collective import Scope, any_of, broadcast_object, gather_to_first, 
 from mmfsdp.dtypes import to_torch
 from mmfsdp.state.boxes import Box, box_of, local_part
 
-__all__ = ["StoredTensor", "local_value", "locate", "stored_tensors", "whole_box", "whole_value"]
+__all__ = ["StoredTensor", "check_unchanged", "local_value", "locate", "stored_tensors", "whole_box", "whole_value"]
 
 
 class StoredTensor:
@@ -96,6 +96,19 @@ def _ask(key: str, source: Source | None, wanted: list[Wanted], scope: Scope) ->
             source.check(found.checks)
 
     on_all_ranks(take, scope)
+
+
+def check_unchanged(values: Iterable[Any]) -> None:
+    """Compare what is where tensors were read from with what was opened. Not collective.
+
+    Args:
+        values: Those that were read; what is not a `StoredTensor` is not looked at.
+
+    Raises:
+        CorruptCheckpointError: It was replaced meanwhile.
+    """
+    for source in {id(value.source): value.source for value in values if isinstance(value, StoredTensor)}.values():
+        source.check_unchanged()
 
 
 def local_value(value: Any, like: torch.Tensor) -> torch.Tensor:

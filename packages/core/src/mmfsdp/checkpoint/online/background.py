@@ -63,15 +63,15 @@ class PendingSave:
 
 
 class Saver:
-    """The saves of the ranks of one mesh: one at a time.
+    """The saves of the ranks of one mesh: one at a time. Collective: every rank of the mesh.
 
     Args:
-        ranks: Global ranks, in the order of the mesh.
+        mesh: The ranks.
     """
 
-    def __init__(self, ranks: list[int]) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         # Training uses the mesh's own groups, and its collectives must not meet those of a save.
-        self.scope: Scope = new_scope(ranks)
+        self.scope: Scope = new_scope(mesh)
         self._pending: PendingSave | None = None
 
     @property
@@ -110,7 +110,7 @@ def saver_of(mesh: DeviceMesh) -> Saver:
     """Return the saver of a mesh's ranks, made on first use. Collective: every rank of the mesh."""
     saver = _known_saver(mesh)
     if saver is None:
-        saver = Saver([*_ranks(mesh)])
+        saver = Saver(mesh)
         _savers[_ranks(mesh)] = dist.group.WORLD, saver
     return saver
 
