@@ -162,7 +162,13 @@ def fail_in_callback(rank: int, folder: Path) -> None:
 
 
 def fail_to_write(rank: int, folder: Path) -> None:
-    prepared(folder).save_checkpoint(str(folder / "no" / "such" / "folder" / "saved.pth"))
+    prepared(folder).save_checkpoint(str(folder / "file" / "saved.pth"))
+
+
+def save_deep(rank: int, folder: Path) -> bool:
+    place = folder / "no" / "such" / "folder" / "saved.pth"
+    prepared(folder).save_checkpoint(str(place))
+    return place.is_file()
 
 
 class TestSaving:
@@ -179,7 +185,11 @@ class TestSaving:
         assert "Rank 0 failed: the callback gives up" in second[1]
         assert (tmp_path / "saved.pth").read_text() == "the old one"
 
-    def test_folder_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_folder_that_is_not_there_is_made(self, tmp_path: Path) -> None:
+        assert run_ranks(save_deep, 2, tmp_path) == [True, True]
+
+    def test_folder_that_is_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
         results = run_ranks(failing, 2, "fail_to_write", tmp_path)
         assert all(issubclass(kind, CheckpointError) for kind, _ in results)
 
