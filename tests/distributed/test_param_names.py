@@ -41,7 +41,7 @@ def save(rank: int, folder: Path, engine: str) -> dict[str, Any]:
     optimizer = optimizer_of(model)
     step(model, optimizer)
     mmfsdp.save_checkpoint(folder / "local", model, optimizer, kind="local")
-    mmfsdp.save_checkpoint(folder / "full.pth", model, optimizer)
+    mmfsdp.save_checkpoint(folder / "full.pth", model, optimizer, kind="full")
     return mmfsdp.optim_state_dict(model, optimizer, by_name=True)
 
 
