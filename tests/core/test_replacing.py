@@ -16,7 +16,7 @@ import torch
 
 from mmfsdp.checkpoint import TargetExistsError, convert, open_layout
 from mmfsdp.checkpoint.copying import renaming
-from mmfsdp.checkpoint.copying.atomic import atomic_output, commit, discard, temporary_sibling
+from mmfsdp.checkpoint.copying.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
 from mmfsdp.checkpoint.copying.leases import ABANDONED
 from mmfsdp.errors import CheckpointNotFoundError
 
@@ -189,7 +189,8 @@ def test_any_kind_replaces_any_kind(tmp_path: Path) -> None:
 def test_parents_are_made_on_request_only(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         temporary_sibling(tmp_path / "a" / "b" / "c.pth")
-    temporary = temporary_sibling(tmp_path / "a" / "b" / "c.pth", make_parents=True)
+    make_parent(tmp_path / "a" / "b" / "c.pth")
+    temporary = temporary_sibling(tmp_path / "a" / "b" / "c.pth")
     temporary.touch()
     commit(temporary, tmp_path / "a" / "b" / "c.pth")
     assert os.listdir(tmp_path / "a" / "b") == ["c.pth"]

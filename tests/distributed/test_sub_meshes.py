@@ -21,8 +21,8 @@ from mmfsdp.testing import run_ranks
 Weights = dict[str, torch.Tensor]
 
 
-def trained(model: nn.Module, part: int, place: int) -> Weights:
-    """Three steps on batches that differ by part and by rank; the whole weights."""
+def three_steps(model: nn.Module, part: int, place: int) -> None:
+    """On batches that differ by part and by rank."""
     optimizer = adamw(model)
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + 10 * part + place)
@@ -30,18 +30,17 @@ def trained(model: nn.Module, part: int, place: int) -> Weights:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained(model: nn.Module, part: int, place: int) -> Weights:
+    """The whole weights after three steps."""
+    three_steps(model, part, place)
     return mmfsdp.model_state_dict(model, rank0_only=False)
 
 
 def trained_by_ddp(group: dist.ProcessGroup, part: int, place: int) -> Weights:
     model = DistributedDataParallel(build("Tied", seed=part), process_group=group)
-    optimizer = adamw(model)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(100 * step + 10 * part + place)
-        x, y = torch.randint(0, 10, (2, 8), generator=generator)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    three_steps(model, part, place)
     return dict(model.module.state_dict())
 
 

@@ -10,12 +10,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.copying.atomic import atomic_output
+from mmfsdp.checkpoint.copying.atomic import atomic_output, make_parent
 from mmfsdp.checkpoint.online.background import PendingSave, saver_of, settle_saves, staged
 from mmfsdp.checkpoint.online.distributed_files import write_distributed
 from mmfsdp.checkpoint.online.paths import same_path
 from mmfsdp.checkpoint.online.rank_files import write_rank_file, write_whole
-from mmfsdp.checkpoint.online.saving import DirectorySave, as_checkpoint_error, make_parent
+from mmfsdp.checkpoint.online.saving import DirectorySave, as_checkpoint_error
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError

@@ -24,8 +24,10 @@ __all__ = [
     "commit",
     "discard",
     "located",
+    "make_parent",
     "refuse_existing",
     "refuse_missing_parent",
+    "sync",
     "temporary_sibling",
 ]
 
@@ -37,7 +39,7 @@ class TargetExistsError(CheckpointError):
     """There is something at the target already, or soon, and overwriting was not asked for."""
 
 
-def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool = False) -> Path:
+def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
     """Return a fresh hidden path beside ``path`` to write to; nothing is created there.
 
     Until ``commit`` or ``discard`` is called with it, or this process dies, other processes know that it is being
@@ -47,15 +49,12 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, make_parents: bool
     Args:
         path: The target, a file or a directory to be.
         exclusive: Nothing is to be overwritten: refuse at once what is there, and what another process is writing.
-        make_parents: Create the directory that should hold the target.
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
         FormatError: The target is a pipe, a device or a socket.
         TargetExistsError: With ``exclusive``: there is something at the target, or another process is writing it.
     """
-    if make_parents:
-        path.parent.mkdir(parents=True, exist_ok=True)
     refuse_missing_parent(path)
     given, path = path, located(path)
     refuse_special(path)
@@ -111,7 +110,7 @@ def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool 
         except FileExistsError as error:
             raise _exists(given) from error
     if fsync:
-        _sync(path.parent)
+        sync(path.parent)
     if old is not None:
         remove(old)
     _release(_held.pop(temporary, []))
@@ -194,6 +193,23 @@ def located(path: Path) -> Path:
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
+def make_parent(target: Path) -> None:
+    """Create the directories above a target.
+
+    Raises:
+        CheckpointError: One of them is a file.
+        OSError: They cannot be created.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
+        raise CheckpointError(
+            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
+            file=str(target),
+        ) from error
+
+
 def refuse_missing_parent(path: Path) -> None:
     """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
     if not path.parent.is_dir():
@@ -233,10 +249,11 @@ def _sync_tree(path: Path) -> None:
     if path.is_dir():
         for child in path.iterdir():
             _sync_tree(child)
-    _sync(path)
+    sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.channels import host_of
-from mmfsdp.checkpoint.copying.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.copying.atomic import commit, discard, make_parent, refuse_existing, sync, temporary_sibling
 from mmfsdp.checkpoint.copying.write_errors import not_written, of_file
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective import Scope, broadcast_object, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 
-__all__ = ["DirectorySave", "Files", "as_checkpoint_error", "make_parent", "sync"]
+__all__ = ["DirectorySave", "Files", "as_checkpoint_error"]
 
 Files = dict[str, FileEntry]
 """File name to what the manifest says of it."""
@@ -124,32 +123,6 @@ class DirectorySave:
             "with kind='full', which rank 0 writes alone. Nothing was written.",
             file=str(self.target),
         )
-
-
-def make_parent(target: Path) -> None:
-    """Create the directories above a target.
-
-    Raises:
-        CheckpointError: One of them is a file.
-        OSError: They cannot be created.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
-        raise CheckpointError(
-            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
-            file=str(target),
-        ) from error
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class as_checkpoint_error:  # noqa: N801 - reads as a statement
