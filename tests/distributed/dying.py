@@ -88,7 +88,8 @@ def play(folder: Path, what: str, kind: str, victim: int, share: float) -> dict[
         path = folder.parents[1] / "disk" / name
         said = outcome(mmfsdp.save_checkpoint, path, model, optimizer, kind=kind)
         dist.barrier()  # the first rank cleans up
-        return {**said, "left": sorted(entry.name for entry in path.parent.iterdir())}
+        left = sorted(entry.name for entry in path.parent.iterdir())
+        return {**said, "left": left, "loaded": outcome(mmfsdp.load_checkpoint, path, model)}
     good = folder / name
     with Calls() as calls:
         mmfsdp.save_checkpoint(good, model, optimizer, kind=kind)

@@ -170,6 +170,10 @@ def test_disks_that_hosts_do_not_share(kind: str, outcomes: tuple[Path, dict[str
     if kind == "full":  # the first rank writes it alone
         assert [said[rank]["kinds"] for rank in range(4)] == [[]] * 4
         assert [said[rank]["left"] for rank in range(4)] == [["full.pth"]] * 2 + [[]] * 2
+        for rank in range(4):  # the other host cannot load it, which no rank is left to find out alone
+            loaded = said[rank]["loaded"]
+            assert "CheckpointNotFoundError" in loaded["kinds"], loaded
+            assert all(host in loaded["message"] for host in ("node-a", "node-b")), loaded
         return
     for rank in range(4):
         assert "CheckpointError" in said[rank]["kinds"], said[rank]
