@@ -112,7 +112,6 @@ def main() -> None:
         for local in range(PER_NODE):
             pid = os.fork()
             if not pid:
-                os.setpgid(0, pids[0] if pids else 0)
                 rank = node * PER_NODE + local
                 world = {"RANK": rank, "WORLD_SIZE": 2 * PER_NODE, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": PER_NODE}
                 world |= {"GROUP_RANK": node, "MMFSDP_TIMEOUT": TIMEOUT}
@@ -130,6 +129,7 @@ def main() -> None:
                 (folder / f"{number}-{rank}.json").write_text(json.dumps(found))
                 os._exit(0)
             pids.append(pid)
+            os.setpgid(pid, pids[0])  # before the next one is forked; until the ranks have met, none is to die
         for pid in pids:
             os.waitpid(pid, 0)
 
