@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 TEST_TRUTHS = ("safetensors",)  # what tests compare with; core itself does not need it
 
 # The environment that nox itself runs in. With venv_backend="none" a bare "python" would be the first one on PATH.
@@ -24,8 +25,8 @@ HERE = sys.executable
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run all tests in the current environment, so that torch is installed once."""
-    session.run(HERE, "-m", "pytest", *session.posargs)
+    """Run all tests in the current environment, so that torch is installed once. Much of their time is waiting."""
+    session.run(HERE, "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)
