@@ -117,7 +117,7 @@ class _Pool:
         try:
             return self._call(function, args, timeout)
         finally:
-            self._signal("SIGSTOP")  # gloo's threads would take a tenth of a core each while nobody calls
+            self._signal("SIGSTOP")  # gloo's threads take up to a twentieth of a core each while nobody calls
 
     def _signal(self, name: str) -> None:
         number = getattr(signal, name, None)  # not on Windows
