@@ -162,8 +162,8 @@ class TestRefused:
                 assert is_unchanged, name
                 if rank and name in ("404", "short", "nobody"):  # the first rank tried
                     assert "Error: Rank 0 failed: " in error
-                    error = error.replace("Rank 0 failed: ", "")
-                assert expected[name] in error, name
+                # It also opens what all of them load.
+                assert expected[name] in error.replace("Rank 0 failed: ", ""), name
         assert not [*(tmp_path / "hub").rglob("*.pth")]  # the next attempt downloads again
 
 

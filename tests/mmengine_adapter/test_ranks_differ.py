@@ -102,25 +102,29 @@ def own_files(rank: int, folder: Path) -> dict[str, str]:
     made.prepare({"type": "ToyModel"})
     path = Path("disk/epoch_1.pth")
     mine.mkdir()
-    os.chdir(mine)
-    Path("disk").mkdir()
-    if rank == 0:
-        torch.save({"state_dict": {}, "meta": {}}, path)
-    seen_by_one = outcome(made.load_checkpoint, str(path))
-    last.mkdir()
-    os.chdir(last)
-    if rank == 1:
-        torch.save({"state_dict": {}, "meta": {}, "optimizer": {}}, "epoch_1.pth")
-        Path("last_checkpoint").write_text("epoch_1.pth")
-    # Ranks of one host ask once: let them be of two.
-    socket.gethostname = lambda: f"node-{rank}"
-    return {"load": seen_by_one, "resume": outcome(find_latest_checkpoint, ".")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(mine)
+        Path("disk").mkdir()
+        if rank == 0:
+            torch.save({"state_dict": {}, "meta": {}}, path)
+        seen_by_one = outcome(made.load_checkpoint, str(path))
+        last.mkdir()
+        patch.chdir(last)
+        if rank == 1:
+            torch.save({"state_dict": {}, "meta": {}, "optimizer": {}}, "epoch_1.pth")
+            Path("last_checkpoint").write_text("epoch_1.pth")
+        # Ranks of one host ask once: let them be of two.
+        patch.setattr(socket, "gethostname", lambda: f"node-{rank}")
+        return {"load": seen_by_one, "resume": outcome(find_latest_checkpoint, ".")}
 
 
 def test_files_that_one_rank_does_not_see(tmp_path: Path) -> None:
     first, second = run_ranks(own_files, 2, tmp_path)
-    assert second["load"].startswith("CheckpointNotFoundError: ")
-    assert first["load"].startswith("CheckpointNotFoundError: Rank 1 failed: ")
+    # A relative path in different working directories.
+    for said in (first["load"], second["load"]):
+        assert said.startswith("RankMismatchError: Ranks gave different paths of a checkpoint: rank 0 '")
+        assert "disk-0/disk/epoch_1.pth" in said
+        assert "disk-1/disk/epoch_1.pth" in said
     assert second["resume"].startswith("CheckpointNotFoundError: Host 'node-1' has epoch_1.pth to resume from, but")
     assert first["resume"].startswith("CheckpointNotFoundError: Rank 1 failed: Host 'node-1' has epoch_1.pth")
 
