@@ -16,7 +16,7 @@ from mmfsdp.testing import close_ranks, run_ranks
 __all__ = ["main"]
 
 WIDTH, DEPTH = 1024, 10  # 0.5 GB
-PAIRS = 9
+PAIRS = 15
 LIMIT = 1.15
 WRAP = {"kind": "module_class", "classes": "Block"}
 

@@ -190,12 +190,12 @@ class Source:
 
     def _sums_for(self, entries: tuple[TensorEntry, ...]) -> dict[Path, Sums]:
         found: dict[Path, dict[int, tuple[int, int]]] = {}
-        for entry in entries:
-            for file, begin, end in _extents(entry, self.path):
-                listed = self._sums.get(file)
-                if listed is not None:
-                    numbers = blocks_of(begin, listed.size if end is None else end)
-                    found.setdefault(file, {}).update(sums_of(listed, numbers))
+        # A rank's file is said once for all that is in it.
+        for file, begin, end in {extent for entry in entries for extent in _extents(entry, self.path)}:
+            listed = self._sums.get(file)
+            if listed is not None:
+                numbers = blocks_of(begin, listed.size if end is None else end)
+                found.setdefault(file, {}).update(sums_of(listed, numbers))
         return {**found}
 
 
