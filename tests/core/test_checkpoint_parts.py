@@ -335,7 +335,7 @@ def test_manifest(tmp_path: Path) -> None:
         "version": 1,
         "save_id": "abc",
         "world_size": 2,
-        "block_size": 1 << 20,
+        "block_size": 1 << 18,
         "files": {
             f"rank{rank}.pth": {"size": len(data), "crc32": crc, "crc32_blocks": crc}  # of one block
             for rank, data in enumerate((b"zero", b"one"))

@@ -31,7 +31,7 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
 
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 """Bytes that a checksum of a part of a file is of."""
 
 _FORMAT = "mmfsdp.manifest"

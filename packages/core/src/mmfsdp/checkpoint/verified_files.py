@@ -18,6 +18,8 @@ from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["Sums", "VerifiedFiles", "blocks_of", "sums_of"]
 
+_PIECE = 1 << 20  # bytes that are summed while the processor's cache still holds them
+
 Sums = Mapping[int, tuple[int, int]]
 """Number of a block of `BLOCK` bytes in a file to its length in bytes (the last is shorter) and its CRC-32."""
 
@@ -137,8 +139,8 @@ class VerifiedFiles:
     def _read_summed(self, file: Path, begin: int, view: memoryview, name: str) -> int:
         """Read in pieces that are still in the processor's cache when they are summed."""
         source, value = self._open.descriptor(file), 0
-        for at in range(0, len(view), BLOCK):
-            piece = view[at : at + BLOCK]
+        for at in range(0, len(view), _PIECE):
+            piece = view[at : at + _PIECE]
             _read_all(source, file, begin + at, piece, name)
             value = crc32(piece, value)
         return value
