@@ -55,3 +55,7 @@ def measured(foreach: bool | None) -> Ratio:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
 
     return paired(ours, theirs, PAIRS)
+
+
+if __name__ == "__main__":
+    main()

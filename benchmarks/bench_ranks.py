@@ -28,7 +28,7 @@ from mmfsdp.state.stored import locate
 __all__ = ["main"]
 
 RANKS = (8, 64, 512, 2048)
-TENSORS, ROWS, COLUMNS = 64, 4096, 64  # 64 MiB in float32
+TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8
 
