@@ -16,14 +16,14 @@ from torch import nn
 
 import mmfsdp
 from benchmarks.simulated import Work, counted_reads, run_threads
-from mmfsdp.boxes import sharded_box
+from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.load import open_shared
-from mmfsdp.checkpoint.online.rank_files import write_archive
-from mmfsdp.checkpoint.online.saving import DirectorySave
-from mmfsdp.collective import Scope, on_all_ranks
-from mmfsdp.state.boxes import Box
-from mmfsdp.state.stored import locate
+from mmfsdp.collective.steps import Scope, on_all_ranks
+from mmfsdp.runtime.dtensors import Box
+from mmfsdp.saving.load import open_shared
+from mmfsdp.saving.publishing import DirectorySave
+from mmfsdp.saving.rank_files import write_archive
+from mmfsdp.saving.stored import locate
 
 __all__ = ["main"]
 
@@ -88,7 +88,7 @@ def shard_first(size: int) -> float:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mmfsdp import collective
+    from mmfsdp.collective import steps as collective
 
     class Echo:
         """Everybody else agrees."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmfsdp.collective import Scope
+from mmfsdp.collective.steps import Scope
 
 __all__ = ["Work", "counted_reads", "run_threads"]
 
@@ -45,7 +45,7 @@ class _Hub:
 
 
 class _ThreadChannel:
-    """See `mmfsdp.channels.Channel`. Each rank's part in a reduction or a broadcast counts as one message."""
+    """A `mmfsdp.collective.Channel`. Each rank's part in a reduction or a broadcast counts as one message."""
 
     def __init__(self, hub: _Hub, place: int) -> None:
         self._hub, self._place = hub, place

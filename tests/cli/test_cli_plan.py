@@ -107,7 +107,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmfsdp.readers.entry_points", lambda group: ())
+    monkeypatch.setattr("mmfsdp.frontends.readers.entry_points", lambda group: ())
     (tmp_path / "config.py").touch()
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "config.py")])
     assert result.exit_code == 2

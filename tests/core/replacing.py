@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint import convert, converting, diff, open_layout, verify
-from mmfsdp.checkpoint.copying import renaming
-from mmfsdp.checkpoint.copying.leases import ABANDONED
-from mmfsdp.checkpoint.copying.siblings import interrupted
+from mmfsdp.checkpoint import convert, diff, open_layout, verify
+from mmfsdp.checkpoint.conversion import converting
+from mmfsdp.checkpoint.files import renaming
+from mmfsdp.checkpoint.files.leases import ABANDONED
+from mmfsdp.checkpoint.files.siblings import interrupted
 
 EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.link", "ctypes.dlsym", "open", "os.listdir", "shutil.rmtree"}
 

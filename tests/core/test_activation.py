@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmfsdp.activation import DEFAULT_SAVE_OPS, apply_activation_checkpointing
 from mmfsdp.errors import ConfigError, PlanError, PlanMismatchError, ShardStateError
+from mmfsdp.sharding.activation import DEFAULT_SAVE_OPS, apply_activation_checkpointing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint.copying import block_writer, direct_io
-from mmfsdp.checkpoint.copying.block_writer import BlockWriter
-from mmfsdp.checkpoint.copying.direct_io import Ways, open_direct
+from mmfsdp.checkpoint.files import block_writer, direct_io
+from mmfsdp.checkpoint.files.block_writer import BlockWriter
+from mmfsdp.checkpoint.files.direct_io import Ways, open_direct
 
 MB = 1 << 20
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.dtypes import DTYPES, to_torch
 from mmfsdp.errors import FormatError
 
 NAMES = [name for name, (_, code) in DTYPES.items() if code is not None]

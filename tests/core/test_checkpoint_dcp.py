@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout, verify
-from mmfsdp.dtypes import DTYPES, to_torch
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mmfsdp.checkpoint import Layout, comparing, convert, diff, open_layout
-from mmfsdp.checkpoint.copying.numeric import values
-from mmfsdp.checkpoint.copying.open_files import OpenFiles
-from mmfsdp.checkpoint.copying.streaming import tensor_blocks
-from mmfsdp.dtypes import DTYPES, to_torch
+from mmfsdp.basics.dtypes import DTYPES, to_torch
+from mmfsdp.checkpoint import Layout, convert, diff, open_layout
+from mmfsdp.checkpoint.files.numeric import values
+from mmfsdp.checkpoint.files.open_files import OpenFiles
+from mmfsdp.checkpoint.files.streaming import tensor_blocks
+from mmfsdp.checkpoint.inspection import comparing
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 
 

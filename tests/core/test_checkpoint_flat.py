@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mmfsdp.checkpoint.copying.writing import write_files
-from mmfsdp.checkpoint.coverage import check_coverage
+from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.formats.flat_parameters import FlatUnit, cut, flat_unit, spans_of_views
-from mmfsdp.checkpoint.formats.flat_ranges import FlatRange, entry_of_ranges, flat_boxes
 from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange, entry_of_ranges, flat_boxes
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.errors import CorruptCheckpointError
 

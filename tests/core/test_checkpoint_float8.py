@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.copying.casting import cast_block
-from mmfsdp.dtypes import to_torch
+from mmfsdp.checkpoint.files.casting import cast_block
 
 pytest.importorskip("numpy")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout
-from mmfsdp.dtypes import DTYPES, to_torch
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError, UnsafePickleError
 
 # Those that this format can name: newer dtypes have no storage class.

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint.copying import crc, writing
-from mmfsdp.checkpoint.copying.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.copying.block_writer import BlockWriter
-from mmfsdp.checkpoint.copying.copier import Copier, RecordKey
-from mmfsdp.checkpoint.copying.crc import crc32, crc32_combine
-from mmfsdp.checkpoint.copying.direct_io import Ways
-from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.copying.tracking import Tracker
-from mmfsdp.checkpoint.copying.writing import write_files
-from mmfsdp.checkpoint.extents import Run, byte_runs
+from mmfsdp.checkpoint.files import crc, writing
+from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
+from mmfsdp.checkpoint.files.block_writer import BlockWriter
+from mmfsdp.checkpoint.files.copier import Copier, RecordKey
+from mmfsdp.checkpoint.files.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.files.direct_io import Ways
+from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.files.tracking import Tracker
+from mmfsdp.checkpoint.files.writing import write_files
+from mmfsdp.checkpoint.geometry.extents import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -89,7 +89,7 @@ def test_isal_where_it_is_and_zlib_where_not(hidden: str, used: str) -> None:
 import sys, zlib
 {hidden}
 from mmfsdp.checkpoint import convert, verify
-from mmfsdp.checkpoint.copying import crc
+from mmfsdp.checkpoint.files import crc
 assert "isal.isal_zlib" not in sys.modules
 assert crc.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
 print(crc._implementation().__module__)
@@ -303,7 +303,7 @@ def test_a_failed_replacement_puts_the_old_directory_back(tmp_path: Path) -> Non
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_a_killed_run_left_is_cleaned_up(tmp_path: Path, replaced: bool) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from mmfsdp.checkpoint.copying.atomic import temporary_sibling\n"
+        "import os, sys; from pathlib import Path; from mmfsdp.checkpoint.files.atomic import temporary_sibling\n"
         "path = temporary_sibling(Path(sys.argv[1])); path.mkdir(); print(path, flush=True); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "d"], capture_output=True, text=True, check=False)
@@ -376,9 +376,9 @@ import sys
 from pathlib import Path
 from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint import manifest
-from mmfsdp.checkpoint.copying import atomic
+from mmfsdp.checkpoint.files import atomic
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
-from mmfsdp.checkpoint.copying.writing import write_files
+from mmfsdp.checkpoint.files.writing import write_files
 write_files(Path({str(tmp_path / "a.pth")!r}), [plan_torch_zip("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
 print(sorted({{'torch', 'numpy', 'mmengine', 'safetensors', 'pydantic'}} & set(sys.modules)))

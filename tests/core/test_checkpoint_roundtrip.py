@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.formats import zip_archive, zip_writer
-from mmfsdp.dtypes import DTYPES, to_torch
 
 SAFETENSORS_DTYPES = [name for name, (_, code) in DTYPES.items() if code is not None]
 # What safetensors 0.4 and later read on every torch that is supported.

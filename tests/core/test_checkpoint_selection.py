@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
-from mmfsdp.checkpoint.choosing.targets import parse_size
-from mmfsdp.checkpoint.copying.casting import cast_block
-from mmfsdp.dtypes import to_torch
+from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.formats.targets import parse_size
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, FormatError
 
 STATE = {
@@ -272,7 +272,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(source: Path, monkeyp
 
 
 def test_output_that_differs_never_appears(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfsdp.checkpoint import converting
+    from mmfsdp.checkpoint.conversion import converting
 
     def spoiled(path: Path, *arguments: Any, **options: Any) -> Any:
         entries = write(path, *arguments, **options)

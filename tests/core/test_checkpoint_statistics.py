@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmfsdp.checkpoint import open_layout, statistics, tensor_statistics, tensor_tree
-from mmfsdp.dtypes import to_torch
+from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.checkpoint import open_layout, tensor_statistics, tensor_tree
+from mmfsdp.checkpoint.inspection import statistics
 from mmfsdp.errors import ConfigError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int64", "bool"]

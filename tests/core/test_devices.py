@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mmfsdp
-from mmfsdp.engines.devices import backends_of, check_offload, device_index, pick_device_type, select_device
 from mmfsdp.errors import ConfigError, MeshError
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.sharding.devices import backends_of, check_offload, device_index, pick_device_type, select_device
 from mmfsdp.testing import run_ranks, single_rank
 
 GLOO = {"cpu": "gloo", "cuda": "gloo"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmfsdp.dtypes import (
+from mmfsdp.basics.dtypes import (
     DTYPES,
     canonical_dtype,
     from_safetensors_code,

@@ -14,7 +14,7 @@ import torch
 from tests.core.samples import content, write_samples
 
 from mmfsdp.checkpoint import convert, latest_checkpoint, open_layout, remove_old_checkpoints, verify
-from mmfsdp.checkpoint.copying.atomic import discard, temporary_sibling
+from mmfsdp.checkpoint.files.atomic import discard, temporary_sibling
 from mmfsdp.errors import ConfigError
 
 

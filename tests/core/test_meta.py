@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmfsdp.meta import parameters_on_meta
+from mmfsdp.sharding.meta import parameters_on_meta
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from mmfsdp.checkpoint import layout_of_model, open_layout
 from mmfsdp.checkpoint.formats.flat_sections import _memory_order, known_shapes
-from mmfsdp.meta import parameters_on_meta
+from mmfsdp.sharding.meta import parameters_on_meta
 
 
 class Model(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmfsdp.basics.references import check_reference, resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError, PolicyNotFoundError, closest
-from mmfsdp.references import check_reference, resolve_reference
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_misspelt_attribute() -> None:
 def test_checking_imports_nothing() -> None:
     code = """
     import sys
-    from mmfsdp.references import check_reference
+    from mmfsdp.basics.references import check_reference
     check_reference("wave:open")
     assert "wave" not in sys.modules
     """

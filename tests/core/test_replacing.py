@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mmfsdp.checkpoint import TargetExistsError, convert, open_layout
-from mmfsdp.checkpoint.copying import renaming
-from mmfsdp.checkpoint.copying.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
-from mmfsdp.checkpoint.copying.leases import ABANDONED
+from mmfsdp.checkpoint.files import renaming
+from mmfsdp.checkpoint.files.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
+from mmfsdp.checkpoint.files.leases import ABANDONED
 from mmfsdp.errors import CheckpointNotFoundError
 
 
@@ -109,7 +109,7 @@ def test_threads_that_write_one_directory_over_and_over(tmp_path: Path) -> None:
 
 CLAIMING = """
 import sys, time; from pathlib import Path
-from mmfsdp.checkpoint.copying.atomic import temporary_sibling
+from mmfsdp.checkpoint.files.atomic import temporary_sibling
 temporary_sibling(Path(sys.argv[1]), exclusive=True).write_text("half")
 print("ready", flush=True)
 time.sleep(600)
@@ -216,7 +216,7 @@ def test_a_missing_checkpoint_is_still_missing(tmp_path: Path) -> None:
 
 FORGETFUL = """
 import os, sys; from pathlib import Path
-from mmfsdp.checkpoint.copying.atomic import temporary_sibling
+from mmfsdp.checkpoint.files.atomic import temporary_sibling
 path = temporary_sibling(Path(sys.argv[1]), exclusive=True)
 if sys.argv[2] == "partial": path.write_text("half")
 if sys.argv[2] == "fork":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmfsdp.checkpoint.copying.reserving import reserve
+from mmfsdp.checkpoint.files.reserving import reserve
 
 SIZE = (1 << 20) + 5
 

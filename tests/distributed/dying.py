@@ -22,10 +22,10 @@ import torch.distributed.checkpoint
 import torch.nn as nn
 
 import mmfsdp
-import mmfsdp.checkpoint.load
-import mmfsdp.checkpoint.save
-import mmfsdp.sharding
-import mmfsdp.training
+import mmfsdp.runtime.training
+import mmfsdp.saving.load
+import mmfsdp.saving.save
+import mmfsdp.sharding.apply
 
 PER_NODE = 2
 TIMEOUT = 20  # seconds, of the group and of waiting

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.activation import apply_activation_checkpointing
+from mmfsdp.sharding.activation import apply_activation_checkpointing
 
 WORLD_SIZE = 2
 

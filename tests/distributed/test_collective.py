@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.channels import wait_timeout
-from mmfsdp.collective import (
+from mmfsdp.collective.channels import wait_timeout
+from mmfsdp.collective.steps import (
     all_equal,
     any_of,
     broadcast_object,

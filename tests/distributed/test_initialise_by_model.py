@@ -12,8 +12,8 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.errors import PlanError
-from mmfsdp.materialise import _module_seed
-from mmfsdp.meta import parameters_on_meta
+from mmfsdp.sharding.materialise import _module_seed
+from mmfsdp.sharding.meta import parameters_on_meta
 from mmfsdp.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -327,5 +327,5 @@ def test_a_buffer_that_nobody_sets_is_refused_and_not_zero() -> None:
     """Fails, in silence, if only NaN tells: integers have none."""
     for message in run_ranks(positions, 2, "meta"):
         assert "left 'position_ids' without a value." in message
-        assert "build the model under mmfsdp.meta.parameters_on_meta()" in message
+        assert "build the model under mmfsdp.parameters_on_meta()" in message
     assert run_ranks(positions, 2, "real") == [list(range(8))] * 2

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.checkpoint.load import check_shared, open_shared
-from mmfsdp.collective import on_all_ranks, scope_of
+from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, RankMismatchError
-from mmfsdp.state.stored import StoredTensor
+from mmfsdp.saving.load import check_shared, open_shared
+from mmfsdp.saving.stored import StoredTensor
 from mmfsdp.testing import run_ranks
 
 KINDS = ("full", "local", "sharded")

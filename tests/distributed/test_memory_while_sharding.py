@@ -12,9 +12,10 @@ from tests.distributed.models import Block
 from torch import nn
 
 import mmfsdp
-from mmfsdp import initialise, sharding
-from mmfsdp.agreement import Agreement
 from mmfsdp.planning.schema import ShardUnit
+from mmfsdp.sharding import apply as sharding
+from mmfsdp.sharding import initialise
+from mmfsdp.sharding.agreement import Agreement
 from mmfsdp.testing import run_ranks
 
 WRAP = {"kind": "module_name", "patterns": ["blocks.*", "embed", "head"]}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mmfsdp
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
 
 STEPS = 20

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp.planning import OPTIMIZERS, estimate_memory, optimizer_named
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
 
 LOW = {"param_dtype": "bfloat16", "keep_low_precision_grads": True}  # fsdp1

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import mmfsdp
 from mmfsdp.errors import GradScalerError
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
 
 

@@ -17,8 +17,8 @@ from tests.distributed.models import BLOCKS, Block, build
 from torch import nn
 
 import mmfsdp
-from mmfsdp import agreement
 from mmfsdp.errors import LostRankError, MmfsdpError, RankMismatchError
+from mmfsdp.sharding import agreement
 from mmfsdp.testing import close_ranks, run_ranks
 
 

@@ -13,7 +13,7 @@ from tests.distributed.stock_local import save_local, toy
 
 from mmfsdp.checkpoint import convert, layout_of_model, open_layout
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
-from mmfsdp.meta import parameters_on_meta
+from mmfsdp.sharding.meta import parameters_on_meta
 from mmfsdp.testing import run_ranks
 from mmfsdp_cli.main import app
 

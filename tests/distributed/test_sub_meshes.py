@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mmfsdp
 from mmfsdp.errors import MeshError
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]

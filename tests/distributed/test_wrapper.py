@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import wrap
 
 import mmfsdp
-from mmfsdp.compat import translate_arguments
 from mmfsdp.errors import ConfigError
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
+from mmfsdp.torch_style.arguments import translate_arguments
 
 X = torch.arange(8)
 ENGINES = ("fsdp2", "fsdp1", "replicate")

@@ -21,7 +21,7 @@ from mmfsdp.errors import (
 )
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy
-from mmfsdp_mmengine.config import state_dict_settings
+from mmfsdp_mmengine.configs.arguments import state_dict_settings
 
 SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
 

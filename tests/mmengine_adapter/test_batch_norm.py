@@ -16,7 +16,7 @@ from tests.mmengine_adapter.toy import POLICY, UNSHARDED, ToyModel, config, run,
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine.sync_bn import synchronise_batch_norm
+from mmfsdp_mmengine.wrappers.sync_bn import synchronise_batch_norm
 
 BATCH_NORM = {"type": "ToyModel", "batch_norm": True}
 WRAPPERS: dict[str, dict[str, Any]] = {

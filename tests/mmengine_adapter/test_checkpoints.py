@@ -16,7 +16,7 @@ from mmfsdp.checkpoint import open_layout
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError, ShardStateError, StateDictError
 from mmfsdp.testing import RankError, run_ranks
 from mmfsdp_mmengine import FSDPStrategy
-from mmfsdp_mmengine.checkpoint import safe_globals
+from mmfsdp_mmengine.checkpoints.content import safe_globals
 
 SAFE = safe_globals()
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import mmfsdp_mmengine
-from mmfsdp.compat import ARGUMENTS
+from mmfsdp.torch_style.arguments import ARGUMENTS
 from mmfsdp_mmengine.doctor.running import parameters_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "mmengine.md").read_text(encoding="utf-8")

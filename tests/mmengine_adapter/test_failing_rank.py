@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.mmengine_adapter.toy import config
 
-from mmfsdp_mmengine.checkpoint import safe_globals
+from mmfsdp_mmengine.checkpoints.content import safe_globals
 
 ROOT = Path(__file__).parents[2]
 FAILING = """

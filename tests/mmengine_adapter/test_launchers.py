@@ -15,7 +15,7 @@ import pytest
 from tests.mmengine_adapter.toy import POLICY, config
 
 from mmfsdp.errors import ConfigError
-from mmfsdp_mmengine.distributed import start_process_group
+from mmfsdp_mmengine.processes.distributed import start_process_group
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODELIST": "node[1-2]"}

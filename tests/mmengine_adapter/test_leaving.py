@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmfsdp_mmengine.distributed import start_alone
-from mmfsdp_mmengine.leaving import leave_in_order
+from mmfsdp_mmengine.processes.distributed import start_alone
+from mmfsdp_mmengine.processes.leaving import leave_in_order
 
 start_alone()
 leave_in_order()
@@ -41,7 +41,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mmfsdp_mmengine.leaving import leave_in_order
+from mmfsdp_mmengine.processes.leaving import leave_in_order
 
 folder, cases = sys.argv[1], json.loads(sys.argv[2])
 ranks = {}

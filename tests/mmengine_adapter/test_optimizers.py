@@ -14,7 +14,7 @@ from tests.mmengine_adapter.toy import POLICY, ToyModel, strategy, train
 
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import AmpOptimWrapper, FSDPStrategy
-from mmfsdp_mmengine.optim import OptimizerBinding
+from mmfsdp_mmengine.optimizers.binding import OptimizerBinding
 
 PARAMWISE = {
     "optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.1},

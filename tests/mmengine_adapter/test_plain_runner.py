@@ -16,7 +16,7 @@ from tests.mmengine_adapter.toy import POLICY, History, config
 
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import MMFullyShardedDataParallel
-from mmfsdp_mmengine.checkpoint import safe_globals
+from mmfsdp_mmengine.checkpoints.content import safe_globals
 
 _runs = itertools.count()
 OPTIM = {

@@ -16,11 +16,11 @@ from mmengine.hooks import Hook
 from mmengine.registry import DATASETS, MODELS
 from tests.mmengine_adapter.toy import ToyData, config, runner_of, strategy
 
-from mmfsdp.collective import scope_of
+from mmfsdp.collective.steps import scope_of
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy
-from mmfsdp_mmengine.latest import find_latest_checkpoint
-from mmfsdp_mmengine.machines import firsts_of_machines, in_turns
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
+from mmfsdp_mmengine.processes.machines import firsts_of_machines, in_turns
 
 
 @DATASETS.register_module(force=True)

@@ -21,8 +21,8 @@ from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, confi
 
 from mmfsdp import model_state_dict
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine.latest import find_latest_checkpoint
-from mmfsdp_mmengine.randomness import kept_randomness, random_state, restore_random_state
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
+from mmfsdp_mmengine.checkpoints.randomness import kept_randomness, random_state, restore_random_state
 
 _runs = itertools.count()
 

@@ -21,7 +21,7 @@ from mmfsdp import model_state_dict
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import AmpOptimWrapper, FSDPStrategy
-from mmfsdp_mmengine.optim import OptimizerBinding
+from mmfsdp_mmengine.optimizers.binding import OptimizerBinding
 
 
 @MODELS.register_module(force=True)

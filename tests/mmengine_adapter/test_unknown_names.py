@@ -26,8 +26,8 @@ from torch import nn
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine.lookup import UnknownNameError
-from mmfsdp_mmengine.patches import patch_mmengine
+from mmfsdp_mmengine.configs.lookup import UnknownNameError
+from mmfsdp_mmengine.runners.patches import patch_mmengine
 
 ROOT = Registry("zoo model", build_func=build_model_from_cfg, scope="root")
 BIRDS = Registry("bird model", parent=ROOT, scope="birds")

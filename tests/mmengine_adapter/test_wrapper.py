@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from mmfsdp.runtime import sharded_model
+from mmfsdp.runtime.sharded_model import sharded_model
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import (
     FSDP_WRAP_POLICIES,

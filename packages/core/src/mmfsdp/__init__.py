@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp._lazy import lazy
+from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmfsdp.checkpoint.load import load_checkpoint
-    from mmfsdp.checkpoint.save import save_checkpoint
     from mmfsdp.config import ShardConfig
     from mmfsdp.planning import ShardPlan, plan
-    from mmfsdp.scaling import GradScaler
-    from mmfsdp.sharding import apply_plan, shard
+    from mmfsdp.runtime.scaling import GradScaler
+    from mmfsdp.runtime.training import clip_grad_norm_, full_params, no_sync
+    from mmfsdp.saving.load import load_checkpoint
+    from mmfsdp.saving.save import save_checkpoint
+    from mmfsdp.sharding.apply import apply_plan, shard
+    from mmfsdp.sharding.meta import parameters_on_meta
     from mmfsdp.state.model import load_model_state_dict, model_state_dict
     from mmfsdp.state.optimizer import load_optim_state_dict, optim_state_dict
-    from mmfsdp.training import clip_grad_norm_, full_params, no_sync
-    from mmfsdp.wrapper import FullyShardedDataParallel
+    from mmfsdp.torch_style.wrapper import FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
@@ -35,23 +36,25 @@ __all__ = [
     "model_state_dict",
     "no_sync",
     "optim_state_dict",
+    "parameters_on_meta",
     "plan",
     "save_checkpoint",
     "shard",
 ]
 
 _WHERE = {
-    "FullyShardedDataParallel": "mmfsdp.wrapper",
-    "GradScaler": "mmfsdp.scaling",
+    "FullyShardedDataParallel": "mmfsdp.torch_style.wrapper",
+    "GradScaler": "mmfsdp.runtime.scaling",
     "ShardConfig": "mmfsdp.config",
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",
-    **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding"),
-    **dict.fromkeys(("clip_grad_norm_", "full_params", "no_sync"), "mmfsdp.training"),
+    "parameters_on_meta": "mmfsdp.sharding.meta",
+    **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding.apply"),
+    **dict.fromkeys(("clip_grad_norm_", "full_params", "no_sync"), "mmfsdp.runtime.training"),
     **dict.fromkeys(("load_model_state_dict", "model_state_dict"), "mmfsdp.state.model"),
     **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "mmfsdp.state.optimizer"),
-    "load_checkpoint": "mmfsdp.checkpoint.load",
-    "save_checkpoint": "mmfsdp.checkpoint.save",
+    "load_checkpoint": "mmfsdp.saving.load",
+    "save_checkpoint": "mmfsdp.saving.save",
 }
 
 

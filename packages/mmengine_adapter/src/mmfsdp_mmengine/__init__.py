@@ -1,14 +1,14 @@
 """mmfsdp for MMEngine: importing this package registers its classes in place of the stock ones."""
 
-from mmfsdp_mmengine.amp import AmpOptimWrapper
-from mmfsdp_mmengine.checkpoint_hook import CheckpointHook
-from mmfsdp_mmengine.ddp import MMDistributedDataParallel
-from mmfsdp_mmengine.ema import EMAHook
-from mmfsdp_mmengine.patches import patch_mmengine
+from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
+from mmfsdp_mmengine.hooks.ema import EMAHook
+from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
+from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
-from mmfsdp_mmengine.resuming import DistSamplerSeedHook
+from mmfsdp_mmengine.runners.patches import patch_mmengine
 from mmfsdp_mmengine.strategy import FSDPStrategy
-from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
+from mmfsdp_mmengine.wrappers.ddp import MMDistributedDataParallel
+from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 
 __all__ = [
     "FSDP_WRAP_POLICIES",

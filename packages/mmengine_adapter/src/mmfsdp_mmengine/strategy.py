@@ -14,22 +14,22 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp.collective import scope_of
+from mmfsdp.collective.steps import scope_of
 from mmfsdp.errors import ConfigError
-from mmfsdp.meta import parameters_on_meta
-from mmfsdp.runtime import sharded_model
-from mmfsdp_mmengine.agreement import check_alike
-from mmfsdp_mmengine.amp import check_scaled, use_scaler_of
-from mmfsdp_mmengine.checkpointing import CheckpointingStrategy
-from mmfsdp_mmengine.config import activation_arguments, plain, state_dict_settings
-from mmfsdp_mmengine.distributed import start_alone, start_process_group
-from mmfsdp_mmengine.leaving import leave_in_order
-from mmfsdp_mmengine.lookup import check_known
-from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
-from mmfsdp_mmengine.pending import PendingWeights
+from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.sharding.meta import parameters_on_meta
+from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
+from mmfsdp_mmengine.checkpoints.pending import PendingWeights
+from mmfsdp_mmengine.configs.agreement import check_alike
+from mmfsdp_mmengine.configs.arguments import activation_arguments, plain, state_dict_settings
+from mmfsdp_mmengine.configs.lookup import check_known
+from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
+from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
+from mmfsdp_mmengine.optimizers.structure import structure_of
+from mmfsdp_mmengine.processes.distributed import start_alone, start_process_group
+from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
-from mmfsdp_mmengine.structure import structure_of
-from mmfsdp_mmengine.sync_bn import synchronise_batch_norm
+from mmfsdp_mmengine.wrappers.sync_bn import synchronise_batch_norm
 
 __all__ = ["FSDPStrategy"]
 

@@ -6,20 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmfsdp.checkpoint.catalogue import FormatInfo, known_formats
-    from mmfsdp.checkpoint.choosing.model_layout import layout_of_model
-    from mmfsdp.checkpoint.choosing.parts import find_tensor
-    from mmfsdp.checkpoint.choosing.ranks import Ranks
-    from mmfsdp.checkpoint.comparing import ValueDifference
-    from mmfsdp.checkpoint.converting import ConversionReport, convert
-    from mmfsdp.checkpoint.copying.atomic import TargetExistsError
-    from mmfsdp.checkpoint.detect import open_layout
-    from mmfsdp.checkpoint.differing import Difference, DiffReport, diff
+    from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
+    from mmfsdp.checkpoint.conversion.model_layout import layout_of_model
+    from mmfsdp.checkpoint.conversion.parts import find_tensor
+    from mmfsdp.checkpoint.conversion.ranks import Ranks
+    from mmfsdp.checkpoint.files.atomic import TargetExistsError
+    from mmfsdp.checkpoint.formats.catalogue import FormatInfo, known_formats
+    from mmfsdp.checkpoint.formats.detect import open_layout
+    from mmfsdp.checkpoint.inspection.comparing import ValueDifference
+    from mmfsdp.checkpoint.inspection.differing import Difference, DiffReport, diff
+    from mmfsdp.checkpoint.inspection.statistics import TensorStatistics, tensor_statistics
+    from mmfsdp.checkpoint.inspection.summarising import TreeNode, tensor_tree
+    from mmfsdp.checkpoint.inspection.verifying import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
-    from mmfsdp.checkpoint.statistics import TensorStatistics, tensor_statistics
-    from mmfsdp.checkpoint.summarising import TreeNode, tensor_tree
-    from mmfsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
 __all__ = [
     "Chunk",
@@ -51,30 +51,30 @@ __all__ = [
 
 _MODULES = {
     "Chunk": "layout",
-    "ConversionReport": "converting",
-    "DiffReport": "differing",
-    "Difference": "differing",
-    "FormatInfo": "catalogue",
+    "ConversionReport": "conversion.converting",
+    "DiffReport": "inspection.differing",
+    "Difference": "inspection.differing",
+    "FormatInfo": "formats.catalogue",
     "Layout": "layout",
-    "Problem": "verifying",
-    "Ranks": "choosing.ranks",
-    "TargetExistsError": "copying.atomic",
+    "Problem": "inspection.verifying",
+    "Ranks": "conversion.ranks",
+    "TargetExistsError": "files.atomic",
     "TensorEntry": "layout",
-    "TensorStatistics": "statistics",
-    "TreeNode": "summarising",
-    "ValueDifference": "comparing",
-    "VerifyReport": "verifying",
-    "convert": "converting",
-    "diff": "differing",
-    "find_tensor": "choosing.parts",
-    "known_formats": "catalogue",
+    "TensorStatistics": "inspection.statistics",
+    "TreeNode": "inspection.summarising",
+    "ValueDifference": "inspection.comparing",
+    "VerifyReport": "inspection.verifying",
+    "convert": "conversion.converting",
+    "diff": "inspection.differing",
+    "find_tensor": "conversion.parts",
+    "known_formats": "formats.catalogue",
     "latest_checkpoint": "keeping",
-    "layout_of_model": "choosing.model_layout",
-    "open_layout": "detect",
+    "layout_of_model": "conversion.model_layout",
+    "open_layout": "formats.detect",
     "remove_old_checkpoints": "keeping",
-    "tensor_statistics": "statistics",
-    "tensor_tree": "summarising",
-    "verify": "verifying",
+    "tensor_statistics": "inspection.statistics",
+    "tensor_tree": "inspection.summarising",
+    "verify": "inspection.verifying",
 }
 
 

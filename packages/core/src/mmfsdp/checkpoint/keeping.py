@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mmfsdp.checkpoint.copying.leases import Lease
-from mmfsdp.checkpoint.copying.siblings import Kind, claim_of, new_token, remove, sibling, targets_of
-from mmfsdp.checkpoint.detect import open_layout
+from mmfsdp.checkpoint.files.leases import Lease
+from mmfsdp.checkpoint.files.siblings import Kind, claim_of, new_token, remove, sibling, targets_of
+from mmfsdp.checkpoint.formats.detect import open_layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.errors import CheckpointError, ConfigError
 

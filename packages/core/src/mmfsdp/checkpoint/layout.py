@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from mmfsdp.boxes import Bounds, boxes_meeting, meet
-from mmfsdp.dtypes import itemsize
+from mmfsdp.basics.boxes import Bounds, boxes_meeting, meet
+from mmfsdp.basics.dtypes import itemsize
 
 __all__ = [
     "Boxes",
@@ -138,7 +138,7 @@ class ListedBoxes:
 
 @dataclass(frozen=True)
 class EvenBoxes:
-    """Boxes by the rule of `mmfsdp.boxes.sharded_box`: where to look for one is the place of the rank that wrote it."""
+    """Boxes by the rule of `sharded_box`: where to look for one is the place of the rank that wrote it."""
 
     shape: tuple[int, ...]
     """Of the whole tensor, in elements."""

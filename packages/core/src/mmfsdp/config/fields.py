@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from mmfsdp.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.basics.references import check_reference
 from mmfsdp.errors import MmfsdpError
-from mmfsdp.references import check_reference
 
 __all__ = ["Dtype", "Names", "Pattern", "Patterns", "Reference", "Strategy", "as_mapping"]
 

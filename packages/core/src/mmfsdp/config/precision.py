@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.config.fields import Dtype, Names, as_mapping
-from mmfsdp.dtypes import is_floating_point
 from mmfsdp.errors import ConfigError
 
 __all__ = ["PRESETS", "Precision", "PrecisionConfig", "PrecisionOverride"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp._lazy import lazy
+from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.planning.automatic import repeated_classes

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch.nn as nn
 
+from mmfsdp.basics.references import resolve_reference
 from mmfsdp.config import ActivationCheckpointingConfig
 from mmfsdp.errors import ConfigError, PolicyError
 from mmfsdp.planning.automatic import LARGE
 from mmfsdp.planning.policies import Policy, select_modules
 from mmfsdp.planning.schema import ActivationPlan, ShardUnit
 from mmfsdp.planning.units import has_forward
-from mmfsdp.references import resolve_reference
 
 __all__ = ["activation_plan"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmfsdp.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.render import human_bytes
 from mmfsdp.planning.schema import ParamEntry, ShardPlan, ShardUnit

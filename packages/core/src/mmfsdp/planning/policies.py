@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from mmfsdp.basics.references import resolve_reference
 from mmfsdp.config import (
     AllOf,
     AnyOf,
@@ -31,7 +32,6 @@ from mmfsdp.config.base import ConfigModel
 from mmfsdp.errors import PolicyError
 from mmfsdp.planning.automatic import automatic_units
 from mmfsdp.planning.patterns import match_classes, match_fqns
-from mmfsdp.references import resolve_reference
 
 __all__ = ["Match", "Policy", "own_parameters", "resolve_policy", "select_modules"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.nn as nn
 
+from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.config import PrecisionConfig
 from mmfsdp.config.precision import PrecisionOverride
-from mmfsdp.dtypes import canonical_dtype
 from mmfsdp.errors import PolicyError
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.planning.policies import Match

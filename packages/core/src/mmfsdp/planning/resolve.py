@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
+from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.config import AutoWrap, ShardConfig
-from mmfsdp.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.errors import ConfigError, PlanError
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.automatic import explain

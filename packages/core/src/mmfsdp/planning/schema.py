@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mmfsdp.dtypes import itemsize
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import MeshError, PlanError
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from mmfsdp.runtime import ShardedModel, clean_fqn
-from mmfsdp.state.boxes import Box
-from mmfsdp.state.stored import StoredTensor
+from mmfsdp.runtime.dtensors import Box
+from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn
+from mmfsdp.saving.stored import StoredTensor
 
 __all__ = ["FlatPiece", "fill_piece", "flat_pieces", "piece_box"]
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective import any_of, scope_of
-from mmfsdp.guards import unwatched
-from mmfsdp.runtime import ShardedModel, clean_fqn
-from mmfsdp.state.stored import whole_value
+from mmfsdp.collective.steps import any_of, scope_of
+from mmfsdp.runtime.guards import unwatched
+from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn
+from mmfsdp.saving.stored import whole_value
 
 __all__ = ["groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime import is_flat_gathered, sharded_model
+from mmfsdp.runtime.sharded_model import is_flat_gathered, sharded_model
 
 __all__ = ["LocalView", "exchange", "exchanged"]
 

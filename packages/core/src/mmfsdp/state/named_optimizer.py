@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.optimizer_forms import unflattened
+from mmfsdp.checkpoint.conversion.optimizer_forms import unflattened
 from mmfsdp.errors import StateDictError, closest
 
 __all__ = ["by_name", "by_place", "renamed", "with_names"]

@@ -15,14 +15,14 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective import broadcast_object, on_all_ranks, scope_of
+from mmfsdp.collective.steps import broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime import ShardedModel, sharded_model
+from mmfsdp.runtime.dtensors import box_of
+from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state import named_optimizer
-from mmfsdp.state.boxes import box_of
 from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
-from mmfsdp.state.stored import StoredTensor, check_unchanged, local_value, locate, whole_box, whole_value
 
 __all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch.nn as nn
 
 from mmfsdp import ShardPlan, plan
-from mmfsdp.compat import Translated, translate_arguments
 from mmfsdp.errors import MmfsdpError
-from mmfsdp.findings import LEVELS, Diagnosis, Finding
+from mmfsdp.frontends.findings import LEVELS, Diagnosis, Finding
 from mmfsdp.planning import estimate_memory
-from mmfsdp_mmengine.building import build_model, sharding_settings
-from mmfsdp_mmengine.config import wrapper_arguments
+from mmfsdp.torch_style.arguments import Translated, translate_arguments
+from mmfsdp_mmengine.configs.arguments import wrapper_arguments
 from mmfsdp_mmengine.doctor import models, running, sharding, state, training
+from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.subject import Subject, sharding_of
 
 __all__ = ["FINDINGS", "RANKS", "diagnose"]

@@ -8,11 +8,11 @@ from typing import Any
 import torch.nn as nn
 from mmengine.registry import DefaultScope
 
-from mmfsdp.compat import ARGUMENTS, translate_arguments
 from mmfsdp.errors import MmfsdpError
-from mmfsdp.findings import Finding
-from mmfsdp_mmengine.building import OWN_ARGUMENTS
-from mmfsdp_mmengine.config import activation_arguments, state_dict_settings, wrapper_arguments
+from mmfsdp.frontends.findings import Finding
+from mmfsdp.torch_style.arguments import ARGUMENTS, translate_arguments
+from mmfsdp_mmengine.configs.arguments import activation_arguments, state_dict_settings, wrapper_arguments
+from mmfsdp_mmengine.doctor.building import OWN_ARGUMENTS
 from mmfsdp_mmengine.doctor.running import advised_wrapper
 from mmfsdp_mmengine.doctor.subject import Subject, name_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from mmengine.registry import HOOKS, MODELS, DefaultScope
 
 from mmfsdp.errors import MmfsdpError, closest
-from mmfsdp.findings import Finding
-from mmfsdp_mmengine.config import state_dict_settings
+from mmfsdp.frontends.findings import Finding
+from mmfsdp_mmengine.configs.arguments import state_dict_settings
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, hooks_of, name_of
-from mmfsdp_mmengine.ema import EMAHook
+from mmfsdp_mmengine.hooks.ema import EMAHook
 
 __all__ = ["FINDINGS"]
 

@@ -11,7 +11,7 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS, STRATEGIES, Registry
 
 from mmfsdp.planning import ShardPlan
 from mmfsdp_mmengine.strategy import FSDPStrategy
-from mmfsdp_mmengine.wrapper import MMFullyShardedDataParallel
+from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 
 __all__ = ["Sharding", "Subject", "class_of", "hooks_of", "name_of", "names_in", "sharding_of"]
 

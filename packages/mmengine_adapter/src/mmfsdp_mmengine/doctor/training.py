@@ -11,14 +11,14 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
 
-from mmfsdp.dtypes import canonical_dtype
+from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.errors import MmfsdpError, closest
-from mmfsdp.findings import Finding
+from mmfsdp.frontends.findings import Finding
 from mmfsdp.planning import optimizer_named
-from mmfsdp_mmengine.amp import AmpOptimWrapper
-from mmfsdp_mmengine.config import plain
+from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
-from mmfsdp_mmengine.optim import OptimizerBinding, optim_wrappers_of
+from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
+from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
 
 __all__ = ["FINDINGS", "optimizer_of"]
 

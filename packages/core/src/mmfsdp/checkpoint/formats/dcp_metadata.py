@@ -12,8 +12,8 @@ from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any, NamedTuple
 
+from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.pickles.reading import Attributes, PickledObject, StandIn, fields, integers, read_pickle
-from mmfsdp.dtypes import DTYPES
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 __all__ = ["Box", "DcpMetadata", "Location", "TensorInfo", "read_dcp_metadata"]

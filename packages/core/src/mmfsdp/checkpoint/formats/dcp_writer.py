@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.ranks import Ranks
-from mmfsdp.checkpoint.copying.cutting import cut, row_box
-from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.conversion.ranks import Ranks
+from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
 from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
 from mmfsdp.checkpoint.formats.tensor_archive import TensorArchive
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
+from mmfsdp.checkpoint.geometry.cutting import cut, row_box
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.checkpoint.formats.flat_ranges import FlatRange
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.dtypes import itemsize
+from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["FLAT", "FlatUnit", "Span", "cut", "flat_unit", "spans_of_views"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT, FlatUnit, Span, cut, flat_unit, spans_of_views
-from mmfsdp.checkpoint.formats.flat_ranges import FlatRange, entry_of_ranges
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange, entry_of_ranges
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 

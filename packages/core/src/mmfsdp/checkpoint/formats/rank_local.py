@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.boxes import Bounds
+from mmfsdp.basics.boxes import Bounds
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
 from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmfsdp.checkpoint.choosing.ranks import Ranks
-from mmfsdp.checkpoint.copying.cutting import cut, row_box
-from mmfsdp.checkpoint.copying.planned_files import PlannedFile
+from mmfsdp.checkpoint.conversion.ranks import Ranks
+from mmfsdp.checkpoint.files.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
+from mmfsdp.checkpoint.geometry.cutting import cut, row_box
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import FormatError

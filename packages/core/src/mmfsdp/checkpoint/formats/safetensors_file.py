@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
+from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.reading import integers
 from mmfsdp.checkpoint.strict_json import parse_json
-from mmfsdp.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
 __all__ = ["CHECKSUMS", "looks_like_safetensors", "plan_safetensors", "read_entries", "read_safetensors"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from mmfsdp.checkpoint.copying.planned_files import PlannedFile
+from mmfsdp.checkpoint.files.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
 from mmfsdp.checkpoint.layout import TensorEntry
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
 from mmfsdp.checkpoint.pickles.reading import PickledObject, StandIn, integers
-from mmfsdp.dtypes import DTYPES, itemsize
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [

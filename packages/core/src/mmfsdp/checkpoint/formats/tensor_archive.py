@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mmfsdp.checkpoint.copying.planned_files import Piece
+from mmfsdp.checkpoint.files.planned_files import Piece
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_archive
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 

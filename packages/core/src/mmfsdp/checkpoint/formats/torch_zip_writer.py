@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.copying.casting import CastEntry
-from mmfsdp.checkpoint.copying.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_writer import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmfsdp.dtypes import DTYPES
+from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.errors import UnsafePickleError
 
 __all__ = ["check_is_name", "is_dotted_name", "is_safe_name", "shown"]

@@ -1,6 +1,0 @@
-"""Activation checkpointing: recomputing activations in backward instead of keeping them."""
-
-from mmfsdp.activation.apply import apply_activation_checkpointing
-from mmfsdp.activation.operators import DEFAULT_SAVE_OPS
-
-__all__ = ["DEFAULT_SAVE_OPS", "apply_activation_checkpointing"]

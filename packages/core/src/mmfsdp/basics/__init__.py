@@ -1,0 +1,1 @@
+"""What every room may use: dtypes, references by name, boxes of tensors, and importing on first use."""

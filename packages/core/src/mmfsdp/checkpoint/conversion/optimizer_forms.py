@@ -1,0 +1,163 @@
+"""The forms that an optimizer's state has on disk, and how one becomes another without a change of meaning.
+
+By place: ``{'state': {0: {...}}, 'param_groups': [{'params': [0], ...}]}``, as ``Optimizer.state_dict()`` gives it. By
+name: the same with names of parameters for numbers, as torch's ``get_optimizer_state_dict()`` gives it. Flattened:
+``{'state.<name>.exp_avg': ..., 'param_groups.<name>.lr': ...}``, that of ``flatten_optimizer_state_dict=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mmfsdp.checkpoint.conversion.parts import find_weights, is_ref
+from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.errors import FormatError
+
+__all__ = ["states_by_name", "states_by_place", "unflattened"]
+
+_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: no parameters
+
+
+def states_by_place(tree: Any) -> Any:
+    """Return content in which every optimizer's state goes by places. Nothing is changed in place.
+
+    The places are those of the names in the param groups; the names are kept under ``'param_names'``, where torch
+    itself puts them if it knows them.
+    """
+    return _mapped(tree, _placed)
+
+
+def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
+    """Return content in which every optimizer's state goes by names, and what one should know.
+
+    Args:
+        tree: The content. Not changed.
+        layout: The checkpoint that its tensors are in.
+
+    Raises:
+        FormatError: The state goes by places, and which parameters these are cannot be told.
+    """
+    notes: list[str] = []
+    model = _weights(tree) or _weights(layout.tree)
+    return _mapped(tree, lambda state: _named(state, model, layout, notes)), tuple(dict.fromkeys(notes))
+
+
+def unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a flattened state by name; a state of another form as it is."""
+    dotted = (f"{_STATE}.", f"{_GROUPS}.")
+    if not state_dict or not all(isinstance(key, str) and key.startswith(dotted) for key in state_dict):
+        return state_dict
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in state_dict.items():
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        (state if kind == _STATE else groups).setdefault(name, {})[entry] = value
+    return {_STATE: state, _GROUPS: [{**settings, "params": [name]} for name, settings in groups.items()]}
+
+
+def _mapped(tree: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = 3) -> Any:
+    if not isinstance(tree, dict) or not depth:
+        return tree
+    state = unflattened(tree)
+    if isinstance(state.get(_STATE), dict) and isinstance(state.get(_GROUPS), list):
+        return change(dict(state))
+    mapped = {key: _mapped(value, change, depth - 1) for key, value in tree.items()}
+    return mapped if any(mapped[key] is not tree[key] for key in tree) else tree
+
+
+def _params(state: Mapping[str, Any]) -> list[list[Any]]:
+    return [list(group.get("params", ())) for group in state[_GROUPS]]
+
+
+def _placed(state: dict[str, Any]) -> dict[str, Any]:
+    params = _params(state)
+    flat = [name for group in params for name in group]
+    if not flat or not all(isinstance(name, str) for name in flat):
+        return state
+    place = {name: number for number, name in enumerate(flat)}
+    known = {name: entries for name, entries in state[_STATE].items() if name in place}
+    groups = [
+        {**group, "params": [place[name] for name in names], _NAMES: names}
+        for group, names in zip(state[_GROUPS], params, strict=True)
+    ]
+    # Under their own keys what is of no group: such as a wrapper's own state.
+    rest = {name: entries for name, entries in state[_STATE].items() if name not in place}
+    return {**state, _STATE: {place[name]: known[name] for name in flat if name in known} | rest, _GROUPS: groups}
+
+
+def _named(state: dict[str, Any], model: Mapping[str, TensorRef], layout: Layout, notes: list[str]) -> dict[str, Any]:
+    params = _params(state)
+    places = [place for group in params for place in group]
+    if not places or not all(type(place) is int for place in places):
+        return state
+    names = _stored_names(state)
+    if names is None:
+        names = _guessed_names(state, places, model, layout)
+        notes.append("which parameter a place of the optimizer's state is was told from the order and the shapes")
+    name = dict(zip(places, names, strict=True))
+    groups = [
+        {**{key: value for key, value in group.items() if key != _NAMES}, "params": [name[place] for place in own]}
+        for group, own in zip(state[_GROUPS], params, strict=True)
+    ]
+    return {
+        **state,
+        _STATE: {name.get(_number(key), key): entries for key, entries in state[_STATE].items()},
+        _GROUPS: groups,
+    }
+
+
+def _stored_names(state: Mapping[str, Any]) -> list[str] | None:
+    names = [name for group in state[_GROUPS] for name in group.get(_NAMES) or ()]
+    fits = all(len(group.get(_NAMES) or ()) == len(group.get("params", ())) for group in state[_GROUPS])
+    return names if fits and all(isinstance(name, str) for name in names) else None
+
+
+def _guessed_names(
+    state: Mapping[str, Any], places: Sequence[int], model: Mapping[str, TensorRef], layout: Layout
+) -> list[str]:
+    """Return the names of the weights in order, if there are as many as places, and every state is of their shapes."""
+    names: list[str] = []
+    seen: set[object] = set()
+    for name, ref in model.items():
+        entry = layout.tensors[ref.name]
+        chunks = entry.chunks if entry.nbytes else name
+        if name.rpartition(".")[2] not in _BUFFERS and chunks not in seen:  # tied weights are one parameter
+            seen.add(chunks)
+            names.append(name)
+    if len(names) != len(places):
+        raise _unknown(layout, f"it is of {len(places)} parameters, and the weights hold {len(names)} tensors")
+    by_place = {_number(key): entries for key, entries in state[_STATE].items()}
+    for place, name in zip(sorted(places), names, strict=True):
+        shape = layout.tensors[model[name].name].shape
+        shapes = [layout.tensors[ref.name].shape for ref in _refs(by_place.get(place))]
+        if shapes and shape not in shapes and any(shapes):
+            raise _unknown(layout, f"that of place {place} is of shape {list(max(shapes))}, and {name!r} {list(shape)}")
+    order = dict(zip(sorted(places), names, strict=True))
+    return [order[place] for place in places]
+
+
+def _number(key: Any) -> Any:
+    # Where keys must be text, places have become '0', '1', ...
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _refs(entries: Any) -> list[TensorRef]:
+    return [value for value in entries.values() if isinstance(value, TensorRef)] if isinstance(entries, dict) else []
+
+
+def _unknown(layout: Layout, reason: str) -> FormatError:
+    return FormatError(
+        f"The optimizer's state in {layout.path.name} goes by the places of parameters, and their names cannot be "
+        f"told: {reason}. Leave it out with drop=['optimizer'] (--drop optimizer), write a format that keeps places "
+        "('pth', 'local'), or save with mmfsdp, which stores the names.",
+        file=str(layout.path),
+    )
+
+
+def _weights(tree: Any) -> dict[str, TensorRef]:
+    found = find_weights(tree, is_ref)
+    held = found.weights if found is not None else {}
+    return {str(name): value for name, value in held.items() if isinstance(value, TensorRef)}

@@ -1,0 +1,138 @@
+"""Looks at the disk before a conversion, and at what it wrote before that appears at its final path."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mmfsdp.checkpoint.files.atomic import located, refuse_missing_parent
+from mmfsdp.checkpoint.files.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.files.open_files import OpenFiles
+from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.inspection.verifying import verify
+from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["check_output", "check_replaceable", "check_space", "free_bytes"]
+
+# What directories of checkpoints hold, whoever wrote them.
+_OF_CHECKPOINTS = re.compile(
+    r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
+)
+
+
+def free_bytes(target: Path) -> int:
+    """Return the bytes free where a target will be.
+
+    Raises:
+        CheckpointNotFoundError: The directory that should hold it does not exist.
+    """
+    refuse_missing_parent(target)
+    return shutil.disk_usage(located(target).parent).free
+
+
+def check_space(target: Path, needed: int, free: int) -> None:
+    """Raise if a target cannot fit on its disk.
+
+    Args:
+        target: Where it will be.
+        needed: Bytes to write.
+        free: Bytes that are free.
+
+    Raises:
+        CheckpointError: There is not enough room.
+    """
+    if needed > free:
+        raise CheckpointError(
+            f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
+        )
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise if replacing a directory would take along what is no part of a checkpoint.
+
+    Args:
+        target: The directory; anything else is fine.
+
+    Raises:
+        CheckpointError: It holds something else; that is named.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    foreign = sorted(
+        entry.name for entry in target.iterdir() if entry.is_dir() or not _OF_CHECKPOINTS.fullmatch(entry.name)
+    )
+    if foreign:
+        raise CheckpointError(
+            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is no part of a "
+            "checkpoint. Remove the directory yourself, or choose another path.",
+            file=str(target),
+        )
+
+
+def check_output(
+    path: Path, expected: Mapping[str, TensorEntry], *, trust: bool = False, progress: Progress | None = None
+) -> None:
+    """Read what was written and compare every tensor with the source, and every checksum with the data.
+
+    Args:
+        path: The output.
+        expected: Its tensors by name, as they come from the source.
+        trust: Accept pickled objects that are not on the list of safe names.
+        progress: Called with the bytes compared so far and the bytes to compare.
+
+    Raises:
+        CorruptCheckpointError: Something differs.
+    """
+    layout = open_layout(path, trust=trust)
+    for problem in verify(layout).problems:
+        raise CorruptCheckpointError(f"What was written is damaged: {problem.message}", file=problem.file)
+    if [*layout.tensors] != [*expected] and {*layout.tensors} != {*expected}:
+        unlike = sorted({*layout.tensors} ^ {*expected})
+        raise CorruptCheckpointError(f"What was written has other tensors than the source: {unlike[0]!r}.")
+    total, done = sum(entry.nbytes for entry in expected.values()), 0
+    with OpenFiles() as files:
+        for name, entry in expected.items():
+            found = layout.tensors[name]
+            if (found.dtype, found.shape) != (entry.dtype, entry.shape):
+                raise _differs(name, path)
+            there = _Bytes(converted_blocks(files, found))
+            # What a cast reports, it has reported when it was written.
+            quiet = CastEntry.of(entry.source, entry.dtype, _ignore) if isinstance(entry, CastEntry) else entry
+            for block in converted_blocks(files, quiet):
+                if not there.matches(block):
+                    raise _differs(name, path)
+                done += len(block)
+                if progress is not None:
+                    progress(done, total)
+
+
+def _ignore(name: str, count: int) -> None:
+    pass
+
+
+def _differs(name: str, path: Path) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"What was written for tensor {name!r} differs from the source.", file=str(path))
+
+
+class _Bytes:
+    """Compares a stream of blocks with one that is cut elsewhere."""
+
+    def __init__(self, blocks: Iterator[memoryview]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def matches(self, data: memoryview) -> bool:
+        while data:
+            if not self._rest:
+                self._rest = next(self._blocks, memoryview(b""))
+                if not self._rest:
+                    return False
+            count = min(len(data), len(self._rest))
+            if data[:count] != self._rest[:count]:
+                return False
+            data, self._rest = data[count:], self._rest[count:]
+        return True

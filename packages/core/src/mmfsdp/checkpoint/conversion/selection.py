@@ -1,0 +1,186 @@
+"""Decides what of a checkpoint is written: which part, which of its tensors, and under which names."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmfsdp.checkpoint.conversion.parts import top_level_key, weights_of
+from mmfsdp.checkpoint.conversion.renaming import NameRules
+from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.tree import named_tensors, select_tensors
+from mmfsdp.errors import ConfigError, FormatError
+
+__all__ = ["Part", "Selection", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a checkpoint is meant."""
+
+    keep: str
+    """``'model'``, ``'all'`` or a top-level key."""
+    drop: tuple[str, ...] = ()
+    """With ``'all'``: the top-level keys that are left out."""
+
+    @classmethod
+    def chosen(cls, keep: str | None, drop: Sequence[str], *, by_default: str) -> Part:
+        """Return the part that was asked for.
+
+        Raises:
+            ConfigError: Something is to be dropped from what is not all.
+        """
+        if not drop:
+            return cls(by_default if keep is None else keep)
+        if keep not in (None, "all"):
+            raise ConfigError(f"drop={list(drop)} (--drop) leaves out of everything; it cannot go with keep={keep!r}.")
+        return cls("all", tuple(drop))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is written."""
+
+    tree: dict[Any, Any]
+    """The content; its ``TensorRef``s name the tensors as the source does."""
+    part: Any
+    """What names are relative to: the weights, the content of a key, or all of the tree."""
+    dropped: tuple[str, ...]
+    """Paths of what is left out, sorted into top-level keys and then excluded names."""
+    notes: tuple[str, ...]
+    """What the caller should know."""
+
+
+def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = False) -> Selection:
+    """Return the part of a checkpoint to write, with the rules applied.
+
+    Args:
+        layout: The source.
+        wanted: Which part.
+        rules: Which names are taken, and what they become.
+        use_ema: Take the averaged weights as the model's.
+
+    Raises:
+        ConfigError: The part is unknown, a rule matches nothing, or two tensors would get one name.
+        FormatError: The source has no such part.
+    """
+    keep = wanted.keep
+    if use_ema and keep != "model":
+        raise ConfigError(f"use_ema=True (--use-ema) is about the weights; it cannot go with keep={keep!r}.")
+    if not isinstance(layout.tree, dict):
+        weights_of(layout)  # raises
+    notes: tuple[str, ...] = ()
+    if keep == "all":
+        dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in wanted.drop)}
+        kept = {key: value for key, value in layout.tree.items() if key not in dropped} if dropped else layout.tree
+        part, removed = _edited(kept, rules)
+        return Selection(part, part, (*dropped.values(), *removed), notes)
+    if keep == "model":
+        found = weights_of(layout)
+        part = found.weights
+        if use_ema:
+            part, notes = _averaged(layout, part)
+        part, removed = _edited(part, rules)
+        tree = {"state_dict": part, "meta": found.beside.get("meta", {})}
+        return Selection(tree, part, (*found.left_out("meta"), *removed), notes)
+    key = top_level_key(layout, keep)
+    others = [name for name in layout.top_level if name != keep]
+    if isinstance(layout.tree[key], TensorRef):
+        part = {key: layout.tree[key]}
+        return Selection(part, part, tuple(others), notes)
+    part, removed = _edited(layout.tree[key], rules)
+    return Selection({key: part}, part, (*others, *removed), notes)
+
+
+_WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by FlexibleRunner
+
+
+def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    averaged = layout.tree.get("ema_state_dict")
+    if not isinstance(averaged, dict):
+        raise FormatError(
+            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out use_ema=True (--use-ema) "
+            "for the weights that it has.",
+            file=str(layout.path),
+        )
+    meta = layout.tree.get("meta")
+    if isinstance(meta, dict) and not meta.keys().isdisjoint(_WRITTEN_BY_MMENGINE):
+        # EMAHook.before_save_checkpoint swaps the two: mmengine/hooks/ema_hook.py, _swap_ema_state_dict.
+        return weights, (
+            "MMEngine's EMAHook saves the averaged weights under 'state_dict' already, and the plain ones under "
+            "'ema_state_dict': 'state_dict' was taken",
+        )
+    prefix = "module."
+    named = {str(key).removeprefix(prefix): value for key, value in averaged.items() if str(key).startswith(prefix)}
+    unknown = [name for name in named if name not in weights]
+    if not named or unknown:
+        problem = f"{unknown[0]!r}, which 'state_dict' lacks" if unknown else "no key that begins with 'module.'"
+        raise FormatError(f"'ema_state_dict' of {layout.path.name} holds {problem}.", file=str(layout.path))
+    replaced = collections.OrderedDict((key, named.get(str(key), value)) for key, value in weights.items())
+    vars(replaced).update(vars(weights) if isinstance(weights, collections.OrderedDict) else {})
+    return replaced, ()
+
+
+def _edited(part: Any, rules: NameRules) -> tuple[Any, list[str]]:
+    if not rules.active:
+        return part, []
+    if not isinstance(part, dict):
+        raise ConfigError("Names can be chosen and changed only within a mapping.")
+    removed: list[str] = []
+    edited = _edit(part, "", rules, removed)
+    rules.check_all_used(named_tensors(part))
+    if not select_tensors(edited):
+        raise ConfigError("No tensor is left to write; include or exclude less.")
+    return edited, removed
+
+
+def _edit(part: dict[Any, Any], path: str, rules: NameRules, removed: list[str]) -> dict[Any, Any]:
+    ordered = isinstance(part, collections.OrderedDict)
+    result: dict[Any, Any] = collections.OrderedDict() if ordered else {}
+    origins: dict[Any, str] = {}
+    for key, child in part.items():
+        name = f"{path}/{key}" if path else str(key)
+        if rules.excluded(name):
+            removed.append(name)
+            continue
+        new: Any = key
+        if isinstance(child, dict):
+            edited = _edit(child, name, rules, removed)
+            if child and not edited:
+                continue
+            child = edited
+        elif select_tensors(child):
+            if not rules.included(name):
+                removed.append(name)
+                continue
+            new = _new_key(key, name, path, rules)
+        if new in result:
+            raise ConfigError(f"{origins[new]!r} and {name!r} would both be named {str(new)!r}. Change the renaming.")
+        result[new], origins[new] = child, name
+    if ordered:
+        vars(result).update(_with_renamed_modules(vars(part), rules))
+    return result
+
+
+def _new_key(key: Any, name: str, path: str, rules: NameRules) -> Any:
+    new = rules.renamed(name)
+    if new == name:
+        return key
+    parent = f"{path}/" if path else ""
+    if not new.startswith(parent) or new == parent or (path and "/" in new.removeprefix(parent)):
+        raise ConfigError(f"{name!r} would be renamed to {new!r}: a tensor's last key can change, not where it lies.")
+    return new.removeprefix(parent)
+
+
+def _with_renamed_modules(attributes: Mapping[str, Any], rules: NameRules) -> dict[str, Any]:
+    # A module's state dict carries `_metadata`: its modules' versions by their names, which change with the keys.
+    versions = attributes.get("_metadata")
+    if not isinstance(versions, dict) or not (rules.rename or rules.strip_prefix):
+        return dict(attributes)
+    renamed = collections.OrderedDict(
+        (rules.renamed(f"{module}.", count=False).rstrip(".") if module else module, version)
+        for module, version in versions.items()
+    )
+    return {**attributes, "_metadata": renamed}

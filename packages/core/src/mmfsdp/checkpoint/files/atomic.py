@@ -1,0 +1,266 @@
+"""Files and directories that appear at their final path complete, or not at all.
+
+Everything is written to a hidden sibling of the target, synced, and moved to its place in one step. What a killed
+process left behind is removed, or put to use, by the next one that writes the same target (see ``siblings``).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmfsdp.checkpoint.files.leases import Lease, writer
+from mmfsdp.checkpoint.files.open_files import refuse_special
+from mmfsdp.checkpoint.files.renaming import exchange, rename_new
+from mmfsdp.checkpoint.files.siblings import Kind, claim_of, new_token, remove, remove_leftovers, sibling, token_of
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
+
+__all__ = [
+    "TargetExistsError",
+    "atomic_output",
+    "commit",
+    "discard",
+    "located",
+    "make_parent",
+    "refuse_existing",
+    "refuse_missing_parent",
+    "sync",
+    "temporary_sibling",
+]
+
+_held: dict[Path, list[Lease]] = {}
+"""The leases of what this process is writing."""
+
+
+class TargetExistsError(CheckpointError):
+    """There is something at the target already, or soon, and overwriting was not asked for."""
+
+
+def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
+    """Return a fresh hidden path beside ``path`` to write to; nothing is created there.
+
+    Until ``commit`` or ``discard`` is called with it, or this process dies, other processes know that it is being
+    written. What dead processes left for the same target is removed first. If one of them died while it replaced
+    something, the newest complete checkpoint is put back to the target.
+
+    Args:
+        path: The target, a file or a directory to be.
+        exclusive: Nothing is to be overwritten: refuse at once what is there, and what another process is writing.
+
+    Raises:
+        CheckpointNotFoundError: The directory that should hold the target does not exist.
+        FormatError: The target is a pipe, a device or a socket.
+        TargetExistsError: With ``exclusive``: there is something at the target, or another process is writing it.
+    """
+    refuse_missing_parent(path)
+    given, path = path, located(path)
+    refuse_special(path)
+    token = new_token()
+    temporary = sibling(path, token, Kind.PARTIAL)
+    leases: list[Lease] = []
+    try:
+        claim = Lease.take(claim_of(path))
+        if claim is not None:
+            leases.append(claim)
+        elif exclusive:
+            raise _being_written(given, claim_of(path))
+        own = Lease.take(sibling(path, token, Kind.LEASE), wait=True, guarded=temporary)
+        if own is not None:
+            leases.append(own)
+            remove_leftovers(path, own)
+        if exclusive:
+            refuse_existing(given)
+    except BaseException:
+        _release(leases)
+        raise
+    _held[temporary] = leases
+    return temporary
+
+
+def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool = True) -> None:
+    """Move what was written to ``temporary`` to its final path in one step.
+
+    At every instant there is something complete at ``path`` if there was before: what is replaced and what replaces it
+    change places, and the old one is removed only then. Where the file system cannot do that with a directory, the old
+    one is moved aside first; if this process dies then, ``open_layout`` and the next save find what it left.
+
+    Args:
+        temporary: The finished file or directory, a path of ``temporary_sibling``.
+        path: The target.
+        overwrite: Replace what is there. Without it nothing is ever replaced, whoever put it there and when.
+        fsync: Wait until the data of every file, and the rename, are on disk.
+
+    Raises:
+        TargetExistsError: There is something at ``path`` and ``overwrite`` is false. ``temporary`` is left as it is.
+    """
+    given, path = path, located(path)
+    if not overwrite:
+        refuse_existing(given)
+    if fsync:
+        _sync_tree(temporary)
+    old: Path | None = None
+    if overwrite:
+        old = _replace(temporary, path)
+    else:
+        try:
+            rename_new(temporary, path)
+        except FileExistsError as error:
+            raise _exists(given) from error
+    if fsync:
+        sync(path.parent)
+    if old is not None:
+        remove(old)
+    _release(_held.pop(temporary, []))
+
+
+def _replace(temporary: Path, path: Path) -> Path | None:
+    """Move something to a path, and return where what was there before has gone; ``None`` if it is no more."""
+    while True:
+        try:
+            if not os.path.lexists(path) or not (temporary.is_dir() or _is_directory(path)):
+                os.replace(temporary, path)
+                return None
+            return temporary if exchange(temporary, path) else _moved_aside(temporary, path)
+        except OSError as error:
+            # Others replace the same target: it came, or went, in the meantime.
+            came = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+            if not os.path.lexists(temporary) or not (came or isinstance(error, FileNotFoundError)):
+                raise
+
+
+def _moved_aside(temporary: Path, path: Path) -> Path:
+    aside = sibling(path, token_of(temporary), Kind.REPLACED)
+    os.rename(path, aside)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        rename_new(aside, path)
+        raise
+    return aside
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def discard(temporary: Path) -> None:
+    """Remove a temporary file or directory, and give up the target; one that does not exist is fine."""
+    try:
+        remove(temporary)
+    finally:
+        _release(_held.pop(temporary, []))
+
+
+def _release(leases: list[Lease]) -> None:
+    while leases:
+        leases.pop().release()
+
+
+@contextmanager
+def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) -> Iterator[Path]:
+    """Give a path to write to, which becomes ``path`` when the block ends without an error and vanishes otherwise.
+
+    Args:
+        path: The target. The block creates a file or a directory at the path that it is given.
+        overwrite: Replace what is there.
+        fsync: Wait until everything is on disk.
+
+    Raises:
+        TargetExistsError: There is something at ``path``, or another process is writing it, and ``overwrite`` is false;
+            said before the block begins.
+        CheckpointNotFoundError: The directory that should hold the target does not exist.
+    """
+    temporary = temporary_sibling(path, exclusive=not overwrite)
+    try:
+        yield temporary
+        commit(temporary, path, overwrite=overwrite, fsync=fsync)
+    except BaseException:  # an interrupt must not leave a half-written file either
+        discard(temporary)
+        raise
+
+
+def located(path: Path) -> Path:
+    """Return the absolute path of a target: links on the way are followed, as the operating system does before ``..``.
+
+    A link at the target itself is not: it is replaced, and what it points to stays.
+
+    Args:
+        path: The target; its directory should exist.
+    """
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
+def make_parent(target: Path) -> None:
+    """Create the directories above a target.
+
+    Raises:
+        CheckpointError: One of them is a file.
+        OSError: They cannot be created.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
+        raise CheckpointError(
+            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
+            file=str(target),
+        ) from error
+
+
+def refuse_missing_parent(path: Path) -> None:
+    """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
+    if not path.parent.is_dir():
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
+            + _nearest(path.parent),
+            file=str(path),
+        )
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise ``TargetExistsError`` if there is something at a target already, ``FormatError`` if it is a device."""
+    refuse_special(path)
+    if os.path.lexists(path):
+        raise _exists(path)
+
+
+def _exists(path: Path) -> TargetExistsError:
+    kind = "directory" if path.is_dir() else "file"
+    return TargetExistsError(
+        f"{str(path)!r} exists already. Pass overwrite=True (--force) to replace this {kind}, or choose another path.",
+        file=str(path),
+    )
+
+
+def _being_written(path: Path, claim: Path) -> TargetExistsError:
+    found = writer(claim)
+    who = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else "its claim is locked"
+    return TargetExistsError(
+        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass overwrite=True (--force) to "
+        "replace what it writes, or choose another path.",
+        file=str(path),
+    )
+
+
+def _sync_tree(path: Path) -> None:
+    if path.is_dir():
+        for child in path.iterdir():
+            _sync_tree(child)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _nearest(path: Path) -> str:
+    parent = path.parent
+    return closest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""

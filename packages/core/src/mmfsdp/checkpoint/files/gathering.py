@@ -1,0 +1,90 @@
+"""Packs elements that lie scattered in a file, such as channels-last weights or transposed views, without numpy."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Literal
+
+from mmfsdp.checkpoint.geometry.extents import StridedRun
+
+__all__ = ["packed_blocks"]
+
+_BLOCK = 4 << 20  # bytes that are packed before they are handed out
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
+    """Yield the elements of a strided run in target order, packed, a few megabytes at a time.
+
+    Args:
+        source: Descriptor of the file that holds them.
+        run: Which elements.
+
+    Yields:
+        Non-empty blocks of bytes; one empty block if the file ends before the last element.
+    """
+    item, sizes, strides = _simplified(run)
+    span = item * (1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)))
+    if os.fstat(source).st_size < run.source + span:
+        yield b""
+        return
+    # Mapped pages are the kernel's to drop again: memory use stays that of the page cache.
+    begin = run.source - run.source % mmap.ALLOCATIONGRANULARITY
+    # Not closed by hand: slices of it may still be alive if the caller stops early.
+    mapped = mmap.mmap(source, run.source + span - begin, prot=mmap.PROT_READ, offset=begin)
+    block = bytearray()
+    for piece in _pieces(memoryview(mapped)[run.source - begin :], item, sizes, strides):
+        block += piece
+        if len(block) >= _BLOCK:
+            yield bytes(block)
+            block.clear()
+    if block:
+        yield bytes(block)
+
+
+def _simplified(run: StridedRun) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    # Neighbouring dimensions whose steps fit become one, so that the inner loop, which C does, is long.
+    item, sizes, strides = run.item, list(run.sizes), list(run.strides)
+    if item not in _FORMATS:  # complex128: two halves of eight bytes
+        item, sizes, strides = 8, [*sizes, 2], [*(step * 2 for step in strides), 1]
+    merged: list[tuple[int, int]] = []
+    for size, step in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
+        else:
+            merged.append((size, step))
+    merged = merged or [(1, 1)]
+    return item, tuple(size for size, _ in merged), tuple(step for _, step in merged)
+
+
+def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the elements in pieces of up to one block."""
+    if not sizes:
+        yield bytes(data[:item])
+        return
+    size, step = sizes[0], strides[0]
+    below = item * math.prod(sizes[1:])
+    if step == 0 and below <= _BLOCK:  # an expanded dimension
+        unit = b"".join(_pieces(data, item, sizes[1:], strides[1:]))
+        yield from _repeated(unit, size)
+    elif len(sizes) > 1:
+        for index in range(size):
+            yield from _pieces(data[index * step * item :], item, sizes[1:], strides[1:])
+    else:
+        for begin in range(0, size, _BLOCK // item):
+            count = min(_BLOCK // item, size - begin)
+            elements = data[begin * step * item : (begin * step + (count - 1) * step + 1) * item]
+            yield elements.cast(_FORMATS[item])[::step].tobytes()
+
+
+def _repeated(unit: bytes, times: int) -> Iterator[bytes]:
+    at_once = min(times, _BLOCK // len(unit))
+    block = unit * at_once
+    for _ in range(times // at_once):
+        yield block
+    yield unit * (times % at_once)

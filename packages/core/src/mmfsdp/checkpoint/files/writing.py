@@ -1,0 +1,155 @@
+"""Writes planned files: threads copy tensor data to its places, then comes around it what depends on its checksums."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+
+from mmfsdp.checkpoint.files.block_writer import BlockWriter
+from mmfsdp.checkpoint.files.copier import Copier, RecordKey
+from mmfsdp.checkpoint.files.crc import crc32, crc32_combine
+from mmfsdp.checkpoint.files.direct_io import Ways
+from mmfsdp.checkpoint.files.flushing import Flusher
+from mmfsdp.checkpoint.files.open_files import write_all
+from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.files.reserving import reserve
+from mmfsdp.checkpoint.files.tracking import Progress, StoppedError, Tracker
+from mmfsdp.checkpoint.manifest import FileEntry
+
+__all__ = ["default_jobs", "write_files"]
+
+_BATCH = 16 << 20  # bytes of tensors that are one piece of work
+_MERGED = 1 << 20  # bytes of small blocks that are written at once
+
+
+def default_jobs() -> int:
+    """Return the number of threads that copy if nobody says: more than four hardly help, memory is the limit."""
+    return min(4, os.cpu_count() or 1)
+
+
+def write_files(
+    target: Path,
+    files: Sequence[PlannedFile],
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    fsync: bool = False,
+) -> dict[str, FileEntry]:
+    """Create the files of a target, in constant memory.
+
+    Args:
+        target: The file to create, or the directory to create them in; it must not exist.
+        files: What they hold.
+        verify: Check the stored CRC-32 of every source record.
+        progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
+        jobs: Threads that copy, at most; ``default_jobs()`` by default. What is written does not depend on it.
+        fsync: Begin to bring the data to disk while it is written. It is there only after a sync of one's own.
+
+    Returns:
+        Size and CRC-32 of each file by name: what a manifest says, without having read them again.
+
+    Raises:
+        CorruptCheckpointError: Source data does not match its checksum, or a file of the source ends too early.
+    """
+    if [file.name for file in files] != [""]:
+        target.mkdir()
+    paths = [target / file.name if file.name else target for file in files]
+    for file, path in zip(files, paths, strict=True):
+        with path.open("xb") as created:
+            reserve(created.fileno(), file.size)
+    tracker = Tracker(sum(file.nbytes for file in files), progress)
+    batches = [[*_batches(file.pieces)] for file in files]
+    # No more than there is work for: each has memory of its own.
+    count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
+    with ExitStack() as stack:
+        ways = Ways(fsync=fsync)
+        flusher = stack.enter_context(Flusher(paths)) if fsync else None
+        idle: SimpleQueue[Copier] = SimpleQueue()
+        verified: set[RecordKey] = set()
+        for _ in range(count):
+            writer = BlockWriter(ways, flusher.changed) if flusher else BlockWriter(ways)
+            idle.put(stack.enter_context(Copier(tracker, writer, verified=verified if verify else None)))
+        pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
+        try:
+            copies = [
+                [pool.submit(_copy, idle, tracker, path, batch) for batch in own]
+                for own, path in zip(batches, paths, strict=True)
+            ]
+            entries = {}
+            for file, path, parts in zip(files, paths, copies, strict=True):
+                crcs = [crc for part in parts for crc in part.result()]
+                entries[file.name] = _complete(path, file, crcs)
+            return entries
+        except BaseException as error:  # an interrupt too: nothing may be left running
+            tracker.stop(error)
+            pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(error, StoppedError) and tracker.failure is not None:
+                raise tracker.failure from None
+            raise
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    begin = size = 0
+    for place, piece in enumerate(pieces, start=1):
+        size += piece.entry.nbytes
+        if size >= _BATCH:
+            yield pieces[begin:place]
+            begin, size = place, 0
+    if begin < len(pieces):
+        yield pieces[begin:]
+
+
+def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Sequence[Piece]) -> list[int]:
+    copier = idle.get()
+    try:
+        with copier.writer.to(path):
+            return [copier.copy_tensor(piece.entry, piece.at) for piece in pieces]
+    except BaseException as error:
+        tracker.stop(error)
+        raise
+    finally:
+        idle.put(copier)
+
+
+def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
+    written: list[_Stretch] = []
+    with path.open("r+b", buffering=0) as opened:
+        for offset, block in _adjoining(file.blocks(crcs)):
+            write_all(opened.fileno(), block, offset)
+            written.append((offset, len(block), crc32(block)))
+    pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
+    return FileEntry(file.size, _joined(heapq.merge(pieces, written), file.size))
+
+
+def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Put blocks together that follow each other, up to about a megabyte."""
+    begin, held = 0, bytearray()
+    for offset, block in blocks:
+        if held and (offset != begin + len(held) or len(held) >= _MERGED):
+            yield begin, bytes(held)
+            held.clear()
+        if not held:
+            begin = offset
+        held += block
+    if held:
+        yield begin, bytes(held)
+
+
+_Stretch = tuple[int, int, int]  # offset, length, CRC-32
+
+
+def _joined(stretches: Iterable[_Stretch], size: int) -> int:
+    """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
+    crc = position = 0
+    for offset, length, own in stretches:
+        if not length:
+            continue
+        crc = crc32_combine(crc32(bytes(offset - position), crc), own, length)
+        position = offset + length
+    return crc32(bytes(size - position), crc)

@@ -1,0 +1,1 @@
+"""Boxes of tensors and the bytes of files that hold them."""

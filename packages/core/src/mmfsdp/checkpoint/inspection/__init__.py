@@ -1,0 +1,1 @@
+"""Looking at checkpoints: verify, diff, statistics and summaries."""

@@ -1,0 +1,210 @@
+"""Tells how two checkpoints differ, whatever their formats and however they are sharded, in constant memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmfsdp.checkpoint.conversion.parts import part_tensors, weights_of
+from mmfsdp.checkpoint.files.numeric import require_numpy
+from mmfsdp.checkpoint.files.open_files import OpenFiles
+from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.tree import leaves
+from mmfsdp.errors import ConfigError, FormatError
+
+__all__ = ["DiffReport", "Difference", "diff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is one thing in the first checkpoint and another in the second."""
+
+    name: str
+    """The tensor, or the path of the value."""
+    a: Any
+    """What it is in the first: a shape, a dtype or a value."""
+    b: Any
+    """What it is in the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How two checkpoints differ."""
+
+    a: str
+    """The first."""
+    b: str
+    """The second."""
+    scope: str
+    """What was compared: ``'all'``, ``'model'`` or a top-level key."""
+    compared: int
+    """Number of tensors whose values were compared."""
+    only_in_a: tuple[str, ...]
+    """Tensors that only the first has."""
+    only_in_b: tuple[str, ...]
+    """Tensors that only the second has."""
+    shapes: tuple[Difference, ...]
+    """Tensors of different shapes; their values are not compared."""
+    dtypes: tuple[Difference, ...]
+    """Tensors of different dtypes; their values are compared only if dtypes are ignored, and then none is listed."""
+    values: tuple[ValueDifference, ...]
+    """Tensors whose elements differ by more than is tolerated."""
+    other: tuple[Difference, ...]
+    """Content that is not a tensor and differs; compared where both checkpoints are compared as a whole."""
+    left_out: tuple[str, ...]
+    """Top-level keys of either that were not compared, such as ``'a: optimizer'``."""
+    seconds: float
+    """Wall time."""
+
+    @property
+    def same(self) -> bool:
+        """Whether no difference was found."""
+        found = (self.only_in_a, self.only_in_b, self.shapes, self.dtypes, self.values, self.other)
+        return not any(found)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``diff --json`` prints: plain values only; infinities are the string ``'inf'``."""
+        content = {"same": self.same, **asdict(self)}
+        for item in content["values"]:
+            for key in ("max_abs", "max_rel"):
+                item[key] = "inf" if item[key] == math.inf else item[key]
+        content["other"] = [{"name": item.name, "a": repr(item.a), "b": repr(item.b)} for item in self.other]
+        return content
+
+
+def diff(
+    a: str | os.PathLike[str] | Layout,
+    b: str | os.PathLike[str] | Layout,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    keep: str | None = None,
+    ignore_dtypes: bool = False,
+    trust: bool = False,
+    progress: Progress | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
+) -> DiffReport:
+    """Compare the tensors of two checkpoints of any formats and shardings.
+
+    Args:
+        a: A checkpoint that ``open_layout`` reads, or what it returned.
+        b: The other.
+        rtol: Relative tolerance: elements are equal if ``abs(a - b) <= atol + rtol * abs(b)``. Without any tolerance
+            they are equal if their bits are. Needs numpy.
+        atol: Absolute tolerance.
+        keep: What to compare: ``'model'``, ``'all'`` or a top-level key. By default all, or the weights alone where
+            one of the two is a bare state dict, such as a safetensors file.
+        ignore_dtypes: Compare values of different dtypes as numbers instead of reporting the dtypes. Needs numpy.
+        trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
+        progress: Called with the elements compared so far and the elements to compare.
+        reference: A whole checkpoint of the same model, where one of them does not say all shapes; see ``open_layout``.
+
+    Raises:
+        ConfigError: A tolerance is negative, or numpy is needed and not there, or ``keep`` is unknown.
+        CheckpointNotFoundError, FormatError, UnsafePickleError: One of them cannot be opened; see ``open_layout``.
+        IncompleteCheckpointError, CorruptCheckpointError: One of them lacks data.
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise ConfigError(f"A tolerance cannot be negative, got rtol={rtol} and atol={atol}.")
+    if rtol or atol or ignore_dtypes:
+        require_numpy("Comparing numbers instead of bytes")
+    began = time.perf_counter()
+    one = a if isinstance(a, Layout) else open_layout(a, trust=trust, reference=reference)
+    two = b if isinstance(b, Layout) else open_layout(b, trust=trust, reference=reference)
+    scope = _common_scope(one, two) if keep is None else keep
+    ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
+    shared = [name for name in ours if name in theirs]
+    shapes = tuple(
+        Difference(name, list(ours[name].shape), list(theirs[name].shape))
+        for name in shared
+        if ours[name].shape != theirs[name].shape
+    )
+    dtypes = tuple(
+        Difference(name, ours[name].dtype, theirs[name].dtype)
+        for name in shared
+        if ours[name].dtype != theirs[name].dtype and not ignore_dtypes
+    )
+    unlike = {item.name for item in (*shapes, *dtypes)}
+    pairs = {name: (ours[name], theirs[name]) for name in shared if name not in unlike}
+    check_coverage(one, [entry.name for entry, _ in pairs.values()])
+    check_coverage(two, [entry.name for _, entry in pairs.values()])
+    return DiffReport(
+        str(one.path),
+        str(two.path),
+        scope,
+        len(pairs),
+        tuple(name for name in ours if name not in theirs),
+        tuple(name for name in theirs if name not in ours),
+        shapes,
+        dtypes,
+        _compared(pairs, rtol, atol, progress),
+        _others(one, two) if scope == "all" and not one.is_flat and not two.is_flat else (),
+        (*_left_out("a", one, scope), *_left_out("b", two, scope)),
+        time.perf_counter() - began,
+    )
+
+
+def _common_scope(one: Layout, two: Layout) -> str:
+    if one.is_flat and two.is_flat:
+        return "all"
+    try:
+        ours, theirs = weights_of(one), weights_of(two)
+    except FormatError:
+        return "model" if one.is_flat or two.is_flat else "all"
+    return "all" if ours.where == theirs.where and one.is_flat == two.is_flat else "model"
+
+
+def _left_out(side: str, layout: Layout, scope: str) -> tuple[str, ...]:
+    if scope == "all" or layout.is_flat:
+        return ()
+    left = weights_of(layout).left_out() if scope == "model" else [key for key in layout.top_level if key != scope]
+    return tuple(f"{side}: {key}" for key in left)
+
+
+def _compared(
+    pairs: Mapping[str, tuple[TensorEntry, TensorEntry]], rtol: float, atol: float, progress: Progress | None
+) -> tuple[ValueDifference, ...]:
+    total, done = sum(entry.numel for entry, _ in pairs.values()), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    with OpenFiles() as files:
+        found = (
+            compare_tensors(files, name, one, two, rtol=rtol, atol=atol, advance=advance)
+            for name, (one, two) in pairs.items()
+        )
+        return tuple(item for item in found if item is not None)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(nothing)"
+
+
+def _others(one: Layout, two: Layout) -> tuple[Difference, ...]:
+    ours, theirs = _plain(one), _plain(two)
+    missing = _Missing()
+    found = []
+    for path in {**ours, **theirs}:
+        left, right = ours.get(path, missing), theirs.get(path, missing)
+        # Classes that pickles name are made anew for each file: only their names can be compared.
+        same = type(left) is type(right) and left == right if not isinstance(left, type) else repr(left) == repr(right)
+        if not same and not (left != left and right != right):
+            found.append(Difference(path, left, right))
+    return tuple(found)
+
+
+def _plain(layout: Layout) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves(layout.tree) if not isinstance(leaf, TensorRef)}

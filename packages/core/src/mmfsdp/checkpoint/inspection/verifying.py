@@ -1,0 +1,224 @@
+"""Checks a checkpoint of any format as far as it can be checked, and says what could not be."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.files.scanning import scan_file
+from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.inspection.checksums import Check, planned_checks
+from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
+
+__all__ = ["Problem", "VerifyReport", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong with a checkpoint."""
+
+    message: str
+    """What, in a sentence or more; it names the tensor or file."""
+    file: str | None
+    """Path of the file, where there is one to name."""
+    offset: int | None = None
+    """Where in the file, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked, what is wrong, and what nobody can tell."""
+
+    path: str
+    """What was checked."""
+    format: str | None
+    """Its format; ``None`` if it could not be opened."""
+    tensors: int
+    """Number of tensors whose coverage was proven or disproven."""
+    bytes: int
+    """Bytes that were read and compared with a checksum; a byte under two checksums counts once."""
+    manifest: bool
+    """Whether there is a manifest."""
+    problems: tuple[Problem, ...]
+    """What is wrong."""
+    unchecked: tuple[str, ...]
+    """What could not be checked, and why."""
+    seconds: float
+    """Wall time."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as it could be checked."""
+        return not self.problems
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``verify --json`` prints: plain values only."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify(
+    path: str | os.PathLike[str] | Layout,
+    *,
+    trust: bool = False,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
+) -> VerifyReport:
+    """Check a checkpoint: its structure, that every tensor is whole, and every checksum that there is.
+
+    Checked are: that the metadata can be read and fits together, that all files of one save are there and no other;
+    that the chunks of each tensor cover it without gap or overlap and lie within their files; the CRC-32 of every
+    record; and, where there is a manifest, the size and the CRC-32 of every file that it lists.
+
+    Args:
+        path: A checkpoint of any format that ``open_layout`` reads, or what it returned.
+        trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
+        jobs: Number of files, or parts of a file, to read at the same time.
+        progress: Called with the bytes read so far and the bytes to read. What it raises stops the check.
+        reference: A whole checkpoint of the same model, where ``path`` does not say all shapes; see ``open_layout``.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        UnsafePickleError: It names something that is not on the list of safe names.
+        ConfigError: ``jobs`` is not positive.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs={jobs} does not make sense; use 1 or more.")
+    began = time.perf_counter()
+    problems: list[Problem] = []
+    root = path.path if isinstance(path, Layout) else Path(path)
+    layout: Layout | None = None
+    try:
+        layout = path if isinstance(path, Layout) else open_layout(path, trust=trust, reference=reference)
+    except (CheckpointNotFoundError, UnsafePickleError):
+        raise
+    except CheckpointError as error:
+        problems.append(_problem(error))
+    if layout is not None:
+        layout = _located(layout, problems)
+    directory = root if root.is_dir() else root.parent
+    manifest = _manifest(directory, root, layout, problems)
+    listed = _listed(directory, manifest, problems)
+    unchecked: list[str] = []
+    checks: list[Check] = []
+    if layout is not None:
+        problems += _coverage(layout)
+        try:
+            checks, unchecked = planned_checks(layout, listed)
+        except CheckpointError as error:
+            problems.append(_problem(error))
+    if not checks:
+        checks = [Check(file, (), entry) for file, entry in listed.items()]
+    read = _run(checks, jobs, progress, problems)
+    if layout is None:
+        unchecked.append("the tensors, since the checkpoint cannot be opened")
+    return VerifyReport(
+        str(root),
+        layout.format if layout else None,
+        len(layout.tensors) if layout else 0,
+        read,
+        manifest is not None,
+        tuple(dict.fromkeys(problems)),
+        tuple(unchecked),
+        time.perf_counter() - began,
+    )
+
+
+def _problem(error: MmfsdpError) -> Problem:
+    file, offset = error.context.get("file"), error.context.get("offset")
+    return Problem(error.message, None if file is None else str(file), offset if isinstance(offset, int) else None)
+
+
+def _manifest(directory: Path, root: Path, layout: Layout | None, problems: list[Problem]) -> Manifest | None:
+    # A manifest beside a single file is that of its directory, which is another checkpoint, unless an index was opened.
+    several = layout is not None and any(file != root for file in layout.files())
+    if not (root.is_dir() or several) or not os.path.lexists(directory / MANIFEST_NAME):
+        return None
+    try:
+        return read_manifest(directory)
+    except CheckpointError as error:
+        problems.append(_problem(error))
+        return None
+
+
+def _listed(directory: Path, manifest: Manifest | None, problems: list[Problem]) -> dict[Path, FileEntry]:
+    """Return the files of the manifest that are there and of the right size."""
+    listed = {}
+    for name, entry in manifest.files.items() if manifest is not None else ():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            problems.append(Problem(f"{name} is missing, which {MANIFEST_NAME} lists.", str(path)))
+        elif size != entry.size:
+            problems.append(Problem(f"{name} has {size} bytes (expected {entry.size} by {MANIFEST_NAME}).", str(path)))
+        else:
+            listed[path] = entry
+    return listed
+
+
+def _located(layout: Layout, problems: list[Problem]) -> Layout:
+    """Return the layout without the tensors that are not where they should be."""
+    found = {}
+    for name, entry in layout.tensors.items():
+        try:
+            entry.chunks  # noqa: B018 - looks them up
+            found[name] = entry
+        except UnsafePickleError:
+            raise
+        except CheckpointError as error:
+            problems.append(_problem(error))
+    return replace(layout, tensors=found)
+
+
+def _coverage(layout: Layout) -> list[Problem]:
+    problems = []
+    for name in layout.tensors:
+        try:
+            check_coverage(layout, [name])
+        except CheckpointError as error:
+            problems.append(_problem(error))
+    return problems
+
+
+def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: list[Problem]) -> int:
+    total, done = sum(check.nbytes for check in checks), 0
+    lock, stop = threading.Lock(), threading.Event()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        if stop.is_set():
+            raise InterruptedError
+        with lock:
+            done += count
+            if progress is not None:
+                progress(done, max(total, done))
+
+    def run(check: Check) -> list[Problem]:
+        try:
+            scanned = scan_file(check.file, [mark.extent for mark in check.marks], whole=check.whole, advance=advance)
+        except InterruptedError:
+            raise
+        except OSError as error:
+            return [Problem(f"{check.file.name} cannot be read: {error.strerror or error}.", str(check.file))]
+        return [Problem(*found) for found in check.compare(scanned)]
+
+    with ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-verify") as pool:
+        pending = [pool.submit(run, check) for check in checks]
+        try:
+            for future in pending:
+                problems += future.result()
+        except BaseException:
+            stop.set()
+            for future in pending:
+                future.cancel()
+            raise
+    return done

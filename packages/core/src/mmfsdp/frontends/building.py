@@ -1,0 +1,61 @@
+"""A model by its name on a command line: where its factory can be imported from, or a config that describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from mmfsdp.basics.references import resolve_reference
+from mmfsdp.errors import ConfigError, MmfsdpError
+from mmfsdp.frontends.readers import ReadConfig, read_config
+from mmfsdp.sharding.meta import parameters_on_meta
+
+__all__ = ["build_model", "is_config_path"]
+
+
+def is_config_path(text: str) -> bool:
+    """Tell whether ``text`` is the path of a config, and not a reference such as ``'package.module:factory'``."""
+    return ":" not in text or Path(text).exists()
+
+
+def build_model(text: str, arguments: Mapping[str, Any] | None = None) -> tuple[nn.Module, ReadConfig | None]:
+    """Build a model without the memory of its parameters. Not collective.
+
+    Args:
+        text: ``'package.module:factory'``, where the factory is a class, a function or an ``nn.Module``; or the path
+            of a config that an installed reader knows, such as MMEngine's.
+        arguments: Keyword arguments of the factory.
+
+    Returns:
+        The model, its parameters on the meta device, and the config that describes it, if it came from one.
+
+    Raises:
+        ConfigError: There is no such factory or config, it fails, or it does not give an ``nn.Module``.
+    """
+    if is_config_path(text):
+        if arguments:
+            raise ConfigError(f"{text!r} is a config; arguments ({', '.join(arguments)}) are for factories.")
+        config = read_config(text)
+        return config.model(), config
+    try:
+        factory = resolve_reference(text)
+    except MmfsdpError:
+        raise
+    except Exception as error:  # whatever importing the user's module raises
+        raise ConfigError(f"Importing {text!r} failed: {type(error).__name__}: {error}") from error
+    if isinstance(factory, nn.Module) and not arguments:
+        return factory, None
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise ConfigError(f"{text!r} is not a factory of a model but {factory!r}. Name a class or a function.")
+    try:
+        with parameters_on_meta():
+            model = factory(**(arguments or {}))
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in (arguments or {}).items())
+        raise ConfigError(f"{text}({given}) failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text!r} gives no nn.Module but {model!r} (type {type(model).__name__}).")
+    return model, None

@@ -1,0 +1,54 @@
+"""Buffers that all ranks are to have alike, as DistributedDataParallel keeps them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mmfsdp.collective.broadcasting import as_bytes, broadcast_tensor
+from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+
+__all__ = ["broadcast_buffers", "keep_buffers_alike"]
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers of the mesh's first. Collective: every rank; one broadcast per device."""
+    state = sharded_model(model)
+    places: dict[torch.device, list[torch.Tensor]] = {}
+    for buffer in state.module.buffers():
+        if buffer.numel():
+            places.setdefault(buffer.device, []).append(buffer)
+    with torch.no_grad():
+        for buffers in places.values():
+            joined = torch.cat([as_bytes(buffer.contiguous()) for buffer in buffers])
+            broadcast_tensor(joined, state.mesh)
+            sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+            for buffer, part in zip(buffers, joined.split(sizes), strict=True):
+                # A copy of its own, as a dtype may not begin at any byte.
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def keep_buffers_alike(model: nn.Module) -> None:
+    """Broadcast buffers before each forward that is trained on, but not within an accumulation. Not collective.
+
+    That is what ``DistributedDataParallel(broadcast_buffers=True)`` does.
+
+    Args:
+        model: A sharded model.
+    """
+    state = weakref.ref(sharded_model(model))
+    is_due = True
+
+    def before(module: nn.Module, args: Any) -> None:
+        nonlocal is_due
+        live: ShardedModel | None = state()
+        if live is None or not torch.is_grad_enabled():
+            return
+        if is_due:
+            broadcast_buffers(live.module)
+        is_due = live.sync_gradients
+
+    sharded_model(model).module.register_forward_pre_hook(before)

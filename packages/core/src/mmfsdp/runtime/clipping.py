@@ -1,0 +1,118 @@
+"""The norm of gradients over all ranks, and scaling them, with one kernel for many tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import get_total_norm
+
+from mmfsdp.collective.lost_ranks import Waiting
+
+__all__ = ["global_norm", "scale_down_"]
+
+_Placed = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and those of its dimensions over which tensors are sharded."""
+
+
+@torch.no_grad()
+def global_norm(params: Iterable[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """Return the norm of all gradients of the unsharded model. Collective: every rank.
+
+    Each rank computes the norm of its parts of sharded gradients, and one number is reduced per mesh.
+
+    Args:
+        params: Sharded and whole parameters, the same on every rank; those without a gradient count as zero.
+        norm_type: The p of the p-norm.
+        foreach: See `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        A 0-d tensor of float32 at least.
+    """
+    params = list(params)
+    whole: list[torch.Tensor] = []
+    sharded: dict[_Placed, list[torch.Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        if not isinstance(param, DTensor):
+            whole += [] if grad is None else [grad]
+            continue
+        parts = sharded.setdefault(_placed(param), [])
+        if isinstance(grad, DTensor):
+            parts.append(grad.to_local())
+    norms = [_reduced(_norm(parts, norm_type, foreach), *placed, norm_type) for placed, parts in sharded.items()]
+    if whole or not norms:
+        norms.append(_norm(whole, norm_type, foreach))
+    # Of the parameters: a rank may hold no element of those that have the widest.
+    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    device = norms[0].device
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([_wide(norm).to(device) for norm in norms]), norm_type)
+    return total.to(dtype)
+
+
+@torch.no_grad()
+def scale_down_(params: Iterable[torch.Tensor], max_norm: float, total: torch.Tensor, foreach: bool | None) -> None:
+    """Scale gradients of norm ``total`` in place so that it is at most ``max_norm``. Not collective.
+
+    Args:
+        params: Parameters, sharded or whole.
+        max_norm: Largest norm to keep.
+        total: What `global_norm` returned.
+        foreach: See `torch.nn.utils.clip_grad_norm_`.
+    """
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for param in params:
+        if (grad := param.grad) is not None:
+            held = grad.to_local() if isinstance(grad, DTensor) else grad
+            kinds.setdefault((held.device, held.dtype), []).append(held)
+    for (device, _), grads in kinds.items():
+        if foreach is False:
+            for grad in grads:
+                grad.mul_(factor.to(device))
+        else:
+            torch._foreach_mul_(grads, factor.to(device))
+
+
+def _placed(param: DTensor) -> _Placed:
+    dims = tuple(dim for dim, placement in enumerate(param.placements) if isinstance(placement, Shard))
+    if any(not isinstance(placement, (Shard, Replicate)) for placement in param.placements):
+        raise NotImplementedError(f"Gradients placed as {param.placements} have no norm on a rank.")
+    return param.device_mesh, dims
+
+
+def _norm(parts: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    # Of no elements torch computes no largest one.
+    parts = [part for part in parts if part.numel()]
+    return get_total_norm(parts, norm_type, foreach=foreach) if parts else torch.zeros(())
+
+
+def _wide(norm: torch.Tensor) -> torch.Tensor:
+    # A power of a norm may be too large for float32 where the norm is not.
+    return norm if norm.device.type == "mps" else norm.double()
+
+
+def _reduced(norm: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
+    """The norm over all ranks that hold other parts."""
+    groups = [group for dim in dims if dist.get_world_size(group := mesh.get_group(dim)) > 1]
+    if not groups:
+        return norm
+    device = norm.device if norm.device.type == mesh.device_type else torch.device(mesh.device_type)
+    wide = _wide(norm.to(device))
+    if math.isinf(norm_type):
+        # What the largest of numbers is if one is NaN, backends do not agree on.
+        value, op = torch.stack([wide.nan_to_num(0.0, math.inf), wide.isnan().to(wide)]), dist.ReduceOp.MAX
+    else:
+        value, op = wide**norm_type, dist.ReduceOp.SUM
+    with Waiting("computing the norm of all gradients"):
+        for group in groups:
+            dist.all_reduce(value, op, group=group)
+    if math.isinf(norm_type):
+        found: torch.Tensor = torch.where(value[1] > 0, math.nan, value[0])
+    else:
+        found = value ** (1 / norm_type)
+    return found

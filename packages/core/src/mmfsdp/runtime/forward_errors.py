@@ -1,0 +1,116 @@
+"""Saying what went wrong inside a sharded model, in terms of the user's modules."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from mmfsdp.planning.schema import ParamEntry, ShardUnit
+    from mmfsdp.runtime.sharded_model import ShardedModel
+
+__all__ = ["explain_forward_error"]
+
+
+def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
+    """Add a note to ``error`` if code read parameters of a unit that was not gathered.
+
+    Calls of modules gather what they need. That leaves weights that are read by other code than a forward: by a method
+    of a unit that the plan does not list, or by another module.
+
+    Args:
+        error: What forward raised; changed by a note.
+        state: The model.
+    """
+    if not state.is_fsdp1 and "DTensor" not in str(error):
+        return
+    from mmfsdp.runtime.sharded_model import clean_fqn  # needs this module
+
+    names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
+    places = traceback.walk_tb(error.__traceback__)
+    for (frame, _), entry in reversed(list(zip(places, traceback.extract_tb(error.__traceback__), strict=True))):
+        module = frame.f_locals.get("self")
+        if not isinstance(module, nn.Module) or id(module) not in names:
+            continue
+        fqn = names[id(module)]
+        read = [name for name in _read(state, frame, _source(entry), fqn) if _is_in_pieces(state, name)]
+        if read:
+            reader = f"{fqn or '(root)'!r} ({type(module).__name__}) computed in {frame.f_code.co_name}()"
+            error.add_note(f"mmfsdp: {reader} with {_note(error, state, names, read)}")
+            return
+
+
+def _note(error: BaseException, state: ShardedModel, names: dict[int, str], read: list[str]) -> str:
+    unit = next(unit for unit in state.plan.units if any(read[0] in _names_of(param) for param in unit.params))
+    place = unit.fqn or "(root)"
+    leave_out = (
+        f"change the wrap policy so that {place!r} is no unit of its own (exclude_wrap_modules=['{unit.class_name}'] "
+        "in MMEngine's size policy)."
+    )
+    method = _entry(error, names, unit)
+    if method in unit.forward_methods:
+        why = f"the method {method!r} ran the unit's forward, which frees them as it ends"
+        remedy = "Read them before that, or call the layer that holds them"
+    else:
+        why = "code other than the unit's forward reads them"
+        remedy = f"List the method ({method!r})" if method else f"Read them in a method of {place!r}, listed"
+        remedy += " in sharding.forward_methods"
+    what = ", ".join(map(repr, read))
+    return f"{what}, while the shard unit {place!r} was not gathered: {why}. {remedy}, or {leave_out}"
+
+
+def _source(entry: traceback.FrameSummary) -> str:
+    first = entry.lineno or 0
+    return " ".join(
+        linecache.getline(entry.filename, number) for number in range(first, (entry.end_lineno or first) + 1)
+    )
+
+
+def _read(state: ShardedModel, frame: FrameType, source: str, fqn: str) -> Iterator[str]:
+    """Names of parameters that a line of a module's code reads, as far as can be told from outside."""
+    known = {name for param in state.plan.all_params() for name in _names_of(param)}
+    held = {id(_value(state, name)): name for name in known}
+    found = [held[id(value)] for value in frame.f_locals.values() if id(value) in held and value is not None]
+    for chain in re.findall(r"\bself((?:\.\w+|\[\d+\])+)", source):
+        steps = re.sub(r"\[(\d+)\]", r".\1", chain).strip(".").split(".")
+        # What follows the parameter's name, such as .T, is no part of it.
+        found += [".".join([*([fqn] if fqn else []), *steps[:end]]) for end in range(1, len(steps) + 1)]
+    yield from dict.fromkeys(name for name in found if name in known)
+
+
+def _value(state: ShardedModel, name: str) -> Any:
+    owner, _, own = name.rpartition(".")
+    return getattr(state.module.get_submodule(owner), own, None)
+
+
+def _is_in_pieces(state: ShardedModel, name: str) -> bool:
+    """Whether a parameter shows a shard of itself, or nothing, where its module expects the whole."""
+    value = _value(state, name)
+    if not state.is_fsdp1 or not isinstance(value, torch.Tensor):
+        return isinstance(value, DTensor) or state.is_fsdp1
+    [shape] = [param.shape for param in state.plan.all_params() if name in _names_of(param)]
+    # Of use_orig_params=False it is a view of memory that was freed.
+    return value.shape != shape or value.untyped_storage().size() < value.numel() * value.element_size()
+
+
+def _entry(error: BaseException, names: dict[int, str], unit: ShardUnit) -> str | None:
+    """The method of a unit's own module that was called from outside, if that is how it came to the error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if isinstance(module, nn.Module) and names.get(id(module)) in unit.fqns:
+            if name == "wrapped_method":  # of register_fsdp_forward_method; the method itself comes next
+                continue
+            return None if unit.is_root or name == "forward" or hasattr(nn.Module, name) or name == "inner" else name
+    return None
+
+
+def _names_of(param: ParamEntry) -> tuple[str, ...]:
+    return (param.fqn, *param.aliases)

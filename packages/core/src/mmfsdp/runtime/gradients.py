@@ -1,0 +1,224 @@
+"""Gradients that only some ranks have, and gradients of parameters held whole: what is done at the end of a backward.
+
+A rank whose graph lacks a parameter contributes zeros to the sum, as with DistributedDataParallel. If no rank used the
+parameter, its gradient stays None: zeros would let weight decay and momentum move it. Ranks agree on what was used with
+one all-reduce of a byte per parameter, which only ranks that lack one wait for. It also tells when ranks gathered and
+reduced different units, which nothing else would notice if these are of equal size.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.errors import RankMismatchError
+from mmfsdp.runtime.param_groups import (
+    Group,
+    around,
+    has_gradient,
+    name_of,
+    shards_of,
+    stand_in_for_missing,
+    will_gather,
+)
+
+__all__ = ["GradientAgreement"]
+
+_DIGEST = 8  # bytes
+_Placed = list[tuple[int, torch.nn.Parameter]]
+
+
+class GradientAgreement:
+    """Completes the gradients of one sharded model in each backward that reduces them.
+
+    Collective in backward: every rank of the mesh.
+
+    Args:
+        mesh: All ranks that train together.
+        groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters need no help.
+        whole: Parameters that every rank holds whole; their gradients are averaged here, one bucket per dtype.
+        is_reduced: Whether the backward under way reduces gradients of parameters held whole.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, groups: list[Group], whole: list[torch.nn.Parameter], is_reduced: Callable[[], bool]
+    ) -> None:
+        self._rank_groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
+        self._world_size = mesh.size()
+        self._device = torch.device(mesh.device_type)
+        self._whole = [weakref.ref(param) for param in whole]
+        self._is_reduced = is_reduced
+        self._missing: dict[int, dict[int, torch.nn.Parameter]] = {}
+        self._trained_with: set[int] = set()
+        self._sequence = 0
+        self._backward = -1
+        self._sent: _Sent | None = None
+        self._count = len(whole)
+        for group in groups:
+            around(group, "unshard", functools.partial(self._noting, weakref.ref(group), self._count))
+            around(group, "wait_for_unshard", functools.partial(self._waiting, weakref.ref(group)))
+            around(group, "post_backward", functools.partial(self._completing, weakref.ref(group), self._count))
+            self._count += len(list(shards_of(group)))
+
+    def begin(self) -> None:
+        """Called in a backward that reduces gradients: have its end complete them, once."""
+        backward = torch._C._current_graph_task_id()  # there is no public name for "this backward"
+        if backward != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def check(self) -> None:
+        """Wait for what the last backward sent. Not collective; on an accelerator the host does not wait.
+
+        Raises:
+            RankMismatchError: Ranks gathered and reduced different units.
+        """
+        sent = self._sent
+        if sent is not None and sent.has_arrived():
+            self._sent = None
+            sent.check()
+
+    def _noting(self, group: weakref.ref[Group], first: int, unshard: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_gather(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._trained_with.add(first)
+            live = group()
+            assert live is not None  # it is its method
+            if will_gather(live):
+                self._note(first, 0)
+            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+                return unshard(*args, **kwargs)
+
+        return note_and_gather
+
+    def _waiting(self, group: weakref.ref[Group], wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_for_gathered() -> Any:
+            live = group()
+            assert live is not None
+            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+                return wait()
+
+        return wait_for_gathered
+
+    def _completing(
+        self, group: weakref.ref[Group], first: int, post_backward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def complete_and_reduce(*args: Any) -> Any:
+            live = group()
+            assert live is not None
+            # Units that no rank used since the last reduction are not reduced.
+            if live.reduce_grads and (first in self._trained_with or has_gradient(live)):
+                self._trained_with.discard(first)
+                self._remember(first, list(shards_of(live)), stand_in_for_missing(live))
+                self._note(first, 1)
+                self.begin()
+            with Waiting(f"reducing the gradients of the shard unit {name_of(live)!r}"):
+                return post_backward(*args)
+
+        return complete_and_reduce
+
+    def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
+        known = self._missing.get(first)
+        if known is None:  # what has a gradient from an earlier backward keeps it
+            self._missing[first] = {place: shards[place] for place in missing if shards[place].grad is None}
+        else:  # a unit that ran several times is reduced several times
+            self._missing[first] = {place: known[place] for place in missing if place in known}
+
+    def _note(self, *step: int) -> None:
+        self._sequence = hash((self._sequence, *step))  # of numbers: the same in every process
+
+    def _finish(self) -> None:
+        missing = [(first + place, shard) for first, found in self._missing.items() for place, shard in found.items()]
+        self._missing = {}
+        if not self._rank_groups:
+            for _, shard in missing:
+                shard.grad = None
+            return
+        whole = self._live_whole() if self._is_reduced() else []
+        lacking = [place for place, param in whole if param.grad is None]
+        self.check()
+        self._sent = sent = self._send([*lacking, *(place for place, _ in missing)])
+        self._average(whole)
+        if not missing and not lacking:
+            return
+        self._sent = None
+        used = sent.check()
+        for place, shard in missing:
+            if not used[place]:
+                shard.grad = None
+        for place, param in whole:
+            if not used[place]:
+                param.grad = None
+
+    def _send(self, unused: list[int]) -> _Sent:
+        digest = (self._sequence % 256**_DIGEST).to_bytes(_DIGEST, "little")
+        self._sequence = 0
+        content = bytearray(b"\1" * self._count + digest + bytes(255 - byte for byte in digest))
+        for place in unused:
+            content[place] = 0
+        return _Sent(digest, torch.frombuffer(content, dtype=torch.uint8).to(self._device), self._rank_groups)
+
+    def _average(self, whole: _Placed) -> None:
+        buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for _, param in whole:
+            buckets.setdefault((param.dtype, param.device), []).append(param)
+        for params in buckets.values():
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            joined = torch.cat([grad.reshape(-1) for grad in grads])
+            with Waiting("averaging the gradients of parameters held whole"):
+                for group in self._rank_groups:
+                    dist.all_reduce(joined, group=group)
+            joined.div_(self._world_size)
+            for param, grad, mean in zip(params, grads, joined.split([grad.numel() for grad in grads]), strict=True):
+                param.grad = grad.copy_(mean.view_as(grad))
+
+    def _live_whole(self) -> _Placed:
+        found = ((place, reference()) for place, reference in enumerate(self._whole))
+        return [(place, param) for place, param in found if param is not None and param.requires_grad]
+
+
+class _Sent:
+    """A message that all ranks reduce by the largest byte: what is used anywhere, and a digest both ways round."""
+
+    def __init__(self, digest: bytes, content: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
+        self._digest = digest
+        self._content = content
+        self._work: Any = None
+        for group in groups:
+            if self._work is not None:
+                self._work.wait()
+            self._work = dist.all_reduce(content, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._event: Any = None
+        if content.device.type != "cpu":
+            self._work.wait()  # on an accelerator the stream waits, and not the host
+            self._content = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
+            self._content.copy_(content, non_blocking=True)
+            self._event = torch.get_device_module(content.device).Event()
+            self._event.record()
+
+    def has_arrived(self) -> bool:
+        """Whether `check` will not keep the host waiting for an accelerator."""
+        return self._event is None or bool(self._event.query())
+
+    def check(self) -> bytes:
+        """Wait for the other ranks and return which parameters any of them used, a byte for each."""
+        with Waiting("agreeing on the parameters that were used in backward"):
+            self._work.wait() if self._event is None else self._event.synchronize()
+        content = bytes(self._content.tolist())
+        digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
+        if digest != self._digest or inverse != bytes(255 - byte for byte in digest):
+            raise RankMismatchError(
+                "Ranks gathered or reduced different shard units, or in another order, so this backward mixed up their "
+                "parameters or gradients. Every rank must run the same units: a part of the model that only some ranks "
+                "use must not be a unit of its own (exclude it in the wrap policy), and nothing that gathers may be "
+                "called on one rank alone."
+            )
+        return content

@@ -1,0 +1,133 @@
+"""Refusing an optimizer step that would train nothing, or the wrong thing."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mmfsdp.errors import GradScalerError, ShardStateError
+from mmfsdp.runtime.scaling import agrees_on_inf
+from mmfsdp.runtime.sharded_model import ShardedModel, live_models
+
+__all__ = ["unwatched", "watch_optimizers"]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found out about an optimizer when it stepped first."""
+
+    num_params: int
+    models: list[weakref.ref[ShardedModel]]
+    mixed: list[dict[str, Any]]
+    """Param groups that hold sharded and whole parameters, whose steps cannot be fused over all of them."""
+
+
+_hooks: list[Any] = []
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+_paused = False
+
+
+def watch_optimizers() -> None:
+    """Check every optimizer's steps from now on; those of other models pass untouched."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let optimizers step unchecked: torch steps them with zero gradients to make their state."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _paused:
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _known.get(optimizer)
+    if known is None or known.num_params != count:
+        # Once per optimizer: whose parameters are these?
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        models = [model for model in live_models() if model.owns(params)]
+        for model in models:
+            _check_first_step(optimizer, model, params)
+        mixed = [group for group in optimizer.param_groups if models and _is_mixed(group, type(optimizer).__name__)]
+        known = _known[optimizer] = _Known(count, [weakref.ref(model) for model in models], mixed)
+    for reference in known.models:
+        if (state := reference()) is not None:
+            state.check_reduced(f"{type(optimizer).__name__} is about to step")
+            if state.agreement is not None:
+                state.agreement.check()
+            state.before_writing()
+    for group in known.mixed:
+        group["foreach"] = False
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (known := _known.get(optimizer)) is not None:
+        for group in known.mixed:
+            group["foreach"] = None
+
+
+def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[torch.Tensor]) -> None:
+    if model.stale(params):
+        raise ShardStateError(
+            f"{type(optimizer).__name__} holds gathered copies of sharded parameters: it was built from a submodule "
+            "between a forward and its backward, and would train nothing. Build it from the sharded model's "
+            "parameters(), best before the first forward."
+        )
+    if not model.plan.needs_grad_scaler:
+        return
+    scaler = _grad_scaler()
+    if scaler is None:
+        raise GradScalerError(
+            f"The plan computes in float16, but {type(optimizer).__name__} steps without a gradient scaler: small "
+            "gradients become zero. Scale the loss and step with mmfsdp.GradScaler or torch.amp.GradScaler "
+            "(AmpOptimWrapper in MMEngine), or use precision 'bf16'."
+        )
+    if model.is_fsdp1 and model.plan.mesh.shard > 1 and not agrees_on_inf(scaler):
+        raise GradScalerError(
+            f"With engine 'fsdp1' an infinite gradient is in one rank's shard only: with {type(scaler).__name__} that "
+            "rank alone would skip its step, and ranks would drift apart. Use mmfsdp.GradScaler."
+        )
+
+
+def _is_mixed(group: dict[str, Any], name: str) -> bool:
+    """Whether ``foreach``, torch's default on accelerators, would meet sharded and whole parameters in one call."""
+    trained = [param for param in group["params"] if param.requires_grad]
+    if len({isinstance(param, DTensor) for param in trained if param.dim()}) < 2 or "foreach" not in group:
+        return False
+    for setting in ("foreach", "fused"):
+        if group.get(setting):
+            raise ShardStateError(
+                f"{name} has {setting}=True and a param group of both sharded and whole (ignored) parameters, which "
+                f"torch cannot compute in one call. Leave {setting} unset, or give the whole ones a param group of "
+                f"their own with {setting}=False."
+            )
+    return group["foreach"] is None
+
+
+def _grad_scaler() -> GradScaler | None:
+    """The GradScaler among the callers, if there is one: it steps the optimizer itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, GradScaler) and scaler.is_enabled():
+            return scaler
+        frame = frame.f_back
+    return None

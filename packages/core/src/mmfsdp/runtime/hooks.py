@@ -1,0 +1,191 @@
+"""How a sharded model's runtime gets to know of forwards, gradients and reads of its parameters."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.guards import watch_optimizers
+from mmfsdp.runtime.outside_calls import (
+    UnitGate,
+    UnitParts,
+    open_to_methods,
+    route,
+    watch_flat_unit,
+    watch_unit,
+)
+from mmfsdp.runtime.param_groups import begin_root, keep_state_dicts_pure
+from mmfsdp.runtime.sharded_model import ShardedModel
+
+__all__ = ["install", "route_calls"]
+
+
+def install(state: ShardedModel, module: nn.Module) -> None:
+    """Hook a sharded root so that its runtime knows what happens to it. Not collective.
+
+    Args:
+        state: The runtime; the hooks keep only weak references.
+        module: The root.
+    """
+    me, root = weakref.ref(state), weakref.ref(module)
+
+    def before(_: nn.Module, args: Any) -> None:
+        if (live := me()) is not None:
+            live.before_forward()
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if (live := me()) is not None:
+            # torch calls this hook from an except block when forward failed, with no output.
+            live.after_forward(sys.exception() if output is None else None)
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after, always_call=True)
+    _watch_gradients(state, me)
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        _name_waits(unit)
+    if not state.is_fsdp1:
+        for group in state.groups:
+            keep_state_dicts_pure(group)
+        _show_shards(module, me, root)
+        _watch_mode(module, me, root)
+    watch_optimizers()
+
+
+def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
+    """Let ``parameters()`` of the root yield shards, whatever is gathered, and leave it gathered."""
+    original = type(module).named_parameters
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        live, this = me(), root()
+        params = original(this, *args, **kwargs)  # type: ignore[arg-type]
+        # Code inside a forward or a backward computes with what is gathered.
+        gathered = live.gathered() if live is not None and live.parameters_are_settled() else {}
+        for name, param in params:
+            yield name, gathered[id(param)][1] if id(param) in gathered else param
+
+    module.named_parameters = named_parameters  # type: ignore[method-assign]
+
+
+def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
+    original = type(module).train
+
+    def train(mode: bool = True) -> nn.Module:
+        if (live := me()) is not None:
+            live.before_mode()
+        this = root()
+        assert this is not None  # it is being called
+        return original(this, mode)
+
+    module.train = train  # type: ignore[method-assign]
+
+
+def _name_waits(unit: FullyShardedDataParallel) -> None:
+    """Say what a rank waits for as a unit of engine ``fsdp1`` is gathered, in forward and in backward."""
+    handle = unit._handle
+    if handle is None:
+        return
+    unshard, name = handle.unshard, handle._fully_sharded_module.__class__.__name__
+
+    def unshard_and_name() -> None:
+        with Waiting(f"gathering a shard unit ({name})"):
+            unshard()  # type: ignore[no-untyped-call]
+
+    handle.unshard = unshard_and_name  # type: ignore[method-assign]
+
+
+def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
+    """Have each backward that reduces gradients complete them at its end."""
+    trained = [param for param in state.whole_params if param.requires_grad]
+    if state.is_fsdp1 and not trained:
+        return
+
+    def is_reduced() -> bool:
+        return (live := me()) is not None and not live.unreduced
+
+    def begin(_: torch.Tensor) -> None:
+        if (live := me()) is not None and live.agreement is not None and not live.unreduced:
+            live.agreement.begin()
+
+    state.agreement = GradientAgreement(state.mesh, state.groups, trained, is_reduced)
+    for param in trained:
+        param.register_post_accumulate_grad_hook(begin)
+    for unit in FullyShardedDataParallel.fsdp_modules(state.module):
+        # A rank may use none of the parameters held whole; it uses flat ones in any case.
+        if unit._handle is not None and unit._handle.flat_param.requires_grad:
+            unit._handle.flat_param.register_hook(begin)
+
+
+def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
+    """Let units, their methods that the plan lists, and layers inside them be called from anywhere. Not collective.
+
+    Args:
+        state: The runtime.
+        parts: What `parts_of_units` returned before the model was sharded.
+    """
+    begin = _begin_at_root(state)
+    wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(state.module)}
+    for part in parts:
+        gate = UnitGate(_nothing if part.unit.is_root else begin)
+        if state.is_fsdp1:
+            watch_flat_unit(wrappers[id(part.modules[0])], gate)
+        else:
+            members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
+            watch_unit(members, gate, full_precision=part.unit.precision.full_precision)
+            if part.unit.is_root:
+                gate.run = _as_forward(gate.run, weakref.ref(state))
+        route(part.holders, gate)
+        for module in part.modules:
+            open_to_methods(module, part.unit.forward_methods, gate)
+
+
+def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
+    """Let units be called before their root ever was: torch takes the first module that runs for the root."""
+    me = weakref.ref(state)
+    begun = False
+
+    def begin() -> None:
+        nonlocal begun
+        if begun or (live := me()) is None:
+            return
+        begun = True
+        root = live.module
+        if isinstance(root, FSDPModule):
+            begin_root(root)
+        elif not live.is_running:
+            with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
+                pass
+
+    return begin
+
+
+def _nothing() -> None:
+    pass
+
+
+def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
+    """A method of the root that computes as forward does, but that no hook sees."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        live = me()
+        if live is None:
+            return method(*args, **kwargs)
+        live.before_forward()
+        try:
+            output = method(*args, **kwargs)
+        except Exception as error:
+            live.after_forward(error)
+            raise
+        live.after_forward(None)
+        return output
+
+    return call

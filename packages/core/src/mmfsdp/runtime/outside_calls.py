@@ -1,0 +1,277 @@
+"""Letting a layer inside a shard unit be called from outside of the unit's forward.
+
+Detectors do it: a decoder calls branches of the head, a backbone the ``downsample`` of its stages, a loss ``head.fc``.
+Such a call gathers the unit, computes, and frees it again, with the same hooks as a call of the unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.module_tracker import ModuleTracker
+
+from mmfsdp.planning.policies import own_parameters
+from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.runtime.casting import in_full_precision
+from mmfsdp.runtime.ownership import modules_by_unit
+from mmfsdp.runtime.view_outputs import accept_views, keep_backward_hook
+
+__all__ = ["UnitGate", "UnitParts", "open_to_methods", "parts_of_units", "route", "watch_flat_unit", "watch_unit"]
+
+_RUN = "_mmfsdp_run"
+_tracker = ModuleTracker()
+
+
+class UnitGate:
+    """Whether a unit is in use, and a way to use it for a call other than its forward.
+
+    Args:
+        begin: Called before each use: makes torch take the model for the root, and not the first unit that runs.
+
+    Attributes:
+        is_open: Whether a use has begun and not ended: layers of the unit compute as they are.
+        members: Modules that are called as the unit, several if they share parameters.
+        pending: What the unit's module is to run in place of its forward; only engine ``fsdp1`` sets it.
+        run: ``(forward, *args, **kwargs)``, computes ``forward`` with the unit gathered. Set once the unit is watched.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+        self.is_open = False
+        self.pending: Callable[..., Any] | None = None
+        self.run: Callable[..., Any]
+        self.members: list[nn.Module] = []
+        self._missing: set[nn.Module] = set()
+
+    def watch(self, members: list[nn.Module]) -> None:
+        """Open with each call of ``members``, and close after it."""
+        self.members = members
+        for module in members:
+            module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
+            module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
+
+    def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward`` with the gate open; the unit must be gathered."""
+        self.is_open = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.is_open = False
+
+    @property
+    def is_between_members(self) -> bool:
+        """Whether some modules of a unit of several ran, and it stays gathered until the others did."""
+        return bool(self._missing) and any(
+            not isinstance(param, DTensor) for member in self.members for param in member.parameters()
+        )
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.begin()
+        if len(self.members) > 1 and not self._missing:
+            self._missing = set(self.members)
+        self.is_open = True
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._missing.discard(module)
+        # Also after a call within another use: torch has freed the unit now, whoever began.
+        self.is_open = False
+
+
+class _Routed:
+    """What stands in ``forward`` of a module inside a unit."""
+
+    def __init__(self, module: nn.Module, gate: UnitGate) -> None:
+        self.module = module
+        self.gate = gate
+        self.forward = module.forward
+        self.replaced = vars(module).get("forward")
+        self.came_from_outside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gate.is_open:
+            return self.forward(*args, **kwargs)
+        return _from_outside(self, args, kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:  # inspect.signature(module.forward) looks here
+        return self.forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["forward"], name)
+
+    def __reduce__(self) -> Any:
+        # A copy of the module is a plain module: nothing gathers it.
+        if self.replaced is not None:
+            return _itself, (self.replaced,)
+        return MethodType, (type(self.module).forward, self.module)
+
+
+class _RoutedUnit(_Routed):
+    """The same for the module of a flat unit, whose forward is also the way to everything inside it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gate = self.gate
+        if gate.is_open:
+            run, gate.pending = gate.pending or self.forward, None
+            return run(*args, **kwargs)
+        return _from_outside(self, args, kwargs)
+
+
+def _gather_and_run(routed: _Routed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gate = routed.gate
+    # In backward, what the unit's own forward called is recomputed, and the unit is gathered for its backward.
+    if gate.is_between_members or (_tracker.is_bw and not routed.came_from_outside):
+        return routed.forward(*args, **kwargs)
+    routed.came_from_outside = True
+    gate.begin()
+    return gate.run(routed.forward, *args, **kwargs)
+
+
+_from_outside = torch.compiler.disable(_gather_and_run, recursive=False)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParts:
+    """A unit's modules, found before sharding changes them."""
+
+    unit: ShardUnit
+    modules: list[nn.Module]
+    owned: list[nn.Module]
+    """All modules in the unit and in no unit below it."""
+    holders: list[nn.Module]
+    """Those of them, the unit's modules left out, that compute with its parameters when they are called."""
+
+
+def parts_of_units(model: nn.Module, plan: ShardPlan) -> list[UnitParts]:
+    """Return what belongs to each unit.
+
+    Args:
+        model: The model that the plan was made for, not yet sharded.
+        plan: The plan.
+    """
+    named = dict(model.named_parameters())
+    owned = modules_by_unit(model, plan)
+    found = []
+    for unit in plan.units:
+        modules = [model.get_submodule(fqn) for fqn in unit.fqns]
+        params = {id(named[param.fqn]) for param in unit.params}
+        inside = [part for _, part in owned[unit.fqns]]
+        found.append(UnitParts(unit, modules, inside, _holders(inside, modules, params)))
+    return found
+
+
+def _holders(owned: list[nn.Module], units: list[nn.Module], params: set[int]) -> list[nn.Module]:
+    mine = {id(module) for module in owned}
+    known: dict[int, bool] = {}
+
+    def holds(module: nn.Module) -> bool:
+        if id(module) not in known:
+            known[id(module)] = False
+            below = [holds(child) for child in module.children() if id(child) in mine]
+            known[id(module)] = any(below) or any(id(param) in params for param in own_parameters(module))
+        return known[id(module)]
+
+    return [module for module in owned if holds(module) and module not in units]
+
+
+def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool) -> None:
+    """Prepare a unit of ``fully_shard``.
+
+    Args:
+        members: The modules that ``fully_shard`` was given together.
+        gate: The unit's gate.
+        full_precision: Whether the unit computes in float32 whatever surrounds it.
+    """
+    module = members[0]
+    setattr(module, _RUN, gate.compute)
+    register_fsdp_forward_method(module, _RUN)
+    run = vars(module).pop(_RUN)
+
+    def run_and_keep_hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What hooks do for a call of the unit.
+        output = run(in_full_precision(forward) if full_precision else forward, *args, **kwargs)
+        _keep_hook(module, args, kwargs, output)
+        return output
+
+    gate.run = run_and_keep_hook
+    gate.watch(members)
+    accept_views()
+    for member in members:
+        member.register_forward_hook(_keep_hook, with_kwargs=True)
+
+
+def _keep_hook_eagerly(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    # Recomputed in backward, a unit is gathered already.
+    if isinstance(module, FSDPModule) and not _tracker.is_bw:
+        keep_backward_hook(module, (args, kwargs), output)
+
+
+_keep_hook = torch.compiler.disable(_keep_hook_eagerly)
+
+
+def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
+    """Prepare a unit of FSDP1.
+
+    Args:
+        unit: The object around the unit's module.
+        gate: The unit's gate.
+    """
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        gate.pending = forward
+        try:
+            return unit(*args, **kwargs)
+        finally:
+            gate.pending = None
+
+    gate.run = run
+    gate.watch([unit])
+    _stand_in(unit.module, _RoutedUnit(unit.module, gate))
+
+
+def open_to_methods(module: nn.Module, names: Iterable[str], gate: UnitGate) -> None:
+    """Let methods of a unit's module use its parameters as its forward does."""
+    for name in names:
+        if callable(method := getattr(module, name, None)):
+            setattr(module, name, _routed_method(method, gate))
+
+
+def _routed_method(method: Callable[..., Any], gate: UnitGate) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if gate.is_open:
+            return method(*args, **kwargs)
+        gate.begin()
+        return gate.run(method, *args, **kwargs)
+
+    return call
+
+
+def route(modules: Iterable[nn.Module], gate: UnitGate) -> None:
+    """Let calls of modules inside a unit find it gathered.
+
+    Args:
+        modules: See `UnitParts.holders`.
+        gate: The unit's gate.
+    """
+    members = set(gate.members) if len(gate.members) > 1 else set()
+    for module in modules:
+        # What only holds the members of a unit calls them in turn; each of them knows what to do.
+        if type(module).forward is not nn.Module.forward and members.isdisjoint(module.modules()):
+            _stand_in(module, _Routed(module, gate))
+
+
+def _stand_in(module: nn.Module, routed: _Routed) -> None:
+    setattr(module, "forward", routed)  # noqa: B010 - mypy: a method is assigned

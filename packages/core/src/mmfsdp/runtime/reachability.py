@@ -1,0 +1,122 @@
+"""Which parameters a loss reaches, by the names that the unsharded model gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.runtime.sharded_model import clean_fqn
+
+__all__ = ["LossReach"]
+
+
+class LossReach:
+    """Finds out which parameters are in the graph of a loss. Slow: for debugging.
+
+    What reentrant activation checkpointing recomputes is in no graph.
+
+    Args:
+        model: A model, sharded or not, or a wrapper around it. For a sharded one, collective: every rank, outside of
+            forward and backward; each unit is gathered once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes: dict[str, torch.Size] = {}
+        self._names: dict[int, set[str]] = {}
+        self._flat: dict[int, list[str | None]] = {}
+        self._part_of: dict[str, str] = {}
+        self._kept: list[Any] = []  # no other tensor may get an id that is noted here
+        root = model
+        while isinstance(inner := getattr(root, "module", None), nn.Module) and not _is_sharded(root):
+            root = inner
+        units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+        self._root = root
+        self._note()
+        for unit in units:
+            # The tensors that are computed with stay the same objects from one gathering to the next.
+            unit.unshard()
+            self._note()
+            unit.reshard()
+        for flat_unit in root.modules():
+            if isinstance(flat_unit, FullyShardedDataParallel) and flat_unit._handle is not None:
+                self._note_flat(flat_unit)
+
+    def unreached(self, losses: Iterable[torch.Tensor]) -> dict[str, torch.Size]:
+        """Return names and shapes of trainable parameters that are in the graph of none of ``losses``. Not collective.
+
+        Args:
+            losses: Before or after their backward.
+        """
+        reached: set[str] = set()
+        for node, parents in _graph(losses):
+            variable = getattr(node, "variable", None)
+            reached |= self._names.get(id(variable), set()) if variable is not None else set()
+            for parent, output in parents:
+                # A flat parameter is split; only the pieces that are used count.
+                names = self._pieces(parent)
+                if names and (name := names[output]) is not None:
+                    reached.add(name)
+        trained = {clean_fqn(name) for name, param in self._root.named_parameters() if param.requires_grad}
+        for name, flat_name in self._part_of.items():
+            if flat_name in trained:
+                trained.add(name)
+        return {name: shape for name, shape in self._shapes.items() if name in trained - reached}
+
+    def _note(self) -> None:
+        for prefix, module in self._root.named_modules(remove_duplicate=False):
+            for own, param in module._parameters.items():
+                if param is None or own == "_flat_param":
+                    continue
+                name = clean_fqn(f"{prefix}.{own}".lstrip("."))
+                first = self._names.setdefault(id(param), set())
+                if not any(known in self._shapes for known in first):  # tied: the first name stands for all
+                    self._shapes.setdefault(name, param.shape)
+                    first.add(name)
+                    self._kept.append(param)
+
+    def _note_flat(self, unit: FullyShardedDataParallel) -> None:
+        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
+        self._kept.append(flat)
+        prefix = next(name for name, module in self._root.named_modules() if module is unit)
+        start = clean_fqn(f"{prefix}.") if prefix else ""
+        fqns = (f"{start}{name}" for name in flat._fqns)
+        padding = flat._is_padding_mask if unit._use_orig_params else [False] * len(flat._fqns)
+        self._flat[id(flat)] = pieces = [None if is_padding else next(fqns) for is_padding in padding]
+        for name, shape in zip((name for name in pieces if name is not None), flat._shapes, strict=True):
+            self._shapes[name] = shape
+            if not unit._use_orig_params:
+                self._part_of[name] = f"{start}_flat_param"
+
+    def _pieces(self, node: Any) -> list[str | None]:
+        """The names of a split's outputs if it splits a flat parameter."""
+        if not self._flat or not type(node).__name__.startswith("Split"):
+            return []
+        for parent, _ in node.next_functions:
+            names = self._flat.get(id(getattr(parent, "variable", None)))
+            if names is not None:
+                return names
+        return []
+
+
+def _graph(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, tuple[tuple[Any, int], ...]]]:
+    """Every node of the graphs, with the edges to what it was computed from."""
+    waiting = [node for loss in losses if (node := loss.grad_fn) is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        parents = tuple((parent, output) for parent, output in node.next_functions if parent is not None)
+        yield node, parents
+        new = {parent for parent, _ in parents} - seen
+        seen |= new
+        waiting += new
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule | FullyShardedDataParallel) or any(
+        isinstance(param, DTensor) for param in module._parameters.values()
+    )

@@ -1,0 +1,50 @@
+"""A gradient scaler for float16 that every engine can use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmfsdp.runtime.sharded_model import live_models
+
+__all__ = ["GradScaler", "agrees_on_inf"]
+
+
+class GradScaler(TorchGradScaler):
+    """``torch.amp.GradScaler`` for sharded models: an infinite gradient on one rank makes all ranks skip the step.
+
+    torch's own does so for parameters that are all DTensors. This one also takes models that hold some parameters
+    whole (scalars, ignored ones), and engine ``fsdp1``, whose shards torch's scaler takes for whole parameters.
+
+    `unscale_` and `step` are collective: every rank of the model's mesh.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        sharded = [param for param in params if isinstance(param, DTensor)]
+        whole = [param for param in params if not isinstance(param, DTensor)]
+        # A rank may hold nothing of what an optimizer trains; it has a say all the same.
+        found = {params[0].device: torch.zeros_like(found_inf, device=params[0].device)}
+        for part in (sharded, whole):
+            group: Any = SimpleNamespace(param_groups=[{"params": part}])
+            for device, value in super()._unscale_grads_(group, inv_scale, found_inf.clone(), allow_fp16).items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        for model in live_models():
+            if model.owns(params):
+                for value in found.values():
+                    model.all_reduce(value, dist.ReduceOp.MAX)
+        return found
+
+
+def agrees_on_inf(scaler: TorchGradScaler) -> bool:
+    """Tell whether all ranks skip a step that one of them must skip, though each sees only its own plain shards."""
+    return isinstance(scaler, (GradScaler, ShardedGradScaler))

@@ -1,0 +1,275 @@
+"""What is known of each sharded model while it trains, and the hooks that keep it from training wrongly.
+
+torch accepts, without a word, several uses that leave weights untrained or ranks apart. Closed here:
+
+- a forward before the optimizer is built, or an exception in it, leaves units gathered, and an optimizer built
+  then would train copies: ``parameters()`` of a sharded model returns the shards whatever ran before, and changes
+  nothing, so that one rank may call it alone;
+- what is gathered in evaluation stays so as the strategy says, until shards are written or trained on;
+- whether a backward reduces gradients is decided by its forward, inside or outside of `no_sync`, as with DDP;
+- gradients that only some ranks have, and those of parameters held whole, are averaged over all (`runtime.gradients`).
+
+`mmfsdp.runtime.guards` refuses the rest when an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.utils.module_tracker import ModuleTracker
+
+from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.errors import ShardStateError
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
+
+__all__ = ["ShardedModel", "clean_fqn", "is_flat_gathered", "live_models", "sharded_model"]
+
+_FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
+_sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
+
+
+def sharded_model(model: nn.Module) -> ShardedModel:
+    """Return what is known of a sharded model.
+
+    Args:
+        model: What `apply_plan` or `shard` returned, or a wrapper around it.
+
+    Raises:
+        ShardStateError: ``model`` is not sharded by this library.
+    """
+    found = _sharded.get(model)
+    if found is None:
+        raise ShardStateError(
+            f"This {type(model).__name__} was not sharded by mmfsdp. Pass the model that mmfsdp.shard() returned "
+            "(the root, not a submodule of it)."
+        )
+    return found
+
+
+def live_models() -> list[ShardedModel]:
+    """Return all sharded models that still exist."""
+    return [state for state in {id(state): state for state in [*_sharded.values()]}.values() if state.exists]
+
+
+def clean_fqn(name: str) -> str:
+    """Return an FQN as the unsharded model has it, without the steps that FSDP1 adds."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+class ShardedModel:
+    """A sharded model's plan and mesh, and whether its gradients are reduced.
+
+    Args:
+        module: The sharded root; only a weak reference is kept.
+        plan: What was applied.
+        mesh: Where.
+
+    Attributes:
+        sync_gradients: Whether forwards from now on are followed by gradient reduction; `no_sync` turns it off.
+        unreduced: Whether the last backward left its gradients unreduced.
+        whole_params: Parameters that every rank holds whole.
+        agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` if it holds none whole.
+    """
+
+    def __init__(self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.sync_gradients = True
+        self.unreduced = False
+        self.agreement: GradientAgreement | None = None
+        self._module = weakref.ref(module)
+        self._groups = [weakref.ref(group) for group in groups_of(module.modules())]
+        self._kept_from_evaluation: int | None = None
+        self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
+        self._in_forward = 0
+        self._tracker = ModuleTracker()
+        _sharded[module] = self
+        from mmfsdp.runtime.hooks import install  # needs this module
+
+        install(self, module)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the sharded root has not been collected."""
+        return self._module() is not None
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded root."""
+        module = self._module()
+        if module is None:
+            raise ShardStateError("The sharded model no longer exists.")
+        return module
+
+    @property
+    def is_fsdp1(self) -> bool:
+        """Whether the units are FullyShardedDataParallel instances."""
+        return self.plan.engine == "fsdp1"
+
+    def alias(self, wrapper: nn.Module) -> None:
+        """Let ``wrapper`` stand for the model wherever a sharded model is asked for."""
+        _sharded[wrapper] = self
+
+    def reshard(self) -> None:
+        """Free whatever is gathered. Not collective."""
+        for group in self.groups:
+            group.reshard()
+        if self.is_fsdp1:
+            _free_flat(self.module)
+
+    @property
+    def groups(self) -> list[Any]:
+        """The parameter groups of ``fully_shard``, see `mmfsdp.runtime.param_groups`; none with engine ``fsdp1``."""
+        return [group for reference in self._groups if (group := reference()) is not None]
+
+    def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        """Return what is registered in place of shards now: ``id`` of it to (it, the shard). Not with ``fsdp1``."""
+        return gathered_params(self.groups)
+
+    def owns(self, params: Iterable[torch.Tensor]) -> bool:
+        """Tell whether any of ``params`` is a parameter of this model, sharded or gathered."""
+        if (module := self._module()) is None:
+            return False  # collected since `live_models` listed it
+        params = list(params)
+        given = {id(param) for param in params}
+        shards = (shard for group in self.groups for shard in shards_of(group))
+        return any(id(param) in given for param in chain(shards, _registered(module))) or bool(self.stale(params))
+
+    def stale(self, params: Iterable[torch.Tensor]) -> set[int]:
+        """Return the ``id`` of those ``params`` that are gathered copies of this model's shards."""
+        groups = self.groups
+        return {id(param) for param in params if any(computed_with(group, param) for group in groups)}
+
+    def check_reduced(self, action: str) -> None:
+        """Refuse to go on when the last backward ran inside `no_sync`.
+
+        Raises:
+            ShardStateError: It did.
+        """
+        if self.unreduced:
+            raise ShardStateError(
+                f"{action}, but the last forward ran inside no_sync(): its gradients were not reduced over ranks, and "
+                "there is nothing to act on. Run the last micro-batch of an accumulation outside of no_sync()."
+            )
+
+    def before_forward(self) -> None:
+        """Called as the root's forward begins."""
+        self._in_forward += 1
+        if self._kept_from_evaluation is not None and self._in_forward == 1:
+            versions, self._kept_from_evaluation = self._kept_from_evaluation, None
+            if torch.is_grad_enabled() or versions != shard_versions(self.groups):
+                self.reshard()
+        if torch.is_grad_enabled():
+            self._set_sync(self.sync_gradients)
+            self.unreduced = not self.sync_gradients
+
+    def after_forward(self, error: BaseException | None) -> None:
+        """Called as the root's forward ends, with the exception if it failed."""
+        self._in_forward = max(self._in_forward - 1, 0)
+        if error is not None:
+            self._recover(error)
+        elif not torch.is_grad_enabled() and not self._in_forward:  # a method that runs forward itself still computes
+            if self.is_fsdp1:
+                self.reshard()  # its parameters themselves change as they are gathered
+            else:
+                self._kept_from_evaluation = shard_versions(self.groups)
+
+    def before_writing(self) -> None:
+        """Called before shards are written other than by training, on every rank: what is gathered must not stay."""
+        self._kept_from_evaluation = None
+        self.reshard()
+
+    def before_mode(self) -> None:
+        """Called by ``train()`` and ``eval()``, with which an evaluation begins: weights may have been exchanged."""
+        if self._kept_from_evaluation is not None:
+            self._kept_from_evaluation = -1
+
+    def _recover(self, error: BaseException) -> None:
+        from mmfsdp.runtime.forward_errors import explain_forward_error
+
+        self._in_forward = 0
+        explain_forward_error(error, self)
+        if self.is_fsdp1:
+            return
+        reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
+        if reset is not None:
+            with contextlib.suppress(AttributeError):  # nothing ran yet, so there is nothing to reset
+                reset()
+        self.reshard()
+
+    def _set_sync(self, sync: bool) -> None:
+        module = self.module
+        if not self.is_fsdp1:
+            module.set_requires_gradient_sync(sync)  # type: ignore[operator]
+        elif sync and _FSDP1_NO_SYNC in vars(module):
+            vars(module).pop(_FSDP1_NO_SYNC).__exit__(None, None, None)
+        elif not sync and _FSDP1_NO_SYNC not in vars(module) and isinstance(module, FullyShardedDataParallel):
+            # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context stays
+            # open until a forward outside of it. It holds the module, so only the module may hold it.
+            vars(module)[_FSDP1_NO_SYNC] = context = FullyShardedDataParallel.no_sync(module)
+            context.__enter__()
+
+    def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce ``value`` in place over all ranks of the mesh. Collective: every rank."""
+        with Waiting("reducing a value over all ranks"):
+            for dim in range(self.mesh.ndim):
+                dist.all_reduce(value, op, group=self.mesh.get_group(dim))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the root's forward is under way."""
+        return self._in_forward > 0
+
+    def parameters_are_settled(self) -> bool:
+        """Whether neither forward nor backward is under way."""
+        return not self.is_running and not self._tracker.is_bw
+
+
+def is_flat_gathered(module: nn.Module) -> bool:
+    """Tell whether a unit of engine ``fsdp1`` is gathered."""
+    handles = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module))
+    return any(
+        handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr()
+        for handle in handles
+        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
+    )
+
+
+def _free_flat(module: nn.Module) -> None:
+    """What torch leaves to the next backward: its root stays gathered after a forward without gradients.
+
+    Shards written meanwhile would not be seen by the next forward. No public function does it.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+            continue  # nothing ran yet
+        if handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.IDLE:
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
+
+
+def _registered(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Every registered parameter as it is now, gathered or not."""
+    for submodule in module.modules():
+        yield from (param for param in submodule._parameters.values() if param is not None)
+
+
+def _parameter(module: nn.Module, fqn: str) -> nn.Parameter:
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if clean_fqn(name) == fqn:
+            return param
+    raise ShardStateError(f"The sharded model has no parameter {fqn!r}.", fqn=fqn)

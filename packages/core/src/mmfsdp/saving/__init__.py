@@ -1,0 +1,1 @@
+"""Ranks and files together: saving and loading the checkpoints of a sharded model."""

@@ -1,0 +1,149 @@
+"""Saves that go on in a background thread, on a process group of their own, while training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.collective.channels import GlooChannel
+from mmfsdp.collective.steps import Scope, new_scope, on_all_ranks
+
+__all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
+
+
+class PendingSave:
+    """A save that may still be under way, or the outcome of one that is over.
+
+    Args:
+        future: Of what is being done.
+    """
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+        self._told = False
+
+    @classmethod
+    def over(cls) -> PendingSave:
+        """Return a save that is complete."""
+        future: Future[None] = Future()
+        future.set_result(None)
+        return cls(future)
+
+    def done(self) -> bool:
+        """Tell whether it is over on this rank, well or not. Not collective, does not wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is on disk, complete, at its final path. Not collective.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            CheckpointError: It could not be written; what was at the path is untouched.
+            TimeoutError: It is not over yet; it goes on.
+        """
+        try:
+            self._future.result(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._told = True
+            raise
+
+    def settle(self) -> None:
+        """Wait until it is over, and raise its error unless `result` has done so already."""
+        if not self._told:
+            self.result()
+
+
+class Saver:
+    """The saves of the ranks of one mesh: one at a time. Collective: every rank of the mesh.
+
+    Args:
+        mesh: The ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        # Training uses the mesh's own groups, and its collectives must not meet those of a save.
+        self.scope: Scope = new_scope(mesh)
+        self._pending: PendingSave | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group through which its ranks talk."""
+        assert isinstance(self.scope.channel, GlooChannel)
+        return self.scope.channel.group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the mesh."""
+        return self.scope.place
+
+    def settle(self) -> None:
+        """Wait for the save under way. Collective: every rank.
+
+        Raises:
+            CheckpointError: It failed, on any rank, and nobody was told yet.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            on_all_ranks(pending.settle, self.scope)
+
+    def start(self, step: Callable[[], None]) -> PendingSave:
+        """Run ``step`` in a thread. No other save may be under way."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="mmfsdp-save")
+        self._pending = PendingSave(executor.submit(step))
+        executor.shutdown(wait=False)  # once that step is done
+        return self._pending
+
+
+_savers: dict[tuple[int, ...], tuple[Any, Saver]] = {}
+
+
+def saver_of(mesh: DeviceMesh) -> Saver:
+    """Return the saver of a mesh's ranks, made on first use. Collective: every rank of the mesh."""
+    saver = _known_saver(mesh)
+    if saver is None:
+        saver = Saver(mesh)
+        _savers[_ranks(mesh)] = dist.group.WORLD, saver
+    return saver
+
+
+def settle_saves(mesh: DeviceMesh) -> None:
+    """Wait for the save that a mesh's ranks have under way, if any. Collective: every rank of the mesh.
+
+    Raises:
+        CheckpointError: It failed, on any rank, and nobody was told yet.
+    """
+    saver = _known_saver(mesh)
+    if saver is not None:
+        saver.settle()
+
+
+def _known_saver(mesh: DeviceMesh) -> Saver | None:
+    world, saver = _savers.get(_ranks(mesh), (None, None))
+    return saver if world is dist.group.WORLD else None  # groups end with the world that they were made in
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in mesh.mesh.flatten())
+
+
+def staged(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of nested content in CPU memory that shares nothing with it. Not collective."""
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+    try:
+        copy: Any = stager.stage(content)
+        return dict(copy)
+    finally:
+        stager.close()

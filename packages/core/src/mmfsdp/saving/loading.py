@@ -1,0 +1,112 @@
+"""The content of any checkpoint as Python values: its tensors stay on disk, and no class is imported unasked."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.pickles.reading import PickledObject
+from mmfsdp.checkpoint.pickles.writing import PickleWriter
+from mmfsdp.checkpoint.tree import select_tensors
+from mmfsdp.errors import CorruptCheckpointError, FormatError, UnsafePickleError
+from mmfsdp.saving.source import Source
+from mmfsdp.saving.stored import StoredTensor, stored_tensors
+
+__all__ = ["restricted_load", "stored_content"]
+
+
+def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
+    """Return a checkpoint's content, each tensor as a `StoredTensor`. Not collective.
+
+    Args:
+        source: Its layout was opened with ``trust=True``.
+        safe_globals: Classes that pickled objects may be of, besides plain data.
+
+    Raises:
+        UnsafePickleError: There is an object of another class.
+        FormatError: There is a tensor inside of an object.
+    """
+    return _Content(source.layout, stored_tensors(source), [*safe_globals]).value(source.layout.tree)
+
+
+def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[Any]) -> Any:
+    """Return what ``torch.load`` reads with ``weights_only=True``; tensors of a file are memory-mapped.
+
+    Args:
+        file: What to read.
+        name: What to call it.
+        safe_globals: Classes that it may hold besides tensors and plain data.
+
+    Raises:
+        UnsafePickleError: It holds others.
+        CorruptCheckpointError: It cannot be read.
+    """
+    try:
+        with torch.serialization.safe_globals(list(safe_globals)):
+            return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("GLOBAL ")[-1].split(" was not")[0] if "GLOBAL" in str(error) else str(error)
+        raise UnsafePickleError(
+            f"{name} holds {reason}, which is neither tensor nor plain data. If you trust the file, pass that "
+            "class in safe_globals.",
+            file=name,
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise CorruptCheckpointError(f"{name} cannot be read: {error}", file=name) from error
+
+
+class _Content:
+    def __init__(self, layout: Layout, tensors: Mapping[str, StoredTensor], safe_globals: list[Any]) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._safe_globals = safe_globals
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            return self._tensors[tree.name]
+        if not select_tensors(tree) and _holds_pickled(tree):
+            return self._object(tree)
+        if isinstance(tree, dict):
+            return {self._plain(key): self.value(child) for key, child in tree.items()}
+        if isinstance(tree, list | tuple):
+            return type(tree)(map(self.value, tree))
+        if isinstance(tree, PickledObject):
+            raise FormatError(
+                f"{self._layout.path.name} holds tensors inside of a {tree.module}.{tree.qualname}, which cannot be "
+                "loaded from this format.",
+                file=str(self._layout.path),
+            )
+        return tree
+
+    def _plain(self, key: Any) -> Any:
+        return self._object(key) if _holds_pickled(key) else key
+
+    def _object(self, tree: Any) -> Any:
+        """What a pickle described is made by torch's own restricted loader, from that very description."""
+        data = PickleWriter(_no_tensor).dumps(tree)
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr("archive/data.pkl", data)
+            file.writestr("archive/byteorder", b"little")
+            file.writestr("archive/version", b"3\n")
+        archive.seek(0)
+        return restricted_load(archive, str(self._layout.path), self._safe_globals)
+
+
+def _no_tensor(_: PickleWriter, ref: TensorRef) -> None:
+    raise AssertionError(ref.name)
+
+
+def _holds_pickled(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(_holds_pickled(key) or _holds_pickled(value) for key, value in tree.items())
+    if isinstance(tree, list | tuple | set | frozenset):
+        return any(map(_holds_pickled, tree))
+    return isinstance(tree, PickledObject) or (isinstance(tree, type) and issubclass(tree, PickledObject))

@@ -1,0 +1,28 @@
+"""What ranks must agree on before they read or write: one path, in a directory that they all see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmfsdp.collective.steps import Scope, all_equal, gather_objects
+from mmfsdp.errors import RankMismatchError
+
+__all__ = ["same_path"]
+
+
+def same_path(path: str | Path, scope: Scope) -> Path:
+    """Return the absolute path that all ranks gave. Collective: every rank of the scope.
+
+    Raises:
+        RankMismatchError: They gave different ones, or relative ones in different working directories.
+    """
+    own = os.path.abspath(path)
+    if all_equal(scope, own):
+        return Path(own)
+    given = gather_objects(scope, own)
+    other = next(place for place, path in enumerate(given) if path != given[0])
+    raise RankMismatchError(
+        f"Ranks gave different paths of a checkpoint: rank 0 {given[0]!r}, rank {other} {given[other]!r}. Give the "
+        "same path on every rank; a name with a time in it must be made on one rank and sent to the others."
+    )

@@ -1,0 +1,141 @@
+"""Writing a checkpoint directory from all ranks: each rank its own files, and all of it or nothing appears."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint.files.atomic import commit, discard, make_parent, refuse_existing, sync, temporary_sibling
+from mmfsdp.checkpoint.files.write_errors import not_written, of_file
+from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
+from mmfsdp.collective.channels import host_of
+from mmfsdp.collective.steps import Scope, broadcast_object, gather_to_first, on_all_ranks, shared
+from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
+
+__all__ = ["DirectorySave", "Files", "as_checkpoint_error"]
+
+Files = dict[str, FileEntry]
+"""File name to what the manifest says of it."""
+
+_LOOK_AGAIN = 10  # times, a tenth of a second apart: clients of network file systems remember what was not there
+
+
+@dataclass(frozen=True)
+class DirectorySave:
+    """One save of a directory by several ranks, from the moment that its target was found free."""
+
+    target: Path
+    """Where the directory will appear."""
+    temporary: Path
+    """Where it is written."""
+    save_id: str
+    """Sixteen hexadecimal digits, the same on every rank."""
+    rank: int
+    """This rank's place among those that save."""
+    world_size: int
+    """How many ranks save."""
+    overwrite: bool
+    """Replace what is at the target, once the new one is complete."""
+
+    @classmethod
+    def begin(cls, target: Path, scope: Scope, *, overwrite: bool) -> DirectorySave:
+        """Create the temporary directory, and see that all ranks see it. Collective: every rank of the scope.
+
+        Args:
+            target: Where the directory will appear; the same on every rank.
+            scope: The ranks that save.
+            overwrite: Replace what is there.
+
+        Raises:
+            CheckpointError: It cannot be created, a host does not see it, or the target exists and is not to be
+                replaced; raised on every rank, and nothing is left.
+        """
+
+        def create() -> tuple[Path, str]:
+            if not overwrite:
+                refuse_existing(target)
+            with as_checkpoint_error(target):
+                make_parent(target)
+                temporary = temporary_sibling(target, exclusive=not overwrite)
+                temporary.mkdir()
+            return temporary, secrets.token_hex(8)
+
+        temporary, save_id = shared(lambda: create() if scope.is_first else None, scope)
+        save = cls(target, temporary, save_id, scope.place, scope.size, overwrite)
+        first_host = broadcast_object(scope, host_of())
+        save._or_abandon(lambda: on_all_ranks(lambda: save._look(first_host), scope))
+        return save
+
+    def finish(self, write: Callable[[DirectorySave], Files], scope: Scope) -> None:
+        """Write on every rank, then add the manifest and move everything in place. Collective.
+
+        Args:
+            write: Writes this rank's files into `temporary`, syncs them, and returns them. It may be collective.
+            scope: Through which the ranks talk.
+
+        Raises:
+            CheckpointError: It could not be written; raised on every rank, and nothing of it is left.
+        """
+
+        def complete(parts: list[Files] | None) -> None:
+            if parts is None:
+                return
+            with as_checkpoint_error(self.target):
+                files = {name: entry for part in parts for name, entry in part.items()}
+                write_manifest(self.temporary, save_id=self.save_id, world_size=self.world_size, files=files)
+                # Whoever wrote a file has synced it: from here, only its own client of a network file system would.
+                for entry in (self.temporary / "manifest.json", self.temporary):
+                    sync(entry)
+                commit(self.temporary, self.target, overwrite=self.overwrite, fsync=False)
+                sync(self.target.parent)
+
+        def carry_out() -> None:
+            own = on_all_ranks(lambda: write(self), scope)
+            parts = gather_to_first(scope, own)
+            on_all_ranks(lambda: complete(parts), scope)
+
+        self._or_abandon(carry_out)
+
+    def abandon(self) -> None:
+        """Remove what was written so far; the target is untouched. Not collective."""
+        if self.rank == 0:
+            discard(self.temporary)
+
+    def _or_abandon(self, step: Callable[[], Any]) -> None:
+        try:
+            step()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _look(self, first_host: str) -> None:
+        for _ in range(_LOOK_AGAIN):
+            if self.temporary.is_dir():
+                return
+            time.sleep(0.1)
+        raise CheckpointError(
+            f"{str(self.target.parent)!r} is not the same directory on all hosts: what rank 0 creates there on host "
+            f"{first_host!r} is not there on host {host_of()!r}. Save to a file system that all hosts share, or save "
+            "with kind='full', which rank 0 writes alone. Nothing was written.",
+            file=str(self.target),
+        )
+
+
+class as_checkpoint_error:  # noqa: N801 - reads as a statement
+    """Whatever goes wrong (a full disk, what cannot be pickled) becomes ours, which travels and names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FormatError):
+            raise of_file(error, self._path) from error.__cause__
+        if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
+            raise not_written(self._path, error) from error

@@ -1,0 +1,137 @@
+"""Files of ``torch.save`` whose checksums are taken while they are written: a rank's part, or all of a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.checkpoint.formats.embedded_sums import embed_sums
+from mmfsdp.checkpoint.manifest import BlockSums, FileEntry
+from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+
+__all__ = ["SummedFile", "write_archive", "write_rank_file", "write_whole"]
+
+
+class SummedFile:
+    """A file open for writing in order, and the checksums of what was written.
+
+    Args:
+        file: Open for writing, at its beginning.
+    """
+
+    def __init__(self, file: IO[bytes] | io.IOBase) -> None:
+        self._file: Any = file
+        self._sums = BlockSums()
+
+    def write(self, data: Any) -> int:
+        """Write bytes, and sum them."""
+        # A plain file can write less than it is given, which torch ignores: this one is buffered.
+        count: int = self._file.write(data)
+        self._sums.add(data)
+        return count
+
+    def entry(self) -> FileEntry:
+        """Return what the manifest says of the file."""
+        return self._sums.entry()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def write_archive(content: Mapping[str, Any], path: Path) -> FileEntry:
+    """Save with ``torch.save``, wait until all is on disk, and return the checksums. Not collective."""
+    # Given a path, torch writes through a C++ stream, which is closed in a destructor: a disk that is full by then cuts
+    # the file off in silence.
+    with path.open("wb") as file:
+        summed = SummedFile(file)
+        torch.save(dict(content), summed)
+        file.flush()
+        os.fsync(file.fileno())
+    return summed.entry()
+
+
+def write_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Save with ``torch.save``, with the checksums of its blocks in the file. Not collective; the caller syncs it."""
+    embed_sums(path, write_archive(content, path))
+
+
+def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh) -> Files:
+    """Write this rank's file of a ``local`` checkpoint: what it holds, and which boxes of the whole that is.
+
+    Ranks that hold the same box share the work: each box is written by one of them.
+
+    Args:
+        save: Where to.
+        content: Nested dicts and lists, DTensors where a tensor is sharded.
+        mesh: The ranks that save.
+    """
+    path = save.temporary / f"rank{save.rank}.pth"
+    with as_checkpoint_error(save.target / path.name):
+        return {path.name: write_archive(_localised(content, save, mesh), path)}
+
+
+def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> dict[str, Any]:
+    boxes: dict[str, dict[str, Any]] = {}
+    written: dict[int, dict[int, int]] = {}  # by the number of replicas, bytes that each of them has to write
+
+    def localise(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_own = save.rank == 0  # what every rank holds alike is read from the first rank's file
+        local = leaf
+        if isinstance(leaf, DTensor):
+            box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
+            local, is_own = leaf.to_local(), True
+            if leaf.device_mesh == mesh:
+                replica, mine = _share(leaf, written)
+                box |= {"placements": placements_of(leaf), "replica": replica}
+                is_own = replica == mine
+            boxes[path] = box
+        if not is_own and local.dim():
+            return local.new_empty((0, *local.shape[1:]), device="cpu")
+        local = local.detach().cpu()
+        # A shard is a view into padded memory; torch.save would write all of it.
+        if local.untyped_storage().nbytes() != local.numel() * local.element_size():
+            local = local.clone()
+        return local
+
+    tree = map_leaves(dict(content), localise)
+    header = {
+        "format": "rank_local",
+        "version": 1,
+        "world_size": save.world_size,
+        "rank": save.rank,
+        "save_id": save.save_id,
+        "mesh": list(mesh.mesh.shape),
+        "tensors": boxes,
+    }
+    return {**tree, "mmfsdp": header}
+
+
+def _share(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, int]:
+    """Return which of the replicas writes a tensor (the one with the least to write so far), and which this rank is in.
+
+    Every rank comes to the same answer by itself: what counts is the size of the whole.
+    """
+    mesh = tensor.device_mesh
+    coordinates = tuple(mesh.get_coordinate() or ())
+    replicas, mine = 1, 0
+    for size, coordinate, dim in zip(mesh.mesh.shape, coordinates, placements_of(tensor), strict=True):
+        if dim is None:
+            replicas, mine = replicas * size, mine * size + coordinate
+    if not tensor.dim():
+        return 0, 0  # every rank writes its own: there is no empty tensor without dimensions
+    loads = written.setdefault(replicas, dict.fromkeys(range(replicas), 0))
+    replica = min(loads, key=lambda place: (loads[place], place))
+    loads[replica] += math.prod(tensor.shape) * tensor.element_size()
+    return replica, mine

@@ -1,0 +1,175 @@
+"""Saving a sharded model from all its ranks: whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmfsdp.checkpoint.files.atomic import atomic_output, make_parent
+from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+from mmfsdp.saving.background import PendingSave, saver_of, settle_saves, staged
+from mmfsdp.saving.distributed_files import write_distributed
+from mmfsdp.saving.paths import same_path
+from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
+from mmfsdp.saving.rank_files import write_rank_file, write_whole
+from mmfsdp.state.model import model_state_dict
+from mmfsdp.state.optimizer import optim_state_dict
+
+__all__ = ["save_checkpoint", "write_checkpoint"]
+
+Kind = Literal["full", "local", "sharded"]
+_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    kind: Kind = "sharded",
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    blocking: bool = True,
+) -> PendingSave:
+    """Save a sharded model, and its optimizer. Collective: every rank.
+
+    Args:
+        path: ``sharded`` and ``local``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The same on
+            every rank. Directories above it are created.
+        model: A sharded model.
+        optimizer: Built from its parameters.
+        kind: ``sharded`` writes on every rank what it holds, in the format of torch's distributed checkpoint (DCP),
+            with optimizer state by parameter name. ``local`` writes one file per rank. ``full`` gathers everything on
+            the first rank, which then needs memory for the whole model and writes it alone.
+        extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
+        overwrite: Replace what is there, once the new one is complete.
+        blocking: ``False``, for ``sharded``: return once everything is copied to CPU memory, and write in the
+            background. Training may go on. The next save of these ranks waits for it first.
+
+    Returns:
+        The save: its ``result()`` waits until the checkpoint is complete, and raises what went wrong. With
+        ``blocking`` it is over already.
+
+    Raises:
+        CheckpointError: It could not be written, or the save before it in the background; raised on every rank, and
+            what was at ``path`` is untouched.
+        RankMismatchError: Ranks gave different paths.
+        ConfigError: ``kind`` is none of these, does not go with the path, or cannot be saved in the background.
+    """
+    _check_kind(kind, blocking)
+    if kind != "full" and Path(path).suffix in _FILES:
+        raise ConfigError(
+            f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
+            f"{Path(path).suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
+        )
+    extra = dict(extra or {})
+    if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
+        raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
+    form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
+    content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
+    if optimizer is not None:
+        by_name = kind == "sharded"
+        content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
+    return write_checkpoint(path, {**content, **extra}, model, kind=kind, overwrite=overwrite, blocking=blocking)
+
+
+def write_checkpoint(
+    path: str | Path,
+    content: Mapping[str, Any],
+    model: nn.Module,
+    *,
+    kind: Kind = "full",
+    overwrite: bool = True,
+    blocking: bool = True,
+) -> PendingSave:
+    """Write content that is gathered already. Collective: every rank of the model's mesh.
+
+    Args:
+        path: A ``.pth`` file for ``full``, a directory for ``local`` and ``sharded``.
+        content: Nested dicts and lists. ``full``: with whole tensors; only the first rank's is written. ``local``:
+            every rank's own, DTensors where a tensor is sharded; a file per rank holds the local tensors and, under
+            ``'mmfsdp'``, the box of the whole that each one is. ``sharded``: every rank's own, too; what is no DTensor
+            is taken from the first rank, and dict keys on the way to a DTensor must be strings.
+        model: The sharded model: its mesh says which ranks take part.
+        kind: ``full``, ``local`` or ``sharded``.
+        overwrite: Replace what is there, once the new one is complete.
+        blocking: See `save_checkpoint`.
+
+    Returns:
+        See `save_checkpoint`.
+
+    Raises:
+        CheckpointError: It could not be written, or the save before it in the background; raised on every rank, and
+            what was at ``path`` is untouched.
+    """
+    _check_kind(kind, blocking)
+    state = sharded_model(model)
+    target = same_path(path, scope_of(state.mesh))
+    settle_saves(state.mesh)
+    if kind == "sharded":
+        return _write_sharded(target, content, state, overwrite, blocking)
+    if kind == "full":
+        _on_first(state, lambda: _write_full(target, content, overwrite))
+    else:
+        _write_local(target, content, state, overwrite)
+    return PendingSave.over()
+
+
+def _check_kind(kind: str, blocking: bool) -> None:
+    if kind not in ("full", "local", "sharded"):
+        raise ConfigError(f"A checkpoint is saved as 'full', 'local' or 'sharded', got {kind!r}.")
+    if not blocking and kind != "sharded":
+        raise ConfigError(f"blocking=False needs kind='sharded', got kind={kind!r}. Save that one with blocking=True.")
+
+
+def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> None:
+    def check(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            raise StateDictError(f"{path!r} is a shard; a full checkpoint is of whole tensors.", file=str(target))
+        return leaf
+
+    with as_checkpoint_error(target):
+        map_leaves(dict(content), check)
+        make_parent(target)
+    with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
+        write_whole(content, temporary)
+
+
+def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool) -> None:
+    scope = scope_of(state.mesh)
+    save = DirectorySave.begin(target, scope, overwrite=overwrite)
+    save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
+
+
+def _write_sharded(
+    target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool, blocking: bool
+) -> PendingSave:
+    saver = saver_of(state.mesh)
+
+    def own() -> dict[str, Any]:
+        with as_checkpoint_error(target):
+            return dict(content) if blocking else staged(dict(content))
+
+    kept = on_all_ranks(own, saver.scope)
+    save = DirectorySave.begin(target, saver.scope, overwrite=overwrite)
+
+    def step() -> None:
+        save.finish(lambda save: write_distributed(save, kept, saver.group), saver.scope)
+
+    if not blocking:
+        return saver.start(step)
+    step()
+    return PendingSave.over()
+
+
+def _on_first(state: ShardedModel, step: Callable[[], None]) -> None:
+    scope = scope_of(state.mesh)
+    on_all_ranks(lambda: step() if scope.is_first else None, scope)

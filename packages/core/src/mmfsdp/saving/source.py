@@ -1,0 +1,261 @@
+"""A checkpoint of which every rank reads its own part: one rank knows where everything lies, and tells the others."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.basics.boxes import Bounds, is_within
+from mmfsdp.checkpoint.formats.embedded_sums import embedded_sums
+from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.layout import Layout, ListedBoxes, TensorEntry, Unlocated
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
+from mmfsdp.collective.channels import host_of
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mmfsdp.saving.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
+
+__all__ = ["Found", "Source", "Wanted", "known_source", "save_at"]
+
+Wanted = tuple[str, Bounds]
+"""Name of a tensor, and a box of it."""
+
+_SAVE_ID = re.compile(rb'"save_id": "([^"]*)"')
+_HEAD = 4096  # bytes of a manifest in which its save id is
+_MARKS = (".metadata", "rank0.pth")
+_sources: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank is told of the boxes that it asked for."""
+
+    entries: tuple[TensorEntry, ...]
+    """For each, the tensor with those of its chunks that meet it."""
+    sums: Mapping[Path, Sums]
+    """Checksums of the blocks that they lie in, by file."""
+    checks: tuple[TensorEntry, ...]
+    """Tensors with those of their chunks whose records this rank is to check whole, for all that read parts of them."""
+
+
+class Source:
+    """Where a checkpoint's tensors are read from.
+
+    Args:
+        path: The checkpoint.
+        open: Reads its layout; called at once, and by other ranks only if they were not told what they need.
+        verify: Compare what is read with its checksum.
+
+    Attributes:
+        key: Tells it from other sources.
+        save: Tells the save that was opened from others at the same path.
+        is_shared: Whether ranks ask the first one where things lie.
+
+    Raises:
+        CheckpointError: It cannot be read, or parts of it are missing.
+    """
+
+    def __init__(self, path: Path, open: Callable[[], Layout], *, verify: bool = True) -> None:
+        self.path, self.verify = path, verify
+        self.key = secrets.token_hex(8)
+        self.save = save_at(path)
+        self._first_host = host_of()
+        self.is_shared = False
+        self._prepare(own_records=True)
+        self.attach(open)
+        self._read_layout()
+
+    def _prepare(self, *, own_records: bool) -> None:
+        self._layout: Layout | None = None
+        self._open: Callable[[], Layout] | None = None
+        self._told: dict[Wanted, TensorEntry] = {}
+        self._files = VerifiedFiles(verify=self.verify, own_records=own_records)
+        weakref.finalize(self, self._files.close)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("path", "verify", "key", "save", "is_shared", "_first_host")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare(own_records=False)
+
+    def attach(self, open: Callable[[], Layout]) -> None:
+        """Tell a source that came from another rank how the layout is read, should it need that."""
+        self._open = open
+
+    def share(self) -> None:
+        """Let other ranks, which are sent a copy, ask this one where things lie."""
+        self.is_shared = True
+        self._files.own_records = False
+        _sources[self.key] = self
+
+    @property
+    def layout(self) -> Layout:
+        """The whole layout, read on first use."""
+        return self._layout or self._read_layout()
+
+    def _read_layout(self) -> Layout:
+        assert self._open is not None
+        layout = self._open()
+        check_coverage(layout, look_up=False)
+        self._layout, self._sums = layout, _listed(layout) if self.verify else {}
+        self._files.add_sums({file: sums_of(entry) for file, entry in self._sums.items()})
+        return layout
+
+    def check_unchanged(self) -> None:
+        """Compare the save that is at the path now with the one that was opened. Not collective.
+
+        Raises:
+            CorruptCheckpointError: It is another one.
+            CheckpointNotFoundError: There is none, as where the first rank's file system is not this rank's.
+        """
+        try:
+            save = save_at(self.path)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"There is nothing at {str(self.path)!r} on host {host_of()!r}; on host {self._first_host!r}, where it "
+                "was opened, there was. Every rank reads its own part: put the checkpoint on a file system that all "
+                "hosts share, or copy it to each.",
+                file=str(self.path),
+            ) from error
+        if save != self.save:
+            raise CorruptCheckpointError(
+                f"{self.path.name} was replaced while it was loaded: it was {self.save}, and is {save} on host "
+                f"{host_of()!r}. What was loaded may be of both. Load it again.",
+                file=str(self.path),
+            )
+
+    def find(self, requests: Sequence[Sequence[Wanted]]) -> list[Found]:
+        """Return what each rank needs to know to read the boxes that it wants. Not collective.
+
+        Args:
+            requests: What each rank wants.
+        """
+        told = [tuple(self.layout.tensors[name].within(box) for name, box in wanted) for wanted in requests]
+        checks = self._in_parts(requests, told) if self.verify else []
+        return [
+            Found(entries, self._sums_for(entries), tuple(checks[place :: len(told)]))
+            for place, entries in enumerate(told)
+        ]
+
+    def parts(self, count: int) -> list[list[TensorEntry]]:
+        """Return all tensors of the checkpoint, each once, in ``count`` lists of about equal size. Not collective."""
+        found = {
+            (entry.name, bounds): single
+            for entry in self.layout.tensors.values()
+            for bounds, _, single in _singles(entry, self.path)
+        }
+        largest_first = sorted(found.values(), key=lambda entry: -entry.nbytes)
+        return [largest_first[place::count] for place in range(count)]
+
+    def learn(self, wanted: Iterable[Wanted], found: Found) -> None:
+        """Take what the first rank found for this one."""
+        self._told.update(zip(wanted, found.entries, strict=True))
+        self._files.add_sums(found.sums)
+
+    def check(self, entries: Iterable[TensorEntry]) -> None:
+        """Compare whole records with their checksums. Not collective.
+
+        Raises:
+            CorruptCheckpointError: One differs.
+        """
+        self._files.check(
+            (entry.name, chunk.record) for entry in entries for chunk in entry.chunks if chunk.record is not None
+        )
+
+    def fill(self, name: str, box: Bounds, target: memoryview) -> None:
+        """Read a box of a tensor into memory. Not collective.
+
+        Raises:
+            CheckpointError: It is damaged, or cannot be read.
+        """
+        entry = self._told.get((name, box)) or self.layout.tensors[name].within(box)
+        self._files.fill(entry, box, target)
+
+    def _in_parts(
+        self, requests: Sequence[Sequence[Wanted]], told: Sequence[tuple[TensorEntry, ...]]
+    ) -> list[TensorEntry]:
+        """Chunks whose blocks have no checksums and of which ranks read parts, so that none compares the whole."""
+        found: dict[tuple[str, Bounds], TensorEntry] = {}
+        for wanted, entries in zip(requests, told, strict=True):
+            for (name, box), entry in zip(wanted, entries, strict=True):
+                for bounds, file, single in _singles(entry, self.path):
+                    if (name, bounds) not in found and file not in self._sums and not is_within(bounds, box):
+                        found[name, bounds] = single
+        return list(found.values())
+
+    def _sums_for(self, entries: tuple[TensorEntry, ...]) -> dict[Path, Sums]:
+        found: dict[Path, dict[int, tuple[int, int]]] = {}
+        # A rank's file is said once for all that is in it.
+        for file, begin, end in {extent for entry in entries for extent in _extents(entry, self.path)}:
+            listed = self._sums.get(file)
+            if listed is not None:
+                numbers = blocks_of(begin, listed.size if end is None else end)
+                found.setdefault(file, {}).update(sums_of(listed, numbers))
+        return {**found}
+
+
+def known_source(key: str) -> Source:
+    """Return a source of this process by its key."""
+    return _sources[key]
+
+
+def save_at(path: Path) -> str:
+    """Return what tells the save at a path from others: its id, or size and time of the file that describes it.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+    """
+    try:
+        if path.is_dir():
+            manifest = path / MANIFEST_NAME
+            if manifest.exists():
+                with manifest.open("rb") as file:
+                    match = _SAVE_ID.search(file.read(_HEAD))
+                if match is not None:
+                    return f"save {match[1].decode(errors='replace')}"
+            path = next((path / name for name in _MARKS if (path / name).exists()), path)
+        state = path.stat()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error
+    return f"of {state.st_size} bytes, written at {state.st_mtime_ns / 1e9:.6f}"
+
+
+def _listed(layout: Layout) -> dict[Path, FileEntry]:
+    """What is known of files' blocks, by file."""
+    if layout.path.is_dir() and (layout.path / MANIFEST_NAME).exists():
+        files = {layout.path / name: entry for name, entry in read_manifest(layout.path).files.items()}
+    else:
+        files = embedded_sums(layout)
+    return {file: entry for file, entry in files.items() if entry.blocks is not None}
+
+
+def _singles(entry: TensorEntry, directory: Path) -> Iterator[tuple[Bounds, Path, TensorEntry]]:
+    """Yield each box of a tensor with its file, and the tensor with that box alone."""
+    if not isinstance(entry.stored, Unlocated):
+        for chunk in entry.stored:
+            yield chunk.bounds, chunk.file, replace(entry, stored=(chunk,))
+        return
+    for box, where in entry.stored.boxes.meeting(None).items():
+        single = Unlocated(ListedBoxes({box: where}), entry.stored.locate)
+        yield box, _place(where, directory)[0], replace(entry, stored=single)
+
+
+def _extents(entry: TensorEntry, directory: Path) -> Iterable[tuple[Path, int, int | None]]:
+    """Yield the file, the first byte and the end (None for all of it) of everything that a tensor is in."""
+    if not isinstance(entry.stored, Unlocated):
+        for chunk in entry.stored:
+            yield chunk.file, chunk.offset, chunk.offset + chunk.span
+        return
+    for where in entry.stored.boxes.meeting(None).values():
+        yield _place(where, directory)
+
+
+def _place(where: Any, directory: Path) -> tuple[Path, int, int | None]:
+    if isinstance(where, int):  # a rank's file
+        return directory / f"rank{where}.pth", 0, None
+    return directory / where.file, where.offset, where.offset + where.length

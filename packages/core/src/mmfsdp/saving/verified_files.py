@@ -1,0 +1,202 @@
+"""Reads boxes of tensors from files that stay open, and compares what is read with its checksum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mmfsdp.basics.boxes import Bounds, is_within, meet
+from mmfsdp.checkpoint.files.crc import crc32, crc32_of_stretch
+from mmfsdp.checkpoint.files.gathering import packed_blocks
+from mmfsdp.checkpoint.files.open_files import OpenFiles, reading, truncated
+from mmfsdp.checkpoint.geometry.extents import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
+from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
+from mmfsdp.errors import CorruptCheckpointError
+
+__all__ = ["Sums", "VerifiedFiles", "blocks_of", "sums_of"]
+
+_PIECE = 1 << 20  # bytes that are summed while the processor's cache still holds them
+
+Sums = Mapping[int, tuple[int, int]]
+"""Number of a block of `BLOCK` bytes in a file to its length in bytes (the last is shorter) and its CRC-32."""
+
+
+def sums_of(entry: FileEntry, numbers: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
+    """Return the checksums of a file's blocks by their numbers, by default of all."""
+    blocks = entry.blocks or ()
+    wanted = range(len(blocks)) if numbers is None else numbers
+    return {n: (min(BLOCK, entry.size - n * BLOCK), blocks[n]) for n in wanted if n < len(blocks)}
+
+
+def blocks_of(begin: int, end: int) -> range:
+    """Return the numbers of the blocks of a file that bytes ``begin`` to ``end`` lie in."""
+    return range(begin // BLOCK, -(-end // BLOCK))
+
+
+class VerifiedFiles:
+    """Files that are read in parts. What has a checksum is compared with it before it is returned.
+
+    A record of which all is wanted is compared with its own CRC-32. Of one that is wanted in part, the blocks around
+    the part are read and compared with those of the manifest. Without a manifest the whole record is read once.
+
+    Args:
+        verify: Compare; otherwise bytes are taken as they are.
+        own_records: Also check records of which a part is wanted and no block has a checksum. Otherwise another rank
+            does: see `check`.
+    """
+
+    def __init__(self, *, verify: bool, own_records: bool) -> None:
+        self._verify, self.own_records = verify, own_records
+        self._sums: dict[Path, dict[int, tuple[int, int]]] = {}
+        self._checked: set[Record] = set()
+        self._block: tuple[Path | None, int, bytes] = None, -1, b""
+        self._open = OpenFiles()
+
+    def add_sums(self, sums: Mapping[Path, Sums]) -> None:
+        """Tell checksums of blocks, by file."""
+        for file, blocks in sums.items():
+            self._sums.setdefault(file, {}).update(blocks)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+
+    def fill(self, entry: TensorEntry, box: Bounds, target: memoryview) -> None:
+        """Read a box of a tensor.
+
+        Args:
+            entry: The tensor; those of its chunks that meet the box must cover it.
+            box: What to read, in elements.
+            target: Bytes of the box in row-major order, writable.
+
+        Raises:
+            CorruptCheckpointError: A checksum differs, or a file ends too early.
+            CheckpointError: A file is missing or cannot be read, or is not the one that was read before.
+        """
+        for chunk in entry.chunks:
+            if not chunk.numel or not meet(chunk.bounds, box):
+                continue
+            runs = byte_runs(replace(entry, stored=(chunk,)), *box)
+            with reading(chunk.file):
+                self._fill_from(chunk, box, runs, target, entry.name)
+
+    def check(self, records: Iterable[tuple[str, Record]]) -> None:
+        """Read whole records and compare them with their CRC-32.
+
+        Args:
+            records: Name of a tensor that is in it, and the record.
+
+        Raises:
+            CorruptCheckpointError: One differs, or its file ends too early.
+        """
+        for name, record in records:
+            if not self._verify or record in self._checked or record.crc32 is None:
+                continue
+            with reading(record.file):
+                source = self._open.descriptor(record.file)
+                end = record.offset + record.nbytes
+                found, reached = crc32_of_stretch(source, record.offset, end)
+            if reached < end:
+                raise truncated(record.file, name, reached)
+            _compare(found, record.crc32, name, record.file, record.offset, end)
+            self._checked.add(record)
+
+    def _fill_from(
+        self, chunk: Chunk, box: Bounds, runs: Sequence[Run | StridedRun], target: memoryview, name: str
+    ) -> None:
+        if not self._verify:
+            for run in runs:
+                self._read(run, target, name)
+        elif chunk.crc32 is not None and len(runs) == 1 and _is_all_of(runs[0], chunk):
+            begin, end = chunk.offset, chunk.offset + chunk.nbytes
+            found = self._read_summed(chunk.file, begin, target[runs[0].target :][: chunk.nbytes], name)
+            _compare(found, chunk.crc32, name, chunk.file, begin, end)
+        elif chunk.file in self._sums:
+            for run in sorted(runs, key=lambda run: run.source):
+                self._read_blocks(run, chunk, target, name)
+        else:
+            if chunk.record is not None and (self.own_records or is_within(chunk.bounds, box)):
+                self.check([(name, chunk.record)])
+            for run in runs:
+                self._read(run, target, name)
+
+    def _read(self, run: Run | StridedRun, target: memoryview, name: str) -> None:
+        source = self._open.descriptor(run.file)
+        view = target[run.target :][: run.length]
+        if isinstance(run, Run):
+            _read_all(source, run.file, run.source, view, name)
+            return
+        done = 0
+        for block in packed_blocks(source, run):
+            view[done : done + len(block)] = block
+            done += len(block)
+        if done < run.length:
+            raise truncated(run.file, name, run.source)
+
+    def _read_summed(self, file: Path, begin: int, view: memoryview, name: str) -> int:
+        """Read in pieces that are still in the processor's cache when they are summed."""
+        source, value = self._open.descriptor(file), 0
+        for at in range(0, len(view), _PIECE):
+            piece = view[at : at + _PIECE]
+            _read_all(source, file, begin + at, piece, name)
+            value = crc32(piece, value)
+        return value
+
+    def _read_blocks(self, run: Run | StridedRun, chunk: Chunk, target: memoryview, name: str) -> None:
+        if isinstance(run, StridedRun):
+            for number in blocks_of(chunk.offset, chunk.offset + chunk.span):
+                self._verified_block(run.file, number, name)
+            self._read(run, target, name)
+            return
+        sums, at, end = self._sums[run.file], run.source, run.source + run.length
+        while at < end:
+            number = at // BLOCK
+            begin = number * BLOCK
+            until = min(begin + BLOCK, end)
+            view = target[run.target + at - run.source :][: until - at]
+            length, expected = sums.get(number, (0, 0))
+            if at == begin and until - begin == length:
+                found = self._read_summed(run.file, begin, view, name)
+                _compare(found, expected, name, run.file, begin, until)
+            else:
+                block = self._verified_block(run.file, number, name)
+                if until - begin > len(block):
+                    raise truncated(run.file, name, begin + len(block))
+                view[:] = memoryview(block)[at - begin : until - begin]
+            at = until
+
+    def _verified_block(self, file: Path, number: int, name: str) -> bytes:
+        if self._block[:2] != (file, number):
+            source, begin = self._open.descriptor(file), number * BLOCK
+            length, expected = self._sums[file].get(number, (BLOCK, None))
+            data = os.pread(source, length, begin)
+            if expected is not None:
+                _compare(crc32(data), expected, name, file, begin, begin + length)
+            self._block = file, number, data
+        return self._block[2]
+
+
+def _is_all_of(run: Run | StridedRun, chunk: Chunk) -> bool:
+    return isinstance(run, Run) and (run.source, run.length) == (chunk.offset, chunk.nbytes)
+
+
+def _read_all(source: int, file: Path, at: int, view: memoryview, name: str) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(source, [view[done:]], at + done)
+        if count == 0:
+            raise truncated(file, name, at + done)
+        done += count
+
+
+def _compare(found: int, expected: int, name: str, file: Path, begin: int, end: int) -> None:
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"{file.name} is damaged: the CRC-32 of bytes {begin} to {end}, where tensor {name!r} lies, is {found:08x} "
+            f"(expected {expected:08x}). Restore the file, or load an earlier checkpoint.",
+            file=str(file),
+            offset=begin,
+        )

@@ -1,0 +1,1 @@
+"""Carrying a plan out: devices, meshes, weights, activation checkpointing and the engines."""

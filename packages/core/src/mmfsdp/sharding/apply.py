@@ -1,0 +1,195 @@
+"""`apply_plan()` and `shard()`: doing what a plan says, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.basics.references import resolve_reference
+from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
+from mmfsdp.planning.fingerprints import fingerprint
+from mmfsdp.planning.policies import Policy
+from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.planning.schema import Note, ShardPlan
+from mmfsdp.runtime.hooks import route_calls
+from mmfsdp.runtime.outside_calls import parts_of_units
+from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.sharding.activation import apply_activation_checkpointing
+from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
+from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, shape_of
+from mmfsdp.sharding.devices import (
+    backends_of,
+    check_offload,
+    current_accelerator,
+    pick_device_type,
+    select_device,
+    select_device_for_objects,
+)
+from mmfsdp.sharding.engines import ENGINES
+from mmfsdp.sharding.engines.base import WrapRoot
+from mmfsdp.sharding.initialise import UnitPreparer
+from mmfsdp.sharding.materialise import InitFn
+
+__all__ = ["apply_plan", "shard"]
+
+
+def shard(
+    model: nn.Module,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    *,
+    policy: Policy = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    param_init_fn: InitFn | None = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    wrap_root: WrapRoot | None = None,
+) -> nn.Module:
+    """Plan and apply in one call. Collective: every rank of the mesh, with equal models and settings.
+
+    Args:
+        model: The model, on any device; ``meta`` saves the memory of a whole copy.
+        config: The settings; a mapping is validated first and not changed.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
+        policy: See `plan`.
+        check_fn: See `plan`.
+        param_init_fn: See `apply_plan`.
+        ignored_modules: See `plan`.
+        ignored_params: See `plan`.
+        wrap_root: See `apply_plan`.
+
+    Returns:
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+
+    Raises:
+        RankMismatchError: Ranks have different models, settings, versions or devices; raised on all of them before
+            anything is changed.
+        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
+        MmfsdpError: See `plan` and `apply_plan`; an error of one rank is raised on all.
+    """
+
+    def decide() -> ShardPlan:
+        return make_plan(
+            model,
+            config,
+            shape_of(mesh),
+            policy=policy,
+            check_fn=check_fn,
+            ignored_modules=ignored_modules,
+            ignored_params=ignored_params,
+        )
+
+    return _carry_out(model, decide, mesh, param_init_fn, wrap_root)
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: ShardPlan,
+    mesh: Any = None,
+    *,
+    param_init_fn: InitFn | None = None,
+    wrap_root: WrapRoot | None = None,
+) -> nn.Module:
+    """Shard ``model`` as ``plan`` says. Collective: every rank of the mesh.
+
+    In order: check that the model is the plan's and the same on every rank; activation checkpointing; then for each
+    unit, children before parents, make its weights if they are on the meta device, move them, broadcast them from
+    the mesh's first rank, and shard them.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: What to do.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
+        param_init_fn: ``(module) -> None``, initialises a model on the meta device as ``model.apply`` would: called
+            for every module, children before parents, with tensors allocated. Default: the plan's reference, or
+            ``module.reset_parameters()``.
+        wrap_root: ``(module, arguments) -> module``, makes the FullyShardedDataParallel around the root in place of
+            the class itself; only engine ``fsdp1`` calls it.
+
+    Returns:
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+
+    Raises:
+        PlanMismatchError: The plan was made for another model.
+        PlanError: Weights on the meta device cannot be given the values that the unsharded model would have.
+        MeshError: The mesh does not have the plan's shape.
+        ConfigError: The engine cannot do what the plan says.
+        RankMismatchError: Ranks have different models, plans, versions or devices; raised on all of them before
+            anything is changed.
+        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
+    """
+    return _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root)
+
+
+def _carry_out(
+    model: nn.Module,
+    decide: Callable[[], ShardPlan],
+    mesh: Any,
+    param_init_fn: InitFn | None,
+    wrap_root: WrapRoot | None,
+) -> nn.Module:
+    check_groups(mesh)
+    select_device_for_objects()
+    scope = scope_of(mesh)
+    check_same_versions(scope)
+    decided = on_all_ranks(lambda: _checked(model, decide()), scope)
+    check_same_plan(model, decided, scope)
+    if decided.device != "cpu":
+        check_same_machine(scope)
+
+    def on_device() -> ShardPlan:
+        check_mesh(decided.mesh, mesh)
+        return _on_device(decided, mesh)
+
+    plan = on_all_ranks(on_device, scope)
+    device_mesh = build_mesh(plan.mesh, plan.device, mesh)
+    engine = ENGINES[plan.engine]
+
+    def ready() -> UnitPreparer:
+        if problems := engine.unsupported(plan, device_mesh.device_type):
+            raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
+        if plan.cpu_offload and plan.engine != "fsdp1":
+            check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
+        init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
+        preparer = UnitPreparer(model, plan, device_mesh, init_fn)
+        if plan.activation_checkpointing is not None:
+            apply_activation_checkpointing(model, plan.activation_checkpointing)
+        return preparer
+
+    parts = parts_of_units(model, plan)
+    prepare = on_all_ranks(ready, scope)
+    with Agreement(scope) as agreed:
+        sharded = engine.apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
+    route_calls(ShardedModel(sharded, plan, device_mesh), parts)
+    return sharded
+
+
+def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"This plan was made for another model: its fingerprint is {plan.fingerprint}, the model's is {found}. "
+            "Names, shapes, dtypes, requires_grad and module classes must be as they were. Make a new plan."
+        )
+    return plan
+
+
+def _on_device(plan: ShardPlan, mesh: Any) -> ShardPlan:
+    """The plan with the device type that it will run on; this rank's device becomes the current one."""
+    if isinstance(mesh, DeviceMesh):
+        if plan.device not in ("auto", mesh.device_type):
+            raise MeshError(
+                f"init.device is {plan.device!r}, but the mesh is of {mesh.device_type!r}. Drop one of the two.",
+                config="init.device",
+            )
+        device, why = mesh.device_type, None
+    else:
+        device, why = pick_device_type(plan.device, current_accelerator(), backends_of())
+    select_device(device)
+    notes = plan.notes if why is None else (*plan.notes, Note(kind="device", text=why))
+    return plan.model_copy(update={"device": device, "notes": notes})

@@ -1,0 +1,163 @@
+"""From groups, meshes and device types to the DeviceMesh that a plan needs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mmfsdp.collective.steps import count_groups_alike, is_group_pair
+from mmfsdp.errors import MeshError
+from mmfsdp.planning.schema import MeshSpec
+
+__all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
+
+_NAMES = ("replicate", "shard")
+
+
+def check_groups(given: Any) -> None:
+    """Check that a pair of groups can span a mesh; anything else passes. Not collective.
+
+    Raises:
+        MeshError: The two have not exactly this rank in common.
+    """
+    if is_group_pair(given):
+        members = [dist.get_process_group_ranks(group) for group in given]
+        if {*members[0]} & {*members[1]} != {dist.get_rank()}:
+            raise MeshError(
+                f"The groups of a (replicate, shard) pair have exactly one rank in common, but rank {dist.get_rank()} "
+                f"was given the ranks {members[0]} and {members[1]}."
+            )
+
+
+def check_mesh(spec: MeshSpec, given: Any = None) -> None:
+    """Check that a mesh, or the world, has the shape that a plan has. Not collective.
+
+    Args:
+        spec: The shape that the plan has.
+        given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
+
+    Raises:
+        MeshError: It has not.
+    """
+    if given is None:
+        if dist.get_world_size() != spec.world_size:
+            raise MeshError(
+                f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. "
+                "Plan for the running world (mesh=None), or start that many ranks."
+            )
+        return
+    shape, planned = tuple(_shape(given)), _planned_shape(spec)
+    # One dimension can be divided; of two, what they mean is kept, unless nothing is sharded.
+    divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
+    if math.prod(shape) != spec.world_size or not (shape == planned or divisible):
+        swapped = " Its dimensions are swapped: first comes replicate, then shard." * (shape == planned[::-1])
+        raise MeshError(f"The plan is for {spec}, but the given mesh is {' x '.join(map(str, shape))}.{swapped}")
+
+
+def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMesh:
+    """Return the DeviceMesh for a plan. Collective: every rank of ``given``, and no other; None is the whole world.
+
+    Args:
+        spec: The shape that the plan has; see `check_mesh`.
+        device_type: ``'cpu'``, ``'cuda'`` or another that torch knows.
+        given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
+
+    Returns:
+        A mesh with dimensions ``('shard',)``, or ``('replicate', 'shard')`` if anything is replicated.
+    """
+    if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
+        given = mesh_from_groups(given, device_type)
+    shape = _planned_shape(spec)
+    names = _NAMES[-len(shape) :]
+    if given is None:
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    mesh: DeviceMesh = given
+    if tuple(mesh.mesh.shape) == shape and mesh.mesh_dim_names == names:
+        return mesh
+    return _regrouped(mesh, mesh.mesh.reshape(shape), names)
+
+
+def mesh_from_groups(given: Any, device_type: str) -> DeviceMesh:
+    """Return the mesh that one process group, or a (replicate, shard) pair of groups, spans. Collective: its ranks.
+
+    Args:
+        given: A ``ProcessGroup``, or a pair of them: first the ranks that hold the same shard, then those that
+            shard together, as the dimensions of a DeviceMesh for hybrid sharding.
+        device_type: Device type of the mesh.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        return DeviceMesh.from_group(given, device_type, mesh_dim_names=("shard",))
+    replicate, shard = given
+    rows: list[Any] = [None] * dist.get_world_size(replicate)
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
+
+
+def shape_of(given: Any) -> Any:
+    """Return what `plan` can read a mesh's shape from: (replicate, shard) ranks for groups, all else as it is."""
+    if isinstance(given, dist.ProcessGroup):
+        return (dist.get_world_size(given),)
+    if is_group_pair(given):
+        replicate, shard = given
+        return dist.get_world_size(replicate), dist.get_world_size(shard)
+    return given
+
+
+def _planned_shape(spec: MeshSpec) -> tuple[int, ...]:
+    return (spec.shard,) if spec.replicate == 1 else (spec.replicate, spec.shard)
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    found = shape_of(given)
+    return tuple(found.mesh.shape) if isinstance(found, DeviceMesh) else found
+
+
+def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` in other dimensions. Collective: every rank of ``mesh``, and no other.
+
+    ``DeviceMesh(...)`` makes its groups with every rank of the world, which hangs if only this part of it shards, or
+    if another part makes others at the same time. So the groups that there are are kept, and others are made by their
+    own ranks alone.
+    """
+    existing = {tuple(sorted(dist.get_process_group_ranks(group))): group for group in mesh.get_all_groups()}
+    lines = [tuple(sorted(line)) for line in _lines_of(dist.get_rank(), ranks)]
+    missing = [line for line in lines if line not in existing]
+    if missing and ranks.numel() == dist.get_world_size():
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    if missing:
+        _check_groups_can_be_made()
+        count_groups_alike(mesh.get_all_groups())
+    groups = [existing[line] if line in existing else _new_group(line) for line in lines]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _lines_of(rank: int, ranks: torch.Tensor) -> list[list[int]]:
+    """For each dimension of a mesh, the ranks that differ from ``rank`` in it alone."""
+    place = (ranks == rank).nonzero()[0].tolist()
+    lines = []
+    for dim in range(ranks.ndim):
+        index = [slice(None) if other == dim else at for other, at in enumerate(place)]
+        lines.append(ranks[tuple(index)].tolist())
+    return lines
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+def _check_groups_can_be_made() -> None:
+    """Refuse where a group made by its own ranks alone would hang."""
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        raise MeshError(
+            "The mesh is a part of the world and has to be divided, but the process group is bound to a device "
+            "(init_process_group(device_id=...)), so that all ranks of the world must make each group. Make the "
+            "(replicate, shard) mesh together with the whole world's, for example init_device_mesh(..., "
+            'mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"], and give that.'
+        )

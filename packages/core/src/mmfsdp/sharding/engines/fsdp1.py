@@ -1,0 +1,120 @@
+"""The compatibility engine: torch's FullyShardedDataParallel around every unit of the plan.
+
+For what only flat parameters can do, and for code that checks ``isinstance(module, FullyShardedDataParallel)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.runtime.casting import compute_in_full_precision
+from mmfsdp.sharding.devices import device_of
+from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
+
+__all__ = ["Fsdp1Engine", "unit_arguments", "wrap_units"]
+
+
+class Fsdp1Engine:
+    """Shards with flat parameters."""
+
+    name = "fsdp1"
+
+    def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
+        """See `Engine.unsupported`."""
+        problems = []
+        if any(not isinstance(unit.reshard_after_forward, bool) for unit in plan.units):
+            problems.append("resharding to a smaller group after forward needs engine 'fsdp2'.")
+        if any(unit.precision.output_dtype for unit in plan.units):
+            problems.append("precision.output_dtype needs engine 'fsdp2'.")
+        if plan.cpu_offload and device_type == "cpu":
+            problems.append("cpu_offload on a CPU device needs engine 'fsdp2' (and saves nothing there).")
+        if plan.forward_prefetch > 1:
+            problems.append("forward prefetch of more than one unit needs engine 'fsdp2'.")
+        return problems
+
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
+        """See `Engine.apply`. Returns the ``FullyShardedDataParallel`` around ``model``."""
+        wrap_units(model, plan, mesh, prepare)
+        prepare(plan.root)
+        arguments = unit_arguments(model, plan, plan.root, mesh)
+        return FullyShardedDataParallel(model, **arguments) if wrap_root is None else wrap_root(model, arguments)
+
+
+def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> None:
+    """Wrap every unit below the root, in place. Collective: every rank of ``mesh``."""
+    for unit in plan.units[:-1]:
+        prepare(unit)
+        module = model.get_submodule(unit.fqn)
+        if unit.precision.full_precision:
+            compute_in_full_precision(module)
+        wrapped = FullyShardedDataParallel(module, **unit_arguments(model, plan, unit, mesh))
+        for parent in list(model.modules()):
+            if parent is wrapped:
+                continue
+            for name, child in list(parent.named_children()):
+                if child is module and not isinstance(parent, FullyShardedDataParallel):
+                    setattr(parent, name, wrapped)
+
+
+def unit_arguments(model: nn.Module, plan: ShardPlan, unit: ShardUnit, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the arguments with which FullyShardedDataParallel wraps one unit of the plan."""
+    named = {clean_name(name): param for name, param in model.named_parameters()}
+    mixed = None
+    if not unit.precision.full_precision and (unit.precision.param_dtype or unit.precision.reduce_dtype):
+        mixed = MixedPrecision(
+            param_dtype=_torch_dtype(unit.precision.param_dtype),
+            reduce_dtype=_torch_dtype(unit.precision.reduce_dtype or unit.precision.param_dtype),
+            keep_low_precision_grads=plan.keep_low_precision_grads,
+            cast_forward_inputs=unit.precision.cast_forward_inputs,
+            cast_root_forward_inputs=unit.precision.cast_forward_inputs,
+            _module_classes_to_ignore=(),  # the plan made them units of their own
+        )
+    prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+    return {
+        "device_mesh": mesh if plan.mesh.replicate > 1 and plan.mesh.shard > 1 else mesh[mesh.mesh_dim_names[0]],  # type: ignore[index]
+        "sharding_strategy": _strategy(unit, plan),
+        "cpu_offload": CPUOffload(offload_params=True) if plan.cpu_offload else None,
+        "mixed_precision": mixed,
+        "backward_prefetch": prefetch[plan.backward_prefetch],
+        "forward_prefetch": plan.forward_prefetch > 0,
+        "use_orig_params": plan.use_orig_params,
+        "device_id": device_of(mesh),
+        "ignored_states": [named[param.fqn] for param in plan.ignored_params] or None,
+    }
+
+
+def clean_name(name: str) -> str:
+    """Return the FQN without the steps that FullyShardedDataParallel adds."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def _strategy(unit: ShardUnit, plan: ShardPlan) -> ShardingStrategy:
+    if plan.strategy == "NO_SHARD" or (plan.mesh.shard == 1 and plan.mesh.replicate > 1):
+        return ShardingStrategy.NO_SHARD
+    if plan.mesh.replicate > 1:
+        return ShardingStrategy.HYBRID_SHARD if unit.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if unit.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else to_torch(name)

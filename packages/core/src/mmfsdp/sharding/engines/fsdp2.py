@@ -1,0 +1,112 @@
+"""The default engine: torch's ``fully_shard`` on every unit of the plan, children before parents."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.planning.schema import ShardPlan, ShardUnit, UnitPrecision
+from mmfsdp.runtime.casting import compute_in_full_precision
+from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
+from mmfsdp.sharding.engines.calling import called_parts, keep_class_name
+
+__all__ = ["Fsdp2Engine"]
+
+
+class Fsdp2Engine:
+    """Shards with DTensors, so names, shapes and gradients stay those of the model."""
+
+    name = "fsdp2"
+
+    def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
+        """See `Engine.unsupported`."""
+        problems = []
+        if not plan.use_orig_params:
+            problems.append("use_orig_params=False needs engine 'fsdp1'.")
+        if plan.keep_low_precision_grads:
+            problems.append("keep_low_precision_grads=True needs engine 'fsdp1'.")
+        return problems
+
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
+        """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
+        offload = _offload_policy(plan, mesh)
+        first_called: dict[str, nn.Module] = {}
+        for unit in plan.units:
+            prepare(unit)
+            # Looked up anew: preparing a unit may have replaced some. Only these may be kept beyond the unit.
+            ignored = {model.get_parameter(param.fqn) for param in plan.ignored_params}
+            units = [model.get_submodule(fqn) for fqn in unit.fqns]
+            modules = units if unit.is_root else [part for module in units for part in called_parts(module)]
+            first_called[unit.fqn] = modules[0]
+            if unit.precision.full_precision:
+                for module in modules:
+                    compute_in_full_precision(module)
+            fully_shard(
+                modules[0] if len(modules) == 1 else modules,
+                mesh=mesh,
+                reshard_after_forward=_reshard(unit, plan),
+                mp_policy=_mixed_precision(unit.precision),
+                offload_policy=offload,
+                ignored_params=ignored or None,
+            )
+            for module in modules:
+                keep_class_name(module)
+        _set_prefetching(model, plan, first_called)
+        return model
+
+
+def _reshard(unit: ShardUnit, plan: ShardPlan) -> bool | int | None:
+    # None is torch's own rule for the root: it stays gathered until backward, which begins with it.
+    if unit.is_root and unit.reshard_after_forward is True:
+        return None
+    return unit.reshard_after_forward
+
+
+def _mixed_precision(precision: UnitPrecision) -> MixedPrecisionPolicy:
+    def torch_dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else to_torch(name)
+
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.param_dtype),
+        # Never left to torch: what None means differs between 2.13 and 2.15.
+        reduce_dtype=torch_dtype(precision.reduce_dtype or precision.param_dtype),
+        output_dtype=torch_dtype(precision.output_dtype),
+        cast_forward_inputs=precision.cast_forward_inputs,
+    )
+
+
+def _offload_policy(plan: ShardPlan, mesh: DeviceMesh) -> OffloadPolicy:
+    if not plan.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=plan.pin_memory and mesh.device_type != "cpu")
+
+
+def _set_prefetching(model: nn.Module, plan: ShardPlan, first_called: dict[str, nn.Module]) -> None:
+    order = {fqn: place for place, (fqn, _) in enumerate(model.named_modules())}
+    units = sorted((unit for unit in plan.units if unit.params), key=lambda unit: order[unit.fqn])
+    modules = [first_called[unit.fqn] for unit in units]
+    for place, module in enumerate(modules):
+        if not isinstance(module, FSDPModule):
+            continue
+        if plan.forward_prefetch:
+            following = modules[place + 1 : place + 1 + plan.forward_prefetch]
+            module.set_modules_to_forward_prefetch([m for m in following if isinstance(m, FSDPModule)])
+        if plan.backward_prefetch != "pre":
+            # 'pre' is what fully_shard does by itself. Naming only itself leaves nothing to gather ahead.
+            module.set_modules_to_backward_prefetch([module])

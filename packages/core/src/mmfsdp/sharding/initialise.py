@@ -1,0 +1,99 @@
+"""Weights before sharding: made from meta, on the right device, in the right dtype, the same on every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.collective.broadcasting import broadcast_tensor
+from mmfsdp.collective.channels import naming_lost_ranks
+from mmfsdp.collective.steps import place_in
+from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.runtime.ownership import modules_by_unit
+from mmfsdp.sharding.agreement import Agreement
+from mmfsdp.sharding.devices import device_of
+from mmfsdp.sharding.materialise import InitFn, Materialiser, own_tensors
+
+__all__ = ["UnitPreparer"]
+
+_LARGE = 1 << 20  # bytes of a unit that are worth giving back
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc only
+
+
+class UnitPreparer:
+    """Prepares one shard unit at a time, so that no more than one whole unit is ever held.
+
+    Collective when called: every rank of the mesh, in the plan's order.
+
+    Args:
+        model: The model, on any device.
+        plan: What it will become.
+        mesh: Where its ranks are.
+        param_init_fn: Initialises one module; see `Materialiser`.
+
+    Raises:
+        PlanError: Weights on the meta device cannot be given the values that the unsharded model would have.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, param_init_fn: InitFn | None = None
+    ) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._device = device_of(mesh)
+        self._owned = modules_by_unit(model, plan)
+        ignored = {id(model.get_parameter(param.fqn)) for param in plan.ignored_params}
+        received = plan.sync_states and place_in(mesh) > 0
+        self._meta = Materialiser(model, self._device, plan.seed, ignored, param_init_fn, received=received)
+
+    def __call__(self, unit: ShardUnit, agreed: Agreement) -> None:
+        """Prepare the parameters and buffers of ``unit``.
+
+        Args:
+            unit: A unit of the plan.
+            agreed: Through which a rank that fails, for want of memory say, tells the others.
+        """
+        tensors = agreed(lambda: self._make(unit))
+        if self._plan.sync_states:
+            with naming_lost_ranks("weights were sent from the first rank"):
+                self._broadcast(tensors)
+        self._meta.release_sharded()
+
+    def _make(self, unit: ShardUnit) -> list[torch.Tensor]:
+        """Make, move and cast the tensors of ``unit``, and return them."""
+        if self._device.type == "cpu" and unit.nbytes >= _LARGE:
+            _give_back_freed_memory()
+        modules = self._owned[unit.fqns]
+        self._meta.make(modules)
+        tensors = [tensor for _, module in modules for _, tensor in own_tensors(module)]
+        self._place(tensors, unit)
+        return tensors
+
+    def _place(self, tensors: Iterable[torch.Tensor], unit: ShardUnit) -> None:
+        storage = self._plan.storage_dtype
+        buffer_dtype = None if unit.precision.full_precision else self._plan.buffer_dtype
+        for tensor in tensors:
+            dtype = storage if isinstance(tensor, nn.Parameter) else buffer_dtype
+            wanted = to_torch(dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if tensor.device != self._device or tensor.dtype != wanted or not tensor.is_contiguous():
+                tensor.data = tensor.data.to(self._device, wanted).contiguous()
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From the mesh's first rank to all, a dimension at a time; each tied tensor once."""
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+            broadcast_tensor(tensor, self._mesh)
+
+
+def _give_back_freed_memory() -> None:
+    """Let the C library return what the unit before has freed.
+
+    glibc keeps holes below 32 MiB in its heap, and a small allocation inside one makes the next unit take new memory:
+    without this, sharding a model of 384 MiB on 4 ranks rises by 360 MB, with it by 140 MB.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)

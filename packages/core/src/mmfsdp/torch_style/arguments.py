@@ -1,0 +1,174 @@
+"""The arguments of torch's FullyShardedDataParallel, from 1.11 to today, as a `ShardConfig` and objects beside it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mmfsdp.collective.steps import is_group_pair
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, closest
+from mmfsdp.planning.policies import Policy
+from mmfsdp.sharding.materialise import InitFn
+from mmfsdp.torch_style import forms
+
+__all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
+
+_UNSET: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A configuration, and what no configuration can hold."""
+
+    config: ShardConfig
+    policy: Policy = None
+    param_init_fn: InitFn | None = None
+    check_fn: Callable[[nn.Module], bool] | None = None
+    ignored_modules: list[nn.Module] = field(default_factory=list)
+    ignored_params: list[nn.Parameter] = field(default_factory=list)
+    mesh: Any = None
+
+
+def translate_arguments(
+    *,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    process_group: Any = None,
+    sharding_strategy: Any = None,
+    cpu_offload: Any = None,
+    auto_wrap_policy: Any = None,
+    backward_prefetch: Any = _UNSET,
+    mixed_precision: Any = None,
+    ignored_modules: Iterable[nn.Module | str] | None = None,
+    param_init_fn: InitFn | str | None = None,
+    device_id: int | str | torch.device | None = None,
+    sync_module_states: bool | None = None,
+    forward_prefetch: bool | int | None = None,
+    limit_all_gathers: bool | None = None,
+    use_orig_params: bool | None = None,
+    ignored_states: Iterable[nn.Module | nn.Parameter | str] | None = None,
+    ignored_parameters: Iterable[nn.Parameter | str] | None = None,
+    device_mesh: Any = None,
+    engine: str | None = None,
+    activation_checkpointing: Any = None,
+    fsdp_auto_wrap_policy: Any = None,
+    **unknown: Any,
+) -> Translated:
+    """Return what the arguments mean. Pure but for ``device_id``, which selects the CUDA device as torch's does.
+
+    Args:
+        config: Base settings; every argument given here wins over them.
+        process_group: A group, a (shard, replicate) pair of groups as torch's class takes it, or None.
+        sharding_strategy: Enum member or name.
+        cpu_offload: bool, ``CPUOffload``, or a dict of ``CpuOffloadConfig`` fields.
+        auto_wrap_policy: Anything `mmfsdp.planning.resolve_policy` takes, or a dict with ``kind``.
+        backward_prefetch: Enum member, its name, ``'pre'``, ``'post'``, or None.
+        mixed_precision: ``MixedPrecision``, ``MixedPrecisionPolicy``, a preset name, or a dict of their fields.
+        ignored_modules: Modules, or FQN patterns.
+        param_init_fn: A function of one module, or a reference to it.
+        device_id: Device to shard on.
+        sync_module_states: Default True: unlike torch, starting from rank 0's weights must be turned off.
+        forward_prefetch: Whether, or how many units ahead, forward gathers.
+        limit_all_gathers: Accepted; always so.
+        use_orig_params: ``False`` needs, and selects, engine ``fsdp1``. Default True.
+        ignored_states: Modules or parameters, or FQN patterns of parameters.
+        ignored_parameters: Parameters, or FQN patterns (torch 2.0's name).
+        device_mesh: A mesh of one dimension, or two: (replicate, shard).
+        engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
+        activation_checkpointing: A mode, or a dict of its settings, whose ``check_fn`` may be a function.
+        fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
+        **unknown: Refused, with the nearest argument.
+
+    Raises:
+        ConfigError: An argument has a value that is not accepted, or two contradict each other.
+    """
+    for name in unknown:
+        accepted = ", ".join(ARGUMENTS)
+        raise ConfigError(
+            f"FullyShardedDataParallel has no argument {name!r}.{closest(name, ARGUMENTS)} Accepted: {accepted}."
+        )
+    if fsdp_auto_wrap_policy is not None:
+        if auto_wrap_policy is not None:
+            raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give one of them.")
+        auto_wrap_policy = fsdp_auto_wrap_policy
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("process_group and device_mesh both say which ranks shard; give one of them.")
+    base = _as_dict(config)
+    policy: Policy = None
+    if isinstance(auto_wrap_policy, Mapping):
+        base["wrap"] = dict(auto_wrap_policy)
+    elif auto_wrap_policy is not None:
+        policy = auto_wrap_policy
+    else:
+        base.setdefault("wrap", "none")  # what torch's class does without a policy
+    modules, params, patterns = forms.ignored(ignored_modules, ignored_states, ignored_parameters)
+
+    sharding = _section(base, "sharding", "strategy")
+    _set(sharding, "strategy", sharding_strategy)
+    _set(sharding, "use_orig_params", use_orig_params)
+    _set(sharding, "limit_all_gathers", limit_all_gathers)
+    for key, names in patterns.items():
+        if names:
+            sharding[key] = [*sharding.get(key, ()), *names]
+    init = _section(base, "init", "")
+    _set(init, "sync_states", sync_module_states)
+    _set(init, "device", forms.device_type(device_id))
+    init_fn = param_init_fn if callable(param_init_fn) else None
+    if isinstance(param_init_fn, str):
+        init["param_init_fn"] = param_init_fn
+    prefetch = _section(base, "prefetch", "backward")
+    if backward_prefetch is not _UNSET:
+        prefetch["backward"] = forms.backward_prefetch(backward_prefetch)
+    if forward_prefetch is not None:
+        prefetch["forward"] = int(forward_prefetch)
+    _set(base, "precision", forms.precision(mixed_precision))
+    _set(base, "cpu_offload", forms.cpu_offload(cpu_offload))
+    _set(base, "engine", engine)
+    check_fn = None
+    if isinstance(activation_checkpointing, Mapping) and callable(activation_checkpointing.get("check_fn")):
+        activation_checkpointing = dict(activation_checkpointing)
+        check_fn = activation_checkpointing.pop("check_fn")
+    _set(base, "activation_checkpointing", activation_checkpointing)
+    # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as a DeviceMesh has it.
+    groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
+    mesh = groups if groups is not None else device_mesh
+    return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
+
+
+ARGUMENTS = tuple(name for name in inspect.signature(translate_arguments).parameters if name != "unknown")
+"""The names that `translate_arguments` knows."""
+
+
+def _as_dict(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, ShardConfig):
+        return config.model_dump(exclude_unset=True)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise ConfigError(f"config is a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+
+
+def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
+    """A copy of one section of the config, put in place; a bare value there is its shorthand setting."""
+    given = base.get(name)
+    if given is None:
+        section: dict[str, Any] = {}
+    elif isinstance(given, Mapping):
+        section = dict(given)
+    elif hasattr(given, "model_dump"):
+        section = given.model_dump(exclude_unset=True)
+    else:
+        section = {shorthand: given}
+    base[name] = section
+    return section
+
+
+def _set(section: dict[str, Any], name: str, value: Any) -> None:
+    if value is not None:
+        section[name] = value

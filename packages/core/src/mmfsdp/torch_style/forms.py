@@ -1,0 +1,140 @@
+"""The forms in which torch's FullyShardedDataParallel takes its arguments, each as settings of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.sharding.devices import current_accelerator
+
+__all__ = ["backward_prefetch", "cpu_offload", "device_type", "ignored", "precision"]
+
+_MIXED_PRECISION = (
+    "param_dtype",
+    "reduce_dtype",
+    "buffer_dtype",
+    "output_dtype",
+    "keep_low_precision_grads",
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+)
+
+
+def backward_prefetch(value: Any) -> str:
+    """Return ``'pre'``, ``'post'`` or ``'none'`` for an enum member, a name or None.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if value is None:
+        return "none"
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
+            f"(type {type(value).__name__})."
+        )
+    return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
+
+
+def precision(value: Any) -> Any:
+    """Return settings of `PrecisionConfig` for torch's policy objects, a dict of their fields or a preset name.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        fields = dict(value)
+        ignored = fields.pop("_module_classes_to_ignore", None)
+    else:
+        fields = {name: getattr(value, name) for name in _MIXED_PRECISION if hasattr(value, name)}
+        ignored = getattr(value, "_module_classes_to_ignore", None)
+        if not fields:
+            raise ConfigError(
+                f"mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
+                f"(type {type(value).__name__})."
+            )
+    if isinstance(value, Mapping):
+        # Of torch's two settings one says how the model's inputs begin; off alone, it leaves nothing to cast inside.
+        root = fields.setdefault("cast_root_forward_inputs", True)
+        fields.setdefault("cast_forward_inputs", root)
+    if ignored is not None:
+        fields["ignore_classes"] = [f"{cls.__module__}.{cls.__qualname__}" for cls in ignored]
+    return fields
+
+
+def cpu_offload(value: Any) -> Any:
+    """Return settings of `CpuOffloadConfig` for a bool, torch's ``CPUOffload`` or a dict.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if hasattr(value, "offload_params"):
+        return bool(value.offload_params)
+    if isinstance(value, Mapping):
+        fields = dict(value)
+        if "offload_params" in fields:
+            fields["enabled"] = fields.pop("offload_params")
+        return fields
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(
+            f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__})."
+        )
+    return value
+
+
+def device_type(device_id: int | str | torch.device | None) -> str | None:
+    """Return the type of a device; an index becomes the current device of its type, as in torch's class.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    if device_id is None:
+        return None
+    accelerator = current_accelerator()
+    if isinstance(device_id, int):
+        if accelerator is None:
+            return "cpu"  # configs written for GPUs run on a machine without one
+        device_id = f"{accelerator}:{device_id}"
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device_id names a device such as 'cpu' or 'cuda:0', got {device_id!r}: {str(error).splitlines()[0]}"
+        ) from None
+    if device.index is not None and device.type == accelerator:
+        torch.get_device_module(device.type).set_device(device.index)
+    return device.type
+
+
+def ignored(
+    modules: Iterable[Any] | None, states: Iterable[Any] | None, params: Iterable[Any] | None
+) -> tuple[list[nn.Module], list[nn.Parameter], dict[str, list[str]]]:
+    """Return the modules and parameters among what is to be ignored, and the FQN patterns by setting.
+
+    Raises:
+        ConfigError: Something is neither.
+    """
+    found_modules: list[nn.Module] = []
+    found_params: list[nn.Parameter] = []
+    patterns: dict[str, list[str]] = {"ignored_modules": [], "ignored_parameters": []}
+    sources = (("ignored_modules", modules), ("ignored_states", states), ("ignored_parameters", params))
+    for argument, items in sources:
+        for item in [items] if isinstance(items, str) else items or ():
+            if isinstance(item, nn.Module):
+                found_modules.append(item)
+            elif isinstance(item, nn.Parameter):
+                found_params.append(item)
+            elif isinstance(item, str):
+                patterns["ignored_modules" if argument == "ignored_modules" else "ignored_parameters"].append(item)
+            else:
+                raise ConfigError(
+                    f"{argument} holds {item!r} (type {type(item).__name__}); give modules, parameters or names."
+                )
+    return found_modules, found_params, patterns

@@ -1,0 +1,1 @@
+"""Saving, loading and resuming in the forms that MMEngine uses."""

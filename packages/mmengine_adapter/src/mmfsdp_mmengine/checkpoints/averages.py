@@ -1,0 +1,184 @@
+"""Averaged weights of a sharded model: one shard per rank, and what checkpoints hold of them."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from mmengine.model import BaseAveragedModel
+from mmengine.registry import MODELS
+
+from mmfsdp import load_model_state_dict, model_state_dict
+from mmfsdp.errors import ConfigError, StateDictError, closest
+from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.saving.stored import whole_value
+from mmfsdp.state import LoadReport
+from mmfsdp.state.local_view import LocalView, exchanged
+from mmfsdp.state.report import compare
+from mmfsdp_mmengine.checkpoints.content import with_own_counters
+
+__all__ = ["ShardAverages", "averaged_model_class", "with_averages"]
+
+_PREFIX = "module."
+_live: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardAverages]] = weakref.WeakKeyDictionary()
+
+
+def averaged_model_class(config: Mapping[str, Any]) -> type:
+    """Return the averaged model's class that ``config`` names, having checked that it takes the arguments.
+
+    Args:
+        config: ``type``, a registered name or a class, and its arguments.
+
+    Raises:
+        ConfigError: There is no such class, it averages nothing, or it has no such argument.
+    """
+    given = config["type"]
+    with MODELS.switch_scope_and_registry(None) as registry:
+        found = registry.get(given) if isinstance(given, str) else given
+        known = [name for name, cls in registry.module_dict.items() if _averages(cls)]
+        known += [name for name, cls in MODELS.module_dict.items() if _averages(cls) and name not in known]
+    if not _averages(found):
+        problem = "is not registered in MODELS" if found is None else f"is {found!r}, not a BaseAveragedModel"
+        raise ConfigError(
+            f"EMAHook: ema_type {given!r} {problem}.{closest(given, known)} Registered: {', '.join(sorted(known))}.",
+            config="custom_hooks.EMAHook.ema_type",
+        )
+    arguments = {name: value for name, value in config.items() if name != "type"}
+    signature = inspect.signature(found)
+    try:
+        signature.bind(model=None, **arguments)
+    except TypeError as error:
+        hints = [closest(name, signature.parameters) for name in arguments if name not in signature.parameters]
+        raise ConfigError(
+            f"EMAHook: {found.__name__}{signature} does not take what is given: {error}.{''.join(hints)}",
+            config="custom_hooks.EMAHook",
+        ) from None
+    cls: type = found
+    return cls
+
+
+class ShardAverages:
+    """An averaged model that is given, in place of the sharded model, what this rank holds of it.
+
+    So averaging runs the user's class on plain tensors, and costs one shard of memory per rank.
+
+    Args:
+        model: The sharded model; a wrapper, too.
+        config: ``type`` and arguments of the averaged model.
+
+    Attributes:
+        averaged: The averaged model.
+
+    Raises:
+        ConfigError: See `averaged_model_class`.
+    """
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        averaged_model_class(config)
+        self._state = sharded_model(model)
+        self._view = LocalView(model)
+        self.averaged: Any = MODELS.build({**config}, default_args={"model": self._view.tree()})
+        _live[self._state.module] = weakref.ref(self)
+
+    def are_of(self, model: Any) -> bool:
+        """Tell whether these are averages of ``model``."""
+        return isinstance(model, nn.Module) and sharded_model(model) is self._state
+
+    def source(self) -> nn.Module:
+        """Return what is averaged: this rank's part of the model, in memory that is the model's own."""
+        return self._view.tree()
+
+    def content(self, weights: Mapping[str, Any], kind: Literal["full", "sharded"]) -> dict[str, Any]:
+        """Return ``state_dict`` and ``ema_state_dict`` as MMEngine saves them. Collective: every rank.
+
+        The averages are under ``state_dict``, and what is trained under ``ema_state_dict``.
+
+        Args:
+            weights: The model's state dict of that kind.
+            kind: See `mmfsdp.model_state_dict`.
+        """
+        with exchanged(self._view, self.averaged.module):
+            averages = model_state_dict(self._state.module, kind)
+            if kind == "sharded":  # what is not gathered is the model's memory, whose values go back
+                averages = {name: _copy(value) for name, value in averages.items()}
+        trained = {f"{_PREFIX}{name}": value for name, value in weights.items()}
+        return {"state_dict": averages, "ema_state_dict": {**self._own(), **trained}}
+
+    def check(self, averages: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Refuse what `load` or `follow` could not take as a whole. Not collective.
+
+        Args:
+            averages: The state dict that averages are to be loaded from, or the weights that they are to begin with.
+            own: What the averaged model itself is to load; None to begin anew.
+
+        Raises:
+            StateDictError: Keys or shapes do not match.
+        """
+        held = self.source()
+        params = {name for name, _ in held.named_parameters(remove_duplicate=False)}
+        wanted = {name: tensor.shape for name, tensor in held.state_dict().items() if name not in params}
+        for param in self._state.plan.all_params():
+            wanted |= dict.fromkeys((param.fqn, *param.aliases), torch.Size(param.shape))
+        offered = with_own_counters(self._state.module, averages)
+        shapes = {name: value.shape for name, value in offered.items() if hasattr(value, "shape")}
+        if own is not None:
+            wanted |= dict.fromkeys(self._own())
+            shapes |= {name: None for name in own if not name.startswith(_PREFIX)}
+        report = compare(wanted, shapes)
+        if not report.clean:
+            raise StateDictError(
+                f"EMAHook(strict_load=True): averages cannot begin with this checkpoint: {report}. With "
+                "strict_load=False, what does not match begins with the model's own values."
+            )
+
+    def load(self, averages: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> LoadReport:
+        """Load averages. Collective: every rank.
+
+        Args:
+            averages: A state dict of the model, whole or this model's own shards.
+            own: What the averaged model itself holds, such as ``steps``.
+            strict: Raise if keys or shapes do not match.
+
+        Raises:
+            StateDictError: With ``strict``, something did not match; raised on every rank.
+        """
+        with exchanged(self._view, self.averaged.module):
+            offered = with_own_counters(self._state.module, averages)
+            report = load_model_state_dict(self._state.module, offered, strict=strict)
+        with torch.no_grad():
+            for name, value in self._own().items():
+                if name in own and isinstance(value, torch.Tensor):
+                    value.copy_(whole_value(own[name]))
+        return report
+
+    def follow(self) -> None:
+        """Make the averages what the model is now, as they are before the first step. Not collective."""
+        self.averaged.module.load_state_dict(self._view.tree().state_dict())
+
+    def _own(self) -> dict[str, Any]:
+        return {name: value for name, value in self.averaged.state_dict().items() if not name.startswith(_PREFIX)}
+
+
+def with_averages(model: nn.Module, content: Mapping[str, Any], kind: Literal["full", "sharded"]) -> dict[str, Any]:
+    """Return a checkpoint's content with the averages of the model in it, if it has any. Collective: every rank.
+
+    Args:
+        model: The sharded model.
+        content: With the model's state dict under ``state_dict``. Not changed.
+        kind: Kind of that state dict, see `mmfsdp.model_state_dict`.
+    """
+    reference = _live.get(sharded_model(model).module)
+    averages = None if reference is None else reference()
+    return dict(content) if averages is None else {**content, **averages.content(content["state_dict"], kind)}
+
+
+def _averages(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, BaseAveragedModel)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

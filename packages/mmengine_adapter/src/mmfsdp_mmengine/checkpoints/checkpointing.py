@@ -1,0 +1,305 @@
+"""Saving, loading and resuming of `FSDPStrategy`: every rank takes part, and all succeed or all raise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mmengine
+import torch
+from mmengine._strategy import DDPStrategy
+from mmengine.utils import get_git_hash
+
+from mmfsdp import load_model_state_dict, model_state_dict
+from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.errors import ConfigError, FormatError, StateDictError
+from mmfsdp.saving.save import write_checkpoint
+from mmfsdp_mmengine.checkpoints.averages import with_averages
+from mmfsdp_mmengine.checkpoints.content import (
+    describe_mismatch,
+    load_content,
+    load_optimizer_content,
+    optimizer_content,
+    revised_keys,
+    with_own_counters,
+)
+from mmfsdp_mmengine.checkpoints.pending import PendingWeights
+from mmfsdp_mmengine.checkpoints.progress import own_random_state, random_states
+from mmfsdp_mmengine.checkpoints.randomness import random_state, restore_random_state
+from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of, waiting_gradients
+
+__all__ = ["CheckpointingStrategy", "Resumed"]
+
+_NO_PREFIX = [(r"^module.", "")]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resumed checkpoint says beside weights and optimizers, for whoever runs the training loop."""
+
+    progress: dict[str, Any]
+    seed: int
+    """What this rank's generators began with."""
+    random_state: torch.Tensor | None
+    """This rank's generators; None if the checkpoint is of another number of ranks."""
+
+
+class CheckpointingStrategy(DDPStrategy):
+    """The part of `FSDPStrategy` that deals with checkpoints.
+
+    Args:
+        kind: ``full``, ``local`` or ``sharded``: what is saved.
+        **kwargs: Arguments of MMEngine's DDPStrategy.
+    """
+
+    def __init__(self, kind: Literal["full", "local", "sharded"], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._kind = kind
+        self._randomness: dict[str, Any]  # set by MMEngine
+        self._pending: PendingWeights | None = None
+        self._paused_at: torch.Tensor | None = None
+        self._resumed: Resumed | None = None
+        self._warned = False
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the model's weights under their own names. Collective: every rank.
+
+        Whole ones, on the first rank alone, if checkpoints are ``full``; else each rank's DTensors.
+        """
+        return model_state_dict(self.model, "full" if self._kind == "full" else "sharded")
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer wrapper's state, of the same kind as `model_state_dict`. Collective: every rank."""
+        return optimizer_content(self.model, self.optim_wrapper, self._kind)
+
+    def load_model_state_dict(
+        self, state_dict: dict[str, Any], *, strict: bool = False, revise_keys: Sequence[tuple[str, str]] = _NO_PREFIX
+    ) -> None:
+        """Load weights, and log what did not match. Collective: every rank.
+
+        Args:
+            state_dict: Whole tensors, or shards of this very model. Not changed.
+            strict: Raise, with nothing changed, if anything does not match.
+            revise_keys: ``(pattern, replacement)`` pairs by which keys are changed first.
+
+        Raises:
+            StateDictError: With ``strict``, something did not match; raised on every rank.
+        """
+        offered = with_own_counters(self.model, revised_keys(state_dict, revise_keys))
+        report = load_model_state_dict(self.model, offered, strict=strict)
+        if not report.clean:
+            self.logger.warning(describe_mismatch(report))
+        if self._pending is not None:
+            self._pending.loaded(report.missing)
+
+    def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the optimizer wrapper's state, of either kind. Collective: every rank."""
+        load_optimizer_content(self.model, self.optim_wrapper, state_dict)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        *,
+        map_location: str | Callable[..., Any] = "cpu",
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = _NO_PREFIX,
+        callback: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Load a model's weights from a checkpoint of any kind and world size. Collective: every rank.
+
+        Args:
+            filename: A file or directory, or what else MMEngine loads from.
+            map_location: Of checkpoints that are downloaded; others are read where they are needed.
+            strict: Raise if keys or shapes do not match.
+            revise_keys: ``(pattern, replacement)`` pairs by which keys are changed first.
+            callback: Called with the content on every rank before it is used; may change it.
+
+        Returns:
+            The rest of the content.
+
+        Raises:
+            CheckpointError: It cannot be read; raised on every rank.
+            StateDictError: With ``strict``, it does not match; raised on every rank.
+        """
+        self.logger.info(f"Load checkpoint from {filename}")
+
+        scope = scope_of(None)
+        content = load_content(str(filename), map_location, self.model, scope)
+        if callback is not None:
+            on_all_ranks(lambda: callback(content), scope)
+        self.load_model_state_dict(content.pop("state_dict"), strict=strict, revise_keys=revise_keys)
+        return content
+
+    def resume(
+        self,
+        filename: str,
+        *,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        map_location: str | Callable[..., Any] = "default",
+        callback: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Load model, optimizer, schedulers and seed from a checkpoint. Collective: every rank.
+
+        Args:
+            filename: See `load_checkpoint`.
+            resume_optimizer: Whether to load the optimizer's state.
+            resume_param_scheduler: Whether to load the schedulers' state.
+            map_location: See `load_checkpoint`.
+            callback: See `load_checkpoint`.
+
+        Returns:
+            The rest of the content.
+
+        Raises:
+            FormatError: The checkpoint holds weights only.
+            StateDictError: It is of other optimizers; nothing is loaded then.
+            CheckpointError: It cannot be read; raised on every rank.
+        """
+        self.logger.info(f"Resume checkpoint from {filename}")
+        wanted = {
+            "meta": True,
+            "optimizer": resume_optimizer and hasattr(self, "optim_wrapper"),
+            "param_schedulers": resume_param_scheduler and hasattr(self, "param_schedulers"),
+        }
+
+        def check(content: dict[str, Any]) -> None:
+            missing = [name for name, needed in wanted.items() if needed and name not in content]
+            if missing:
+                raise FormatError(
+                    f"Training cannot be resumed from {filename}: it holds no {' and no '.join(map(repr, missing))}. "
+                    "To start from its weights use load_from without resume.",
+                    file=str(filename),
+                )
+            saved = content.get("progress", {}).get("optimizers", {}) if wanted["optimizer"] else {}
+            if saved and saved != (mine := self._optimizer_classes()):
+                raise StateDictError(
+                    f"{filename} was saved with the optimizers {saved}, the config has {mine}. Configure those, or "
+                    "start from its weights alone with load_from and resume=False."
+                )
+            if callback is not None:
+                callback(content)
+
+        content = self.load_checkpoint(filename, map_location=map_location, callback=check)
+        if wanted["optimizer"]:
+            self.load_optim_state_dict(content.pop("optimizer"))
+        if wanted["param_schedulers"]:
+            self.load_scheduler_state_dict(content.pop("param_schedulers"))
+        self._resume_seed(content["meta"].get("seed"))
+        self._resume_progress(content.pop("progress", None))
+        if hasattr(self, "optim_wrapper"):
+            self._count_iterations(content["meta"]["iter"])
+        return content
+
+    def save_checkpoint(
+        self,
+        filename: str,
+        *,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        extra_ckpt: dict[str, Any] | None = None,
+        callback: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        """Save a checkpoint, whole or not at all. Collective: every rank; it is complete when any returns.
+
+        Args:
+            filename: The file, or for ``local`` and ``sharded`` the directory.
+            save_optimizer: Whether to save the optimizer wrapper's state.
+            save_param_scheduler: Whether to save the schedulers' state.
+            extra_ckpt: More content. Not changed.
+            callback: Called with the content before it is written; may change it. For ``full`` on the first rank only,
+                which alone has the content, as under DDPStrategy.
+
+        Raises:
+            CheckpointError: It could not be written; raised on every rank, and what was there before is untouched.
+        """
+        kind: Literal["full", "sharded"] = "full" if self._kind == "full" else "sharded"
+        content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
+        if save_optimizer and hasattr(self, "optim_wrapper"):
+            self._warn_of_waiting_gradients(filename)
+            content["optimizer"] = self.optim_state_dict()
+            content["progress"] = {
+                "random_states": random_states(
+                    self.model,
+                    random_state() if self._paused_at is None else self._paused_at,
+                    whole=self._kind == "full",
+                ),
+                "optimizers": self._optimizer_classes(),
+            }
+        if save_param_scheduler and hasattr(self, "param_schedulers"):
+            content["param_schedulers"] = self.scheduler_state_dict()
+        content |= extra_ckpt or {}
+        content["meta"] = {
+            **content.get("meta", {}),
+            "seed": self.seed,
+            "time": time.strftime("%Y%m%d_%H%M%S", time.localtime()),
+            "mmengine": mmengine.__version__ + get_git_hash(),
+        }
+        if callback is not None:
+            does_call = self._kind != "full" or self.rank == 0
+            on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None))
+        write_checkpoint(filename, content, self.model, kind=self._kind)
+
+    def pause_randomness(self) -> None:
+        """Remember the random numbers of training while something else draws some."""
+        self._paused_at = random_state()
+
+    def continue_randomness(self) -> None:
+        """Go on with what `pause_randomness` remembered."""
+        if self._paused_at is not None:
+            restore_random_state(self._paused_at)
+            self._paused_at = None
+
+    def take_resumed(self) -> Resumed | None:
+        """Return what `resume` found for the training loop, once."""
+        resumed, self._resumed = self._resumed, None
+        return resumed
+
+    def _warn_of_waiting_gradients(self, filename: str) -> None:
+        waiting = waiting_gradients(self.optim_wrapper)
+        if waiting is not None and not self._warned:
+            self._warned = True
+            done, counts = waiting
+            self.logger.warning(
+                f"{filename} is saved after {done} of accumulative_counts={counts} iterations. Gradients that wait for "
+                f"the others are not saved: resuming from it loses those of {done} iterations. Save at multiples of "
+                f"{counts} iterations. This is said once."
+            )
+
+    def _optimizer_classes(self) -> dict[str, str]:
+        wrappers = optim_wrappers_of(self.optim_wrapper)
+        return {name or "optimizer": type(wrapper.optimizer).__name__ for name, wrapper in wrappers.items()}
+
+    def _resume_progress(self, progress: dict[str, Any] | None) -> None:
+        if progress is None:
+            return
+        mine = own_random_state(self.model, progress)
+        self._resumed = Resumed(progress, self.seed, mine)
+        if mine is None:
+            self.logger.info(
+                f"The checkpoint was saved by {progress['random_states'].shape[0]} ranks, these are {self.world_size}: "
+                "random number generators are not restored, everything else is."
+            )
+
+    def _count_iterations(self, done: int) -> None:
+        if getattr(self.optim_wrapper, "_accumulative_counts", 1) <= 1:
+            return
+        if "max_iters" not in self.dispatch_kwargs:
+            raise ConfigError(
+                "accumulative_counts needs to know the number of iterations: pass max_iters in dispatch_kwargs.",
+                config="optim_wrapper.accumulative_counts",
+            )
+        self.optim_wrapper.initialize_count_status(self.model, done, self.dispatch_kwargs["max_iters"])
+
+    def _resume_seed(self, seed: int | None) -> None:
+        current = self._randomness.get("seed")
+        if seed is None or seed == current:
+            return
+        if current is not None:
+            self.logger.warning(
+                f"The checkpoint was trained with random seed {seed}, randomness.seed is {current}: {seed} is used."
+            )
+        self._randomness = {**self._randomness, "seed": seed}
+        self._set_randomness(**self._randomness)

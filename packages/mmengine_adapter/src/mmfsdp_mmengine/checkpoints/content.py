@@ -1,0 +1,240 @@
+"""What MMEngine's checkpoints hold, between a sharded model's live state and a file."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+from mmengine.logging import HistoryBuffer
+from torch.optim import Optimizer
+
+from mmfsdp import load_optim_state_dict, optim_state_dict
+from mmfsdp.collective.steps import Scope, broadcast_object, on_all_ranks
+from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
+from mmfsdp.saving.load import check_shared, open_shared, read_checkpoint, reference_of
+from mmfsdp.state import LoadReport
+from mmfsdp_mmengine.checkpoints.downloads import download_content, local_path
+from mmfsdp_mmengine.configs.agreement import check_alike
+from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
+
+__all__ = [
+    "describe_mismatch",
+    "load_content",
+    "load_optimizer_content",
+    "optimizer_content",
+    "read_content",
+    "revised_keys",
+    "safe_globals",
+    "with_own_counters",
+]
+
+_IMPLEMENTATION = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+    "decoupled_weight_decay",
+    "param_names",
+}
+_STATISTICS = ("min", "max", "mean", "current")
+_REMOTE = re.compile(r"((?!file:)[a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
+
+
+def optimizer_content(
+    model: nn.Module, optim_wrapper: Any, kind: Literal["full", "local", "sharded"]
+) -> dict[str, Any]:
+    """Return an optimizer wrapper's state as MMEngine saves it, whole or sharded. Collective: every rank.
+
+    What the wrapper itself adds, such as ``loss_scaler`` and ``base_param_settings``, is kept.
+
+    Args:
+        model: The sharded model.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
+        kind: ``full``: whole tensors, and an empty dict on all ranks but the first. ``local``: each rank's own.
+            ``sharded``: each rank's own, too, parameters by name.
+    """
+    contents = {}
+    for name, wrapper in optim_wrappers_of(optim_wrapper).items():
+        form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
+        state = optim_state_dict(model, wrapper.optimizer, form, by_name=kind == "sharded", param_names=True)
+        own = {key: value for key, value in wrapper.state_dict().items() if key not in ("state", "param_groups")}
+        contents[name] = {**state, **own} if state else {}
+    return contents.get("", contents)
+
+
+def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mapping[str, Any]) -> None:
+    """Load what `optimizer_content` returned, or MMEngine saved unsharded. Collective: every rank.
+
+    Args:
+        model: The sharded model.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
+        content: The state. Not changed.
+
+    Raises:
+        StateDictError: It is of other optimizers, param groups or parameters.
+    """
+    wrappers = optim_wrappers_of(optim_wrapper)
+    contents = {"": content} if "" in wrappers else content
+    if contents.keys() != wrappers.keys():
+        raise StateDictError(
+            f"The checkpoint holds the optimizers {sorted(map(str, contents))}, the config has {sorted(wrappers)}."
+        )
+    for name, wrapper in wrappers.items():
+        _check_settings(name, wrapper.optimizer, contents[name])
+    for name, wrapper in wrappers.items():
+        state = {key: value for key, value in contents[name].items() if key in ("state", "param_groups")}
+        own = {key: value for key, value in contents[name].items() if key not in state}
+        load_optim_state_dict(model, wrapper.optimizer, state)
+        if own:
+            # The wrapper knows how to load what it added; its optimizer gets back what it just got.
+            wrapper.load_state_dict({**own, **wrapper.optimizer.state_dict()})
+
+
+def _check_settings(name: str, optimizer: Optimizer, content: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer with other settings; torch would take it and fail, or not, in a later step."""
+    groups = content.get("param_groups") or [{}]
+    theirs = {key for key in groups[0] if not key.startswith(("initial_", "base_"))} - _IMPLEMENTATION
+    mine = {*optimizer.defaults, "params"} - _IMPLEMENTATION
+    # One side alone may have more: versions of torch add settings.
+    if theirs - mine and mine - theirs:
+        raise StateDictError(
+            f"The checkpoint's optimizer{f' {name!r}' if name else ''} has the settings {_listed(theirs - mine)}, "
+            f"where {type(optimizer).__name__} has {_listed(mine - theirs)}: it was another one. Configure the "
+            "optimizer that was saved, or start from the weights alone with load_from and resume=False."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
+    """Return the content of a local checkpoint, with the weights under ``'state_dict'``. Not collective.
+
+    Args:
+        path: A file or directory of any kind that core reads. Tensors stay on disk until they are copied into the
+            model.
+        model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
+
+    Raises:
+        CheckpointError: See `mmfsdp.saving.load.read_checkpoint`.
+    """
+    reference = None if model is None else reference_of(model)
+    return _with_state_dict(read_checkpoint(path, safe_globals=safe_globals(), reference=reference), str(path))
+
+
+def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scope) -> dict[str, Any]:
+    """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective: every rank of the scope.
+
+    What is read is compared with its checksums: a file here, by all ranks together, and parts of directories as they
+    are read.
+
+    Args:
+        filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
+        map_location: Where tensors are put that come from elsewhere than files and web servers.
+        model: See `read_content`.
+        scope: The ranks.
+
+    Raises:
+        RankMismatchError: Ranks load different checkpoints.
+        CheckpointError: It cannot be downloaded or read on some rank; raised on every rank.
+    """
+    check_alike({"the checkpoint to load": filename}, scope)
+    if not _REMOTE.match(filename):
+        path = local_path(filename)
+        if broadcast_object(scope, path.is_dir()):
+            return open_shared(
+                path,
+                scope,
+                safe_globals=safe_globals(),
+                reference=lambda: reference_of(model),
+                change=lambda content: _with_state_dict(content, filename),
+            )[1]
+        # Hooks may work with the tensors of a file, which are mapped: all of it is checked first.
+        check_shared(path, scope)
+        return on_all_ranks(lambda: read_content(path, model), scope)
+
+    def read(path: Path) -> dict[str, Any]:
+        return read_checkpoint(path, safe_globals=safe_globals(), reference=reference_of(model))
+
+    with torch.serialization.safe_globals(safe_globals()):
+        content = download_content(filename, _location(map_location), read)
+    return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
+
+
+def _with_state_dict(content: dict[str, Any], filename: str) -> dict[str, Any]:
+    if "state_dict" not in content:
+        if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise FormatError(
+                f"{filename} holds no 'state_dict'; it has {sorted(map(str, content))[:8]}.", file=str(filename)
+            )
+        content = {"state_dict": content}
+    if not isinstance(content["state_dict"], Mapping):
+        kind = type(content["state_dict"]).__name__
+        raise FormatError(f"{filename} holds a {kind} under 'state_dict', no tensors by name.", file=str(filename))
+    return content
+
+
+def revised_keys(state_dict: Mapping[str, Any], revisions: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return a state dict under keys changed by ``(pattern, replacement)`` pairs of ``re.sub``, one after the other."""
+    revised = dict(state_dict)
+    for pattern, replacement in revisions:
+        revised = {re.sub(pattern, replacement, key): value for key, value in revised.items()}
+    return revised
+
+
+def with_own_counters(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which batch norm's ``num_batches_tracked`` is the model's own where it is missing.
+
+    MMEngine does not report it as missing: older checkpoints lack it.
+    """
+    counters = {name: buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")}
+    return {**{name: buffer for name, buffer in counters.items() if name not in state_dict}, **state_dict}
+
+
+def describe_mismatch(report: LoadReport) -> str:
+    """Return what to log of a state dict that does not fit, in MMEngine's order."""
+    lines = ["The model and loaded state dict do not match exactly", ""]
+    lines += [f"size mismatch for {text}" for text in report.mismatched]
+    if report.unexpected:
+        lines.append(f"unexpected key in source state_dict: {', '.join(report.unexpected)}\n")
+    if report.missing:
+        lines.append(f"missing keys in source state_dict: {', '.join(report.missing)}\n")
+    return "\n".join(lines)
+
+
+def _location(map_location: Any) -> Any:
+    return "cpu" if map_location == "default" else map_location
+
+
+def safe_globals() -> list[Any]:
+    """Return what MMEngine's own content holds besides tensors and plain data: histories of scalars, in numpy.
+
+    For ``torch.serialization.safe_globals``, to load a checkpoint with ``weights_only=True`` in plain PyTorch.
+    """
+    return [
+        HistoryBuffer,
+        (_statistic, "builtins.getattr"),
+        *(getattr(HistoryBuffer, name) for name in _STATISTICS),
+        np.ndarray,
+        np.dtype,
+        *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
+        # numpy's own makers of arrays and scalars, wherever this version of it keeps them
+        np.empty(0).__reduce__()[0],
+        np.float64(0).__reduce__()[0],
+        codecs.encode,
+    ]
+
+
+def _statistic(owner: Any, name: str) -> Any:
+    """What ``getattr`` is to a pickle of ours: histories refer to their own methods by it, and to nothing else."""
+    if owner is not HistoryBuffer or name not in _STATISTICS:
+        raise UnsafePickleError(f"The checkpoint's pickle wants attribute {name!r} of {owner!r}.")
+    return getattr(HistoryBuffer, name)

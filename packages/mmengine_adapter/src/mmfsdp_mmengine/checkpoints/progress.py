@@ -1,0 +1,44 @@
+"""What a checkpoint says of how far training was: every rank's random numbers, and the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mmfsdp.collective.steps import gather_objects, place_in, scope_of
+from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.saving.stored import whole_value
+
+__all__ = ["own_random_state", "random_states"]
+
+
+def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    """Return all ranks' random states, a row for each in the order of the mesh. Collective: every rank.
+
+    Args:
+        model: The sharded model, whose mesh says which ranks there are.
+        state: This rank's, see `mmfsdp_mmengine.checkpoints.randomness.random_state`.
+        whole: Return the whole table of ``(ranks, bytes)``, of uint8; else a DTensor of which a rank holds its row.
+    """
+    mesh = sharded_model(model).mesh
+    if whole:
+        return torch.stack(gather_objects(scope_of(mesh), state))
+    row = state.unsqueeze(0).to(mesh.device_type)
+    shape = torch.Size((mesh.size(), state.numel()))
+    return DTensor.from_local(
+        row, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(state.numel(), 1)
+    )
+
+
+def own_random_state(model: nn.Module, progress: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return this rank's row of what `random_states` returned, or None for a mesh of another size. Not collective."""
+    mesh = sharded_model(model).mesh
+    table = progress.get("random_states")
+    if table is None or table.shape[0] != mesh.size():
+        return None
+    row: torch.Tensor = whole_value(table)[place_in(mesh)]
+    return row

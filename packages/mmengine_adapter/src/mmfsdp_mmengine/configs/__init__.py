@@ -1,0 +1,1 @@
+"""What MMEngine configs say: their arguments, functions and names, as core understands them."""

@@ -1,0 +1,58 @@
+"""Settings that all ranks must have in common, compared before anything is made of them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from mmfsdp.collective.steps import Scope, all_equal, broadcast_object, on_all_ranks, scope_of
+from mmfsdp.errors import RankMismatchError
+from mmfsdp_mmengine.configs.arguments import named
+
+__all__ = ["check_alike", "check_runner"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where an object happens to be in memory
+
+
+def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
+    """Refuse settings that are not the same on every rank. Collective: every rank of the scope.
+
+    Args:
+        settings: Values by the names that users know them by. Not changed.
+        scope: All ranks.
+
+    Raises:
+        RankMismatchError: A rank has another value than the first one; raised on every rank.
+    """
+    mine = {name: _ADDRESS.sub("", repr(named(value))) for name, value in settings.items()}
+    if all_equal(scope, repr(sorted(mine.items()))):
+        return
+    first, host = broadcast_object(scope, (mine, socket.gethostname()))
+
+    def compare() -> None:
+        for name, value in mine.items():
+            if value != first[name]:
+                raise RankMismatchError(
+                    f"{name} is {value} on rank {scope.place} (host {socket.gethostname()!r}), but {first[name]} on "
+                    f"rank 0 (host {host!r}). Every rank must have the same: see that all read the same "
+                    "config and data, and make what depends on the time, a random number or a rank's files, such as a "
+                    "directory's name, once, before the ranks are started.",
+                    config=name,
+                )
+
+    on_all_ranks(compare, scope)
+
+
+def check_runner(runner: Any) -> None:
+    """Refuse a runner whose directories or checkpoints are not those of every rank. Collective: every rank.
+
+    Args:
+        runner: A FlexibleRunner or Runner.
+
+    Raises:
+        RankMismatchError: See `check_alike`.
+    """
+    settings = {"work_dir": runner.work_dir, "load_from": runner._load_from, "resume": runner._resume}
+    check_alike(settings, scope_of(None))

@@ -1,0 +1,226 @@
+"""What MMEngine configs say, in every form that they may say it, as arguments of core."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+from mmengine.device import get_device
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import StateDictType
+
+from mmfsdp.errors import ConfigError, closest
+from mmfsdp.torch_style.arguments import ARGUMENTS
+from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
+
+__all__ = ["StateDictSettings", "activation_arguments", "named", "plain", "state_dict_settings", "wrapper_arguments"]
+
+_KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
+
+
+def plain(value: Any) -> Any:
+    """Return a copy of a config value: dicts, lists, tuples and sets are new and plain, all else is the same object."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def named(value: Any) -> Any:
+    """Return a copy of a config value that can be written: what is no plain data is replaced by its name."""
+    if isinstance(value, Mapping):
+        return {key: named(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(named(item) for item in value)
+    if value is None or isinstance(value, str | int | float | complex):
+        return value
+    if isinstance(value, set | frozenset):
+        return [named(item) for item in value]
+    if isinstance(value, partial):
+        return f"partial({named(value.func)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], config: str) -> None:
+    """Raise for the first argument that a class does not have.
+
+    Args:
+        owner: The class, as the message calls it.
+        given: Names of arguments.
+        known: Those that it has.
+        config: Dotted path of the setting that holds them.
+
+    Raises:
+        ConfigError: An argument is unknown; the nearest one is told.
+    """
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{owner} has no argument {name!r}.{closest(name, known)} Accepted: {', '.join(known) or 'none'}.",
+                config=f"{config}.{name}",
+            )
+
+
+def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
+    """Return arguments of `mmfsdp.FullyShardedDataParallel` from those of `MMFullyShardedDataParallel`.
+
+    Collective only if ``process_group`` or ``device_mesh`` is a dict: then every rank of the world.
+
+    Args:
+        module: The model, in which named classes are looked up.
+        **given: The arguments as a config has them. Not changed.
+
+    Raises:
+        PolicyNotFoundError: A function is named that nothing has.
+        ConfigError: An argument is unknown or has a value that is not accepted.
+    """
+    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper")
+    arguments: dict[str, Any] = plain(given)
+    for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy"):
+        if name in arguments:
+            arguments[name] = build_policy(arguments[name], module, name)
+    if "param_init_fn" in arguments:
+        arguments["param_init_fn"] = build_function(arguments["param_init_fn"], "param_init_fn")
+    if "activation_checkpointing" in arguments:
+        arguments["activation_checkpointing"] = activation_arguments(arguments["activation_checkpointing"])
+    for name, type_name in (("mixed_precision", "MixedPrecision"), ("cpu_offload", "CPUOffload")):
+        if isinstance(arguments.get(name), dict):
+            arguments[name] = _without_type(arguments[name], type_name, name)
+    if isinstance(arguments.get("mixed_precision"), dict):
+        ignored = arguments["mixed_precision"].pop("_module_classes_to_ignore", None)
+        if ignored is not None:
+            arguments["mixed_precision"]["ignore_classes"] = list(ignored)
+    arguments["process_group"] = _process_group(arguments.get("process_group"))
+    if isinstance(arguments.get("device_mesh"), dict):
+        mesh = {"device_type": get_device(), **arguments["device_mesh"]}
+        arguments["device_mesh"] = init_device_mesh(**mesh)
+    return arguments
+
+
+def activation_arguments(value: Any) -> Any:
+    """Return core's activation checkpointing settings from what a strategy or wrapper is given.
+
+    Args:
+        value: A mode, or a dict: ``check_fn`` as a name, a callable or ``dict(type=..., **arguments)``, beside core's
+            settings. Not changed. ``checkpoint_wrapper_fn`` of torch is accepted when it is torch's own.
+
+    Raises:
+        PolicyNotFoundError: ``check_fn`` is named and not found.
+        ConfigError: A ``checkpoint_wrapper_fn`` of the user's own, which nothing here would call.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    settings: dict[str, Any] = plain(value)
+    wrapper = settings.pop("checkpoint_wrapper_fn", None)
+    if wrapper is not None and getattr(wrapper, "__name__", wrapper) != "checkpoint_wrapper":
+        raise ConfigError(
+            f"activation_checkpointing.checkpoint_wrapper_fn {wrapper!r} cannot be honoured: nothing is wrapped, so "
+            "that parameters keep their names. Use the settings mode, save_ops, offload and use_reentrant instead.",
+            config="activation_checkpointing.checkpoint_wrapper_fn",
+        )
+    if "check_fn" in settings:
+        settings["check_fn"] = build_check_fn(settings["check_fn"])
+        settings.setdefault("mode", "selective")
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictSettings:
+    """What a strategy's ``state_dict_cfg`` means."""
+
+    kind: Literal["full", "local", "sharded"]
+    """``full``: one file with whole tensors. ``local``: a directory with a file per rank. ``sharded``: a directory of
+    torch's distributed checkpoint."""
+    state_dict_type: StateDictType
+    """The same in torch's words."""
+
+
+def state_dict_settings(value: Any) -> StateDictSettings:
+    """Return the meaning of ``state_dict_cfg``.
+
+    Args:
+        value: ``'full'``, ``'local'``, ``'sharded'``, or a dict of ``state_dict_type`` (enum member or its name),
+            ``state_dict_config`` and ``optim_state_dict_config`` (an object, a class, or a dict with ``type``), any
+            of which may be left out. Not changed.
+
+    Raises:
+        ConfigError: It is something else, or its parts contradict each other.
+    """
+    if isinstance(value, str):
+        if value not in _KINDS.values():
+            raise ConfigError(
+                f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r}."
+                f"{closest(value, _KINDS.values())}",
+                config="state_dict_cfg",
+            )
+        return StateDictSettings(_KINDS[value.upper()], StateDictType[f"{value.upper()}_STATE_DICT"])
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r} (type {type(value).__name__}).",
+            config="state_dict_cfg",
+        )
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    for name in value:
+        if name not in names:
+            raise ConfigError(
+                f"state_dict_cfg has no setting {name!r}.{closest(name, names)} Accepted: {', '.join(names)}.",
+                config=f"state_dict_cfg.{name}",
+            )
+    said = {name: _kind_of(value[name], name) for name in names if value.get(name) is not None}
+    if len({*said.values()}) > 1:
+        parts = ", ".join(f"{name} is {kind}" for name, kind in said.items())
+        raise ConfigError(f"state_dict_cfg contradicts itself: {parts}. Make them the same.", config="state_dict_cfg")
+    name = next(iter(said.values()), "LOCAL")
+    return StateDictSettings(_KINDS[name], StateDictType[f"{name}_STATE_DICT"])
+
+
+def _kind_of(value: Any, setting: str) -> str:
+    """``FULL``, ``LOCAL`` or ``SHARDED``, from an enum member, a config object or class, or their names."""
+    arguments: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        arguments = {key: item for key, item in value.items() if key != "type"}
+        value = value.get("type")
+    if not isinstance(value, str | StateDictType):
+        value = value if isinstance(value, type) else type(value)
+    name = str(getattr(value, "__name__", getattr(value, "name", value))).rpartition(".")[2]
+    if setting == "state_dict_type":
+        accepted = {f"{kind}_STATE_DICT": kind for kind in _KINDS}
+    else:
+        infix = "Optim" if setting.startswith("optim") else ""
+        accepted = {f"{kind.title()}{infix}StateDictConfig": kind for kind in _KINDS}
+    if name not in accepted:
+        raise ConfigError(
+            f"state_dict_cfg.{setting} {name!r} is not known.{closest(name, accepted)} "
+            f"Accepted: {', '.join(accepted)}.",
+            config=f"state_dict_cfg.{setting}",
+        )
+    # What they ask for (offloading, the first rank alone) is how it is done here anyway: only misspelt ones matter.
+    known = [field.name for field in fields(getattr(torch_fsdp, name))] if name.endswith("Config") else []
+    refuse_unknown(name, arguments, known, f"state_dict_cfg.{setting}")
+    return accepted[name]
+
+
+def _without_type(value: dict[str, Any], expected: str, argument: str) -> dict[str, Any]:
+    given = value.pop("type", expected)
+    name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
+    if name.rpartition(".")[2] != expected:
+        raise ConfigError(f"{argument} is a {expected}, not a {name!r}.", config=argument)
+    return value
+
+
+def _process_group(value: Any) -> Any:
+    """A dict is made into a group: by the function that ``type`` names, or by ``torch.distributed.new_group``."""
+    if isinstance(value, dict):
+        group = build_function({"type": dist.new_group, **value}, "process_group")
+        return None if group is None else group()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_process_group(item) for item in value)
+    return value

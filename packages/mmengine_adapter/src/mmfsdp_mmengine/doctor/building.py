@@ -1,0 +1,60 @@
+"""The model that an MMEngine config describes, built without memory, and how the config says that it is sharded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn as nn
+from mmengine.registry import MODELS, DefaultScope
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.sharding.meta import parameters_on_meta
+from mmfsdp.torch_style.arguments import ARGUMENTS, Translated, translate_arguments
+from mmfsdp_mmengine.configs.arguments import activation_arguments, plain, wrapper_arguments
+from mmfsdp_mmengine.configs.lookup import UnknownNameError
+from mmfsdp_mmengine.doctor.subject import names_in, sharding_of
+from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
+
+__all__ = ["OWN_ARGUMENTS", "build_model", "sharding_settings"]
+
+OWN_ARGUMENTS = (*inspect.signature(MMFullyShardedDataParallel.__init__).parameters, "type")
+"""What the wrapper takes besides core's arguments; and the type itself."""
+
+
+def build_model(settings: dict[str, Any]) -> nn.Module:
+    """Build a config's model with its parameters on the meta device.
+
+    Raises:
+        ConfigError: It cannot be built; a name that no registry has is told with the nearest ones.
+    """
+    if not isinstance(settings.get("model"), dict):
+        raise ConfigError("The config has no model.", config="model")
+    try:
+        with DefaultScope.overwrite_default_scope(settings.get("default_scope")), parameters_on_meta():
+            model: nn.Module = MODELS.build(plain(settings["model"]))
+    except Exception as error:  # whatever the user's model raises
+        reason = f"{type(error).__name__}: {error}"
+        for path, name in names_in(settings["model"], "model"):
+            if isinstance(error, UnknownNameError) and error.message.startswith(f"{name} is not in the "):
+                raise UnknownNameError(error.message, config=path) from error
+        raise ConfigError(f"The model cannot be built: {reason}", config="model") from error
+    return model
+
+
+def sharding_settings(settings: dict[str, Any], model: nn.Module) -> Translated:
+    """Return how a config says that its model is sharded; without a mesh, and without groups of processes.
+
+    Raises:
+        ConfigError: An argument is unknown or has a value that is not accepted.
+    """
+    found = sharding_of(settings)
+    given = dict(found.arguments) if found is not None else {}
+    for name in ("module", "process_group", "device_mesh"):
+        given.pop(name, None)
+    given = {key: value for key, value in given.items() if key in ARGUMENTS or key not in OWN_ARGUMENTS}
+    recompute = found.strategy.get("activation_checkpointing") if found is not None else None
+    if recompute is not None:
+        given["activation_checkpointing"] = activation_arguments(recompute)
+    with DefaultScope.overwrite_default_scope(settings.get("default_scope")):
+        return translate_arguments(**wrapper_arguments(model, **given))

@@ -1,0 +1,73 @@
+"""MMEngine configs read for what they say: their model without memory, their sharding, a diagnosis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.utils import import_modules_from_strings
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.frontends.findings import Diagnosis
+from mmfsdp.torch_style.arguments import Translated
+from mmfsdp_mmengine.configs.arguments import plain
+from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
+from mmfsdp_mmengine.doctor.diagnosing import diagnose
+from mmfsdp_mmengine.doctor.training import optimizer_of
+
+__all__ = ["MMEngineConfig", "open_config"]
+
+
+def open_config(path: Path) -> MMEngineConfig:
+    """Read a config; see `mmfsdp.frontends.readers`."""
+    return MMEngineConfig(path)
+
+
+class MMEngineConfig:
+    """An MMEngine config that was read; nothing of it is run but its imports.
+
+    Args:
+        path: Its file.
+
+    Raises:
+        ConfigError: It cannot be read, or a module of its ``custom_imports`` cannot be imported.
+
+    Attributes:
+        content: What it says, as plain dicts and lists.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            # Importing is left to ourselves: MMEngine says only that it failed.
+            config = Config.fromfile(self.path, import_custom_modules=False)
+            self.content: dict[str, Any] = plain(dict(config.items()))
+        except Exception as error:  # a config is a program
+            raise ConfigError(
+                f"{self.path.name} cannot be read: {type(error).__name__}: {error}", file=str(path)
+            ) from error
+        try:
+            import_modules_from_strings(**self.content.get("custom_imports") or {})
+        except Exception as error:
+            raise ConfigError(
+                f"A module that {self.path.name} imports cannot be: {type(error).__name__}: {error}",
+                config="custom_imports",
+            ) from error
+
+    def model(self) -> nn.Module:
+        """Return its model with parameters on the meta device; see `mmfsdp.frontends.readers.ReadConfig`."""
+        return build_model(self.content)
+
+    def settings(self, model: nn.Module) -> Translated:
+        """Return how it says that its model is sharded; see `mmfsdp.frontends.readers.ReadConfig`."""
+        return sharding_settings(self.content, model)
+
+    def optimizer(self) -> str | None:
+        """Return the name of its optimizer; see `mmfsdp.frontends.readers.ReadConfig`."""
+        return optimizer_of(self.content)
+
+    def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
+        """Return what there is to know about it; see `mmfsdp.frontends.readers.ReadConfig`."""
+        return diagnose(str(self.path), self.content, mesh)

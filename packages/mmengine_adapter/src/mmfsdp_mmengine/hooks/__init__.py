@@ -1,0 +1,1 @@
+"""MMEngine's hooks, for sharded models."""

@@ -1,0 +1,158 @@
+"""`EMAHook`: MMEngine's, for sharded models as well."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import mmengine.hooks
+import torch.nn as nn
+from mmengine.hooks.ema_hook import EMAHook as StockEMAHook
+from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
+
+from mmfsdp import FullyShardedDataParallel
+from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.checkpoints.averages import ShardAverages, averaged_model_class
+from mmfsdp_mmengine.checkpoints.content import describe_mismatch, revised_keys
+from mmfsdp_mmengine.registry import HOOKS, replace_stock
+
+__all__ = ["EMAHook"]
+
+_WRAPPED = [(r"^module\.", "")]
+
+
+class EMAHook(StockEMAHook):
+    """Averages the weights, validates and tests with the averages, and saves both.
+
+    For a sharded model each rank averages what it holds. With any model, resuming works whether the runner loads
+    before or after ``before_run``, and averages outlive training: testing after it in the same run uses them, as
+    testing the checkpoint does (MMEngine's hook would test what is trained there).
+
+    Args:
+        ema_type: The averaged model: a registered name, or a class derived from MMEngine's ``BaseAveragedModel``.
+        strict_load: Raise, before anything is loaded, if what the averages are to be loaded from does not match the
+            model: averages when resuming, else the checkpoint's weights.
+        begin_iter: The iteration from which on to average.
+        begin_epoch: The epoch from which on to average; not beside ``begin_iter``.
+        **kwargs: Arguments of the averaged model.
+
+    Raises:
+        ConfigError: ``ema_type`` averages nothing, or does not take ``kwargs``; raised as the run begins.
+        StateDictError: See ``strict_load``; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        ema_type: str | type = "ExponentialMovingAverage",
+        strict_load: bool = False,
+        begin_iter: int = 0,
+        begin_epoch: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(ema_type, strict_load, begin_iter, begin_epoch, **kwargs)
+        self._source: nn.Module | None = None
+        self._sharded: ShardAverages | None = None
+        self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._is_behind = False
+
+    @property
+    def src_model(self) -> nn.Module:
+        """What is averaged: the model, or the part of a sharded one that this rank holds."""
+        if self._sharded is not None:
+            return self._sharded.source()
+        assert self._source is not None, "EMAHook knows its model once the run has begun"
+        return self._source
+
+    @src_model.setter
+    def src_model(self, model: nn.Module) -> None:
+        self._source = model
+
+    def before_run(self, runner: Any) -> None:
+        """Make the averages, unless there are some of this model."""
+        model = runner.model
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"EMAHook averages a model, but the runner's model is {type(model).__name__!r}. Give the runner a "
+                "model, or take EMAHook out of custom_hooks.",
+                config="custom_hooks.EMAHook",
+            )
+        if isinstance(model, FullyShardedDataParallel):
+            if self._sharded is None or not self._sharded.are_of(model):
+                self._sharded = ShardAverages(model, self.ema_cfg)
+                self.ema_model = self._sharded.averaged
+                self._is_behind = True
+            return
+        bare = model.module if is_model_wrapper(model) else model
+        if self._source is not bare:
+            averaged_model_class(self.ema_cfg)
+            super().before_run(runner)
+
+    def before_train(self, runner: Any) -> None:
+        """Take over what was loaded."""
+        super().before_train(runner)
+        self._catch_up()
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """Exchange averages and weights."""
+        self._catch_up()
+        super().before_val_epoch(runner)
+
+    def before_test_epoch(self, runner: Any) -> None:
+        """Exchange averages and weights."""
+        self._catch_up()
+        super().before_test_epoch(runner)
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the averages into the checkpoint; those of a sharded model are there already, gathered by all ranks."""
+        if self._sharded is None:
+            checkpoint["state_dict"] = revised_keys(checkpoint["state_dict"], _WRAPPED)
+            super().before_save_checkpoint(runner, checkpoint)
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Let the model have what is trained, and keep the averages until all ranks can load them."""
+        checkpoint["state_dict"] = revised_keys(checkpoint["state_dict"], _WRAPPED)
+        if not isinstance(runner.model, FullyShardedDataParallel):
+            if self._source is None:
+                self.before_run(runner)
+            super().after_load_checkpoint(runner, checkpoint)
+            return
+        if self.strict_load:
+            self.before_run(runner)  # FlexibleRunner loads first
+            assert self._sharded is not None
+            resumes = runner._resume and "ema_state_dict" in checkpoint
+            self._sharded.check(checkpoint["state_dict"], checkpoint["ema_state_dict"] if resumes else None)
+        self._is_behind = True
+        if "ema_state_dict" not in checkpoint or not runner._resume:
+            if runner._resume:
+                print_log(
+                    "EMAHook: the checkpoint holds no 'ema_state_dict'. Averaging starts from its weights.",
+                    "current",
+                    logging.WARNING,
+                )
+            return
+        own = {key: value for key, value in checkpoint["ema_state_dict"].items() if not key.startswith("module.")}
+        trained = {key: value for key, value in checkpoint["ema_state_dict"].items() if key not in own}
+        self._loaded = checkpoint["state_dict"], own
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **revised_keys(trained, _WRAPPED)}
+
+    def _catch_up(self) -> None:
+        """Bring the averages to where a checkpoint, or initialisation, brought the model. Collective: every rank."""
+        if self._sharded is None or not self._is_behind:
+            return
+        self._is_behind = False
+        if self._loaded is None:
+            self._sharded.follow()
+            return
+        (averages, own), self._loaded = self._loaded, None
+        report = self._sharded.load(averages, own, strict=self.strict_load)
+        if not report.clean:
+            print_log(f"EMAHook: {describe_mismatch(report)}", "current", logging.WARNING)
+
+
+replace_stock(HOOKS, EMAHook)
+# Hooks derived from MMEngine's, as mmpretrain's is, are derived from this one, whichever was imported first.
+mmengine.hooks.EMAHook = EMAHook
+for _derived in StockEMAHook.__subclasses__():
+    if _derived is not EMAHook:
+        _derived.__bases__ = tuple(EMAHook if base is StockEMAHook else base for base in _derived.__bases__)

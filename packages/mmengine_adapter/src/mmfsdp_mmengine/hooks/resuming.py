@@ -1,0 +1,147 @@
+"""Going on where a checkpoint was saved, in the middle of an epoch too, with the same data and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import mmengine.hooks
+from mmengine.runner import EpochBasedTrainLoop
+from torch.utils.data import DataLoader
+
+from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
+from mmfsdp_mmengine.checkpoints.randomness import restore_random_state
+from mmfsdp_mmengine.registry import HOOKS, replace_stock
+
+__all__ = ["DistSamplerSeedHook"]
+
+
+class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
+    """Sets samplers' epochs, and takes up the data and the random numbers where a checkpoint left them.
+
+    Validation does not change the random numbers of training. With other strategies than ours it is MMEngine's own.
+    """
+
+    def __init__(self) -> None:
+        self._skip = 0
+        self._began = (0, 0)
+
+    def before_train(self, runner: Any) -> None:
+        """Prepare the loop to go on, if the model was resumed."""
+        strategy = _strategy_of(runner)
+        if strategy is None or (resumed := strategy.take_resumed()) is None:
+            return
+        loop, progress = runner.train_loop, resumed.progress
+        renewed = _reseed(loop.dataloader, progress.get("sampler_seed"), resumed.seed)
+
+        def restore() -> None:
+            if resumed.random_state is not None:
+                restore_random_state(resumed.random_state)
+
+        if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
+            # The loop itself passes over the batches that were trained on.
+            batches = type(batches)(loop.dataloader) if renewed else batches
+            loop.dataloader_iterator = _resumed(batches, runner.iter, restore)
+            return
+        self._skip = _batches_done(runner, progress)
+        if type(loop).run_epoch is EpochBasedTrainLoop.run_epoch:
+            loop.run_epoch = partial(_run_rest_of_epoch, loop, self._skip, restore)
+            return
+        restore()
+        if self._skip:
+            self._skip = 0
+            runner.logger.warning(
+                f"The checkpoint was saved in the middle of an epoch. {type(loop).__name__} has a run_epoch() of its "
+                "own: it begins that epoch again."
+            )
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Set the sampler's epoch."""
+        self._began = (runner.epoch, runner.iter - self._skip)
+        self._skip = 0
+        super().before_train_epoch(runner)
+
+    def before_val(self, runner: Any) -> None:
+        """Keep the random numbers of training."""
+        if (strategy := _strategy_of(runner)) is not None:
+            strategy.pause_randomness()
+
+    def after_val(self, runner: Any) -> None:
+        """Go on with the random numbers of training."""
+        if (strategy := _strategy_of(runner)) is not None:
+            strategy.continue_randomness()
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Note the place in the data."""
+        if "progress" in checkpoint:
+            loader = runner.train_loop.dataloader
+            checkpoint["progress"] |= {
+                "epoch": self._began[0],
+                "epoch_began_at": self._began[1],
+                "batch_size": (loader.batch_size or 1) * runner.world_size,
+                "sampler_seed": getattr(_sampler_of(loader), "seed", None),
+            }
+
+
+def _strategy_of(runner: Any) -> CheckpointingStrategy | None:
+    strategy = getattr(runner, "strategy", None)
+    return strategy if isinstance(strategy, CheckpointingStrategy) else None
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    own = loader.sampler
+    return own if hasattr(own, "set_epoch") else getattr(loader.batch_sampler, "sampler", own)
+
+
+def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
+    """How many batches of the current epoch were trained on; in batches of now."""
+    if progress.get("epoch") != runner.epoch:
+        return 0
+    loader = runner.train_loop.dataloader
+    done: int = runner.iter - progress["epoch_began_at"]
+    before, now = progress["batch_size"], (loader.batch_size or 1) * runner.world_size
+    return min(done if before == now else done * before // now, len(loader))
+
+
+def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> bool:
+    """Give the sampler and the workers the seeds that they had, and tell whether any had another."""
+    changed = False
+    sampler, init = _sampler_of(loader), loader.worker_init_fn
+    if sampler_seed is not None and getattr(sampler, "seed", sampler_seed) != sampler_seed:
+        sampler.seed, changed = sampler_seed, True
+    if isinstance(init, partial) and init.keywords.get("seed", seed) != seed:
+        loader.worker_init_fn, changed = partial(init.func, *init.args, **{**init.keywords, "seed": seed}), True
+    if changed and hasattr(sampler, "_indices_of_rank"):
+        # InfiniteSampler has one generator for its whole life and no other way to begin again.
+        sampler.indices = sampler._indices_of_rank()
+    return changed
+
+
+def _resumed(batches: Iterator[Any], done: int, restore: Callable[[], None]) -> Iterator[Any]:
+    for _ in range(done):
+        yield next(batches)
+    restore()
+    yield from batches
+
+
+def _run_rest_of_epoch(loop: Any, done: int, restore: Callable[[], None]) -> None:
+    """Run an epoch without its first ``done`` batches, which are loaded all the same: augmentations draw numbers."""
+    vars(loop).pop("run_epoch")
+    if not done:
+        restore()
+        loop.run_epoch()
+        return
+    loop.runner.call_hook("before_train_epoch")
+    loop.runner.model.train()
+    batches = iter(loop.dataloader)
+    for _ in range(done):
+        next(batches)
+    restore()
+    for index, batch in enumerate(batches, done):
+        loop.run_iter(index, batch)
+    loop.runner.call_hook("after_train_epoch")
+    loop._epoch += 1
+
+
+replace_stock(HOOKS, DistSamplerSeedHook)

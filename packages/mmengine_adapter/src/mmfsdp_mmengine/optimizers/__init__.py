@@ -1,0 +1,1 @@
+"""MMEngine's optimizer wrappers on sharded parameters: mixed precision, clipping, accumulation."""

@@ -1,0 +1,136 @@
+"""Optimizers that were built from the unsharded model, put to work on the sharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn as nn
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch.distributed.tensor import DTensor
+
+from mmfsdp import ShardPlan, load_optim_state_dict
+from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.optimizers.clipping import clip_globally
+
+__all__ = ["OptimizerBinding", "optim_wrappers_of", "waiting_gradients"]
+
+
+def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
+    """Return an OptimWrapperDict's wrappers by name; a single one has the name ``''``."""
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return dict(optim_wrapper.items())
+    return {"": optim_wrapper}
+
+
+def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:
+    """Return after how many iterations gradients wait for how many; None if all of them were used for a step."""
+    for wrapper in optim_wrappers_of(optim_wrapper).values():
+        if isinstance(wrapper, OptimWrapper) and not wrapper.should_update():
+            counts = wrapper._accumulative_counts
+            return wrapper._inner_count % counts, counts
+    return None
+
+
+class OptimizerBinding:
+    """Remembers by name which parameters optimizers hold, and gives them those of that name in the sharded model.
+
+    So a constructor sees the names, shapes and classes of the unsharded model whatever the engine does to them, and an
+    optimizer, its wrapper and its schedulers that a user built stay the objects that they are.
+
+    Args:
+        model: The model from whose parameters the optimizers were built, not sharded yet.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
+
+    Raises:
+        ConfigError: An optimizer holds parameters that the model does not have, or several hold the same.
+
+    Attributes:
+        optim_wrapper: What was given.
+    """
+
+    def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
+        names = {id(param): name for name, param in model.named_parameters()}
+        _check_owners(optim_wrappers_of(optim_wrapper), names)
+        self.optim_wrapper = optim_wrapper
+        self._wrappers = optim_wrappers_of(optim_wrapper)
+        self._groups: dict[str, list[list[str]]] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        for key, wrapper in self._wrappers.items():
+            groups = wrapper.optimizer.param_groups
+            foreign = [tuple(param.shape) for group in groups for param in group["params"] if id(param) not in names]
+            if foreign:
+                raise ConfigError(
+                    f"The optimizer {type(wrapper.optimizer).__name__} holds {len(foreign)} parameters that are not "
+                    f"{type(model).__name__}'s, of shapes {foreign[:3]}. Build it from the parameters of the model "
+                    "that is trained.",
+                    config=f"optim_wrapper.{key}".rstrip("."),
+                )
+            self._groups[key] = [[names[id(param)] for param in group["params"]] for group in groups]
+            if wrapper.optimizer.state:
+                self._states[key] = wrapper.optimizer.state_dict()
+
+    def bind(self, model: nn.Module, plan: ShardPlan) -> None:
+        """Give the optimizers the sharded parameters, and clip by the global norm. Collective: every rank.
+
+        Args:
+            model: The sharded model.
+            plan: What was done to it.
+
+        Raises:
+            ConfigError: A flat parameter (``use_orig_params=False``) would be in several param groups.
+        """
+        params = dict(model.named_parameters())
+        flat = _flat_names(plan, params)
+        for key, wrapper in self._wrappers.items():
+            _check_flat(plan, flat, self._groups[key])
+            for group, names in zip(wrapper.optimizer.param_groups, self._groups[key], strict=True):
+                group["params"][:] = [params[name] for name in dict.fromkeys(flat.get(name, name) for name in names)]
+                kinds = {isinstance(param, DTensor) for param in group["params"]}
+                if len(kinds) > 1 and group.get("foreach") is None and not group.get("fused"):
+                    group["foreach"] = False  # torch's loops over many tensors take one kind only
+            wrapper.optimizer.state.clear()
+            if key in self._states:
+                load_optim_state_dict(model, wrapper.optimizer, self._states[key])
+            clip_globally(wrapper, model)
+
+
+def _check_owners(wrappers: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Refuse a parameter that is in several places: it would be stepped twice."""
+    owners: dict[int, str] = {}
+    for key, wrapper in wrappers.items():
+        for group in wrapper.optimizer.param_groups:
+            for param in group["params"]:
+                if (other := owners.get(id(param))) is not None:
+                    who = f"twice by {key!r}" if other == key else f"by both {other!r} and {key!r}"
+                    raise ConfigError(
+                        f"Parameter {names.get(id(param), '(not of the model)')!r} is held {who} of the "
+                        "OptimWrapperDict, and would be updated twice. Leave it in one.",
+                        fqn=names.get(id(param)),
+                        config=f"optim_wrapper.{key}".rstrip("."),
+                    )
+                owners[id(param)] = key
+
+
+def _flat_names(plan: ShardPlan, params: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """For parameters that are part of a flat one, the name of that."""
+    flat: dict[str, str] = {}
+    for unit in plan.units:
+        name = f"{unit.fqn}._flat_param".lstrip(".")
+        if name in params:
+            flat |= {param.fqn: name for param in unit.params}
+    return flat
+
+
+def _check_flat(plan: ShardPlan, flat: Mapping[str, str], groups: list[list[str]]) -> None:
+    place = {name: index for index, names in enumerate(groups) for name in names}
+    for unit in plan.units:
+        places = {place.get(param.fqn) for param in unit.params if param.fqn in flat}
+        if len(places) > 1:
+            first, *others = unit.params
+            other = next(param for param in others if place.get(param.fqn) != place.get(first.fqn))
+            raise ConfigError(
+                f"use_orig_params=False makes one flat parameter of shard unit {unit.fqn or '(root)'!r}, but the "
+                f"optimizer treats {first.fqn!r} and {other.fqn!r} of it differently. Set use_orig_params=True.",
+                fqn=unit.fqn,
+            )

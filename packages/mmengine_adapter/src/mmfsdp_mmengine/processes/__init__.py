@@ -1,0 +1,1 @@
+"""Starting and leaving the process group, and taking turns on a machine."""

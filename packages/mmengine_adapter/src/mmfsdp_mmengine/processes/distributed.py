@@ -1,0 +1,101 @@
+"""Starting the process group: gloo or NCCL by what the machine has, with a launcher or without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mmengine.device import get_device
+from mmengine.dist import init_dist
+
+from mmfsdp.errors import ConfigError
+from mmfsdp_mmengine.processes.leaving import leave_in_order
+
+__all__ = ["pick_backend", "start_alone", "start_process_group"]
+
+_BOTH = "cpu:gloo,cuda:nccl"  # offloaded parameters and checkpoints talk between CPUs
+
+# Environment variables of launchers: rank, world size, rank on this machine.
+_VARIABLES = {
+    "pytorch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+_PER_MACHINE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def pick_backend(asked: str | None) -> str:
+    """Return the backend to use: what was asked for, unless that is NCCL's and there is no GPU."""
+    if asked in (None, "nccl", _BOTH):
+        return _BOTH if torch.cuda.is_available() else "gloo"
+    return asked
+
+
+def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
+    """Start the world of a launcher's processes. Collective: every process.
+
+    Args:
+        launcher: ``'pytorch'``, ``'slurm'`` or ``'mpi'``.
+        backend: torch's backend. Configs say ``'nccl'``; without a GPU that becomes ``'gloo'``.
+        **kwargs: ``timeout`` in seconds, ``port`` of the first machine, and arguments of
+            ``torch.distributed.init_process_group``.
+
+    Raises:
+        ConfigError: The launcher is unknown, or one of its environment variables is not set.
+    """
+    if get_device() not in ("cpu", "cuda"):
+        init_dist(launcher, backend or "nccl", **kwargs)
+        return
+    if launcher not in _VARIABLES:
+        raise ConfigError(f"launcher is one of {', '.join(map(repr, _VARIABLES))} or 'none', got {launcher!r}.")
+    rank_name, size_name, local_name = _VARIABLES[launcher]
+    for name in (rank_name, size_name):
+        if name not in os.environ:
+            raise ConfigError(
+                f"launcher {launcher!r} sets the environment variable {name}, which is not there. Start the program "
+                "with that launcher, or use launcher='none' for a single process."
+            )
+    rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
+    devices = torch.cuda.device_count() or world_size
+    local_rank = int(os.environ.get(local_name, rank % devices))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    if launcher != "pytorch":  # MMEngine, and what else is written for torchrun, reads its variables
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    port = kwargs.pop("port", None)
+    kwargs.pop("init_backend", None)
+    if isinstance(kwargs.get("timeout"), int | float):
+        kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
+    if "init_method" not in kwargs and "store" not in kwargs:
+        if "MASTER_ADDR" not in os.environ:
+            os.environ["MASTER_ADDR"] = _first_machine(launcher, world_size)
+        if port is not None:
+            os.environ["MASTER_PORT"] = str(port)
+        os.environ.setdefault("MASTER_PORT", "29500")
+    dist.init_process_group(pick_backend(backend), rank=rank, world_size=world_size, **kwargs)
+    leave_in_order()
+
+
+def start_alone(backend: str | None = None, **kwargs: Any) -> None:
+    """Start a world of this process alone, so that a sharding config runs without a launcher."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(pick_backend(backend), store=store, rank=0, world_size=1)
+
+
+def _first_machine(launcher: str, world_size: int) -> str:
+    if launcher == "slurm":
+        command = ["scontrol", "show", "hostname", os.environ.get("SLURM_NODELIST", "")]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise ConfigError(
+                f"The first machine is not known: {' '.join(command)!r} does not tell it ({error}). Set MASTER_ADDR to "
+                "its address."
+            ) from error
+    if str(world_size) in ("1", *(os.environ.get(name) for name in _PER_MACHINE)):
+        return "127.0.0.1"
+    raise ConfigError("MASTER_ADDR, the address of the first machine, is not set in the environment.")

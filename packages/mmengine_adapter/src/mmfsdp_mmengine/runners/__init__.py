@@ -1,0 +1,1 @@
+"""MMEngine's runners, and the functions of MMEngine that are replaced."""

@@ -1,0 +1,154 @@
+"""The functions of MMEngine itself that are replaced, because no registry and no argument leads to them.
+
+- ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper, and
+  takes MMEngine's own DistributedDataParallel if none is named.
+  Users' scripts call ``Runner.from_cfg`` of the class that they imported before the config was read.
+- ``find_latest_checkpoint`` believes ``last_checkpoint``, whatever became of what it names.
+- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; ``FlexibleRunner.__init__``,
+  which it calls, makes up for it.
+- ``Registry.build``, which all registries share, says no more than that a name is not there. An optimizer, a
+  ``collate_fn`` and a ``worker_init_fn`` are looked up elsewhere, and not even named if they are not there.
+- ``Config.pretty_text``, which is logged and saved, fails on functions and devices, as ``model_wrapper`` may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import getattr_static
+from typing import Any
+
+import mmengine.runner
+import mmengine.runner._flexible_runner
+import mmengine.runner.runner
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.dist import is_distributed
+from mmengine.model import is_model_wrapper
+from mmengine.optim import DefaultOptimWrapperConstructor
+from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
+from mmengine.runner import FlexibleRunner, Runner
+
+from mmfsdp import FullyShardedDataParallel
+from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
+from mmfsdp_mmengine.configs.agreement import check_runner
+from mmfsdp_mmengine.configs.arguments import named
+from mmfsdp_mmengine.configs.lookup import UnknownNameError, check_known, unknown_type
+from mmfsdp_mmengine.processes.distributed import start_process_group
+from mmfsdp_mmengine.processes.leaving import leave_in_order
+from mmfsdp_mmengine.runners.runner import let_shard
+
+__all__ = ["patch_mmengine"]
+
+
+def patch_mmengine() -> None:
+    """Replace what this module says; doing so twice changes nothing."""
+    _replace(Runner, "setup_env", _setup_env)
+    _replace(Runner, "wrap_model", _wrap_model)
+    for module in (mmengine.runner, mmengine.runner.runner, mmengine.runner._flexible_runner):
+        module.find_latest_checkpoint = find_latest_checkpoint
+    _replace(FlexibleRunner, "__init__", _init)
+    _replace(Registry, "build", _build)
+    _replace(DefaultOptimWrapperConstructor, "__call__", _construct)
+    for runner in (Runner, FlexibleRunner):
+        _replace(runner, "build_dataloader", _build_dataloader)
+    if _stock_pretty_text.fget is not None and Config.pretty_text is _stock_pretty_text:
+        Config.pretty_text = property(_pretty_text, doc=_stock_pretty_text.__doc__)
+
+
+_stock_pretty_text: property = Config.__dict__["pretty_text"]
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    stock = getattr(owner, name)
+    if getattr(stock, "__module__", "") == __name__:
+        return
+    ours = wraps(stock)(make(stock))
+    ours.__module__ = __name__
+    setattr(owner, name, staticmethod(ours) if isinstance(getattr_static(owner, name), staticmethod) else ours)
+
+
+def _setup_env(stock: Callable[..., None]) -> Callable[..., None]:
+    def setup_env(self: Runner, env_cfg: dict[str, Any]) -> None:
+        if self.distributed and not is_distributed() and not torch.cuda.is_available():
+            start_process_group(self.launcher, **env_cfg.get("dist_cfg", {}))
+        stock(self, env_cfg)
+
+    return setup_env
+
+
+def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def wrap_model(self: Runner, model_wrapper_cfg: Any, model: nn.Module) -> nn.Module:
+        name = (model_wrapper_cfg or {}).get("type")
+        if self.distributed:
+            check_known(model_wrapper_cfg, MODEL_WRAPPERS, "model_wrapper_cfg")
+        if self.distributed and name is not None and not is_model_wrapper(model):
+            cls = MODEL_WRAPPERS.get(name) if isinstance(name, str) else name
+            if isinstance(cls, type) and issubclass(cls, FullyShardedDataParallel):
+                leave_in_order()  # the process group is MMEngine's own on a GPU
+                check_runner(self)
+                let_shard(self, model_wrapper_cfg)
+                return model  # sharded once the optimizer was built from it
+        if self.distributed and model_wrapper_cfg is None:  # what MMEngine takes then, by its name
+            unused = self.cfg.get("find_unused_parameters", False)
+            model_wrapper_cfg = {"broadcast_buffers": False, "find_unused_parameters": unused}
+        return stock(self, model_wrapper_cfg, model)
+
+    return wrap_model
+
+
+def _init(stock: Callable[..., None]) -> Callable[..., None]:
+    def init(self: FlexibleRunner, *args: Any, **kwargs: Any) -> None:
+        kwargs["env_cfg"] = kwargs.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        if kwargs.get("cfg") is not None:
+            kwargs.setdefault("compile", kwargs["cfg"].get("compile", False))
+        stock(self, *args, **kwargs)
+        if isinstance(self.strategy, CheckpointingStrategy):
+            check_runner(self)
+
+    return init
+
+
+def _build(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def build(self: Registry, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(self, cfg, *args, **kwargs)
+        except UnknownNameError:  # of something that is built in between
+            raise
+        except KeyError as error:
+            unknown = unknown_type(self, cfg, kwargs.get("default_args"))
+            if unknown is None:
+                raise
+            raise unknown from error
+
+    return build
+
+
+def _construct(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def construct(self: DefaultOptimWrapperConstructor, model: nn.Module) -> Any:
+        with OPTIMIZERS.switch_scope_and_registry(None) as registry:
+            check_known(self.optimizer_cfg, registry, "optim_wrapper.optimizer")
+        return stock(self, model)
+
+    return construct
+
+
+def _build_dataloader(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def build_dataloader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        for setting in ("collate_fn", "worker_init_fn"):
+            if isinstance(dataloader, dict):
+                check_known(dataloader.get(setting), FUNCTIONS, f"dataloader.{setting}")
+        return stock(dataloader, *args, **kwargs)
+
+    return build_dataloader
+
+
+def _pretty_text(self: Config) -> str:
+    stock = _stock_pretty_text.fget
+    assert stock is not None
+    try:
+        return str(stock(self))
+    except SyntaxError:
+        return str(stock(Config(named(self.to_dict()))))

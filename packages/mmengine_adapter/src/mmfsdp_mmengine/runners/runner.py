@@ -1,0 +1,106 @@
+"""MMEngine's plain `Runner` with a sharded model: `FSDPStrategy` does for it what it does for FlexibleRunner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn as nn
+from mmengine.logging import MMLogger
+from mmengine.runner import BaseLoop, FlexibleRunner, Runner
+
+from mmfsdp_mmengine.checkpoints.randomness import kept_randomness
+from mmfsdp_mmengine.configs.arguments import plain
+from mmfsdp_mmengine.strategy import FSDPStrategy
+
+__all__ = ["ShardingRunner", "let_shard"]
+
+
+class ShardingRunner(Runner):
+    """What a `Runner` becomes when its ``model_wrapper_cfg`` names a sharding wrapper.
+
+    MMEngine wraps the model first, then builds the optimizer, initialises weights, and saves on the first rank. Here
+    the model is sharded right before ``before_run``: by then the optimizer and the schedulers were built from the whole
+    model. Checkpoints are gathered by all ranks. They are ``full``, unless the config's ``state_dict_cfg`` says
+    otherwise.
+    """
+
+    strategy: FSDPStrategy
+    model: nn.Module
+    optim_wrapper: Any
+
+    # These need no more of a runner than what both have, and leave the rest to the strategy.
+    load_checkpoint = FlexibleRunner.load_checkpoint
+    resume = FlexibleRunner.resume
+    save_checkpoint = FlexibleRunner.save_checkpoint
+
+    @property
+    def _auto_scale_lr(self) -> Any:
+        return self.auto_scale_lr
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call a method of all hooks; before ``before_run``, shard the model."""
+        if fn_name == "before_run":
+            self._shard()
+        super().call_hook(fn_name, **kwargs)
+
+    def _init_model_weights(self) -> None:
+        """The strategy did, before it sharded."""
+
+    def _maybe_compile(self, target: str) -> None:
+        """Compile what FlexibleRunner does."""
+        self.strategy.compile_model(self.model, self.cfg.get("compile") or False)
+
+    def _shard(self) -> None:
+        strategy, trains = self.strategy, isinstance(self._train_loop, BaseLoop)
+        if self.optim_wrapper is not None:
+            # If this is a validation, training may follow, and the constructor is to see the whole model.
+            self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
+        strategy.prepare(
+            self.model,
+            optim_wrapper=self.optim_wrapper,
+            dispatch_kwargs={
+                "max_iters": self.max_iters if trains else 0,
+                "epoch_length": _length(self.train_dataloader) if trains else 0,
+                "init_weights_for_test_or_val": trains or self.cfg.get("init_weights_for_test_or_val", True),
+            },
+        )
+        self.model = strategy.model
+        if trains and self.param_schedulers is not None:
+            strategy.param_schedulers = self.param_schedulers
+
+
+def _length(loader: Any) -> int | None:
+    """How many batches a rank has; None if its data ends when it ends."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class _Strategy(FSDPStrategy):
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """The runner has one."""
+        return MMLogger.get_current_instance()
+
+
+def let_shard(runner: Runner, model_wrapper: Any) -> None:
+    """Turn a runner into a `ShardingRunner`. Collective: every rank.
+
+    Args:
+        runner: A runner, or an object of a class derived from it, that has no model yet.
+        model_wrapper: Config of the wrapper. Not changed.
+    """
+    cls = type(runner)
+    runner.__class__ = type(cls.__name__, (ShardingRunner, cls), {"__doc__": cls.__doc__})
+    randomness = dict(runner._randomness_cfg)
+    assert runner.seed is not None
+    base_seed = runner.seed - (runner.rank if randomness.get("diff_rank_seed") else 0)
+    with kept_randomness():  # the runner has seeded the generators already, and used them
+        runner.strategy = _Strategy(
+            work_dir=runner.work_dir,
+            model_wrapper=plain(model_wrapper),
+            state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
+            sync_bn=runner.cfg.get("sync_bn"),
+            env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
+        )
+    runner.strategy._randomness = randomness  # without a seed, a checkpoint's is taken silently

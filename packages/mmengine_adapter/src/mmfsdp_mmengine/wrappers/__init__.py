@@ -1,0 +1,1 @@
+"""The model wrappers that MMEngine's runners call, and the steps they run."""

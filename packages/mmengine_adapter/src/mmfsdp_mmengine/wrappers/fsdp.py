@@ -1,0 +1,153 @@
+"""`MMFullyShardedDataParallel`: the wrapper that MMEngine's runners and loops call."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from mmengine.model import BaseDataPreprocessor
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+from mmfsdp import FullyShardedDataParallel
+from mmfsdp.runtime.buffers import keep_buffers_alike
+from mmfsdp.runtime.reachability import LossReach
+from mmfsdp_mmengine.configs.arguments import wrapper_arguments
+from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
+from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
+from mmfsdp_mmengine.wrappers.steps import forward_batch, forwards_reach, overrides
+
+__all__ = ["MMFullyShardedDataParallel"]
+
+
+class MMFullyShardedDataParallel(FullyShardedDataParallel):
+    """Shards a model and runs its train, val and test steps.
+
+    Collective: every rank, with equal models and arguments. No argument is changed, so that a config can be built from
+    twice. Functions and policies can be named: in MMEngine's FUNCTIONS, in `FSDP_WRAP_POLICIES`, or as
+    ``'package.module:attribute'``; ``dict(type=..., **arguments)`` binds arguments to them.
+
+    Args:
+        module: The model to shard.
+        process_group: A group, a (shard, replicate) pair of groups, a dict of arguments of
+            ``torch.distributed.new_group``, or ``dict(type=..., **arguments)`` of a function that makes one.
+        sharding_strategy: ``'FULL_SHARD'``, ``'SHARD_GRAD_OP'``, ``'NO_SHARD'``, ``'HYBRID_SHARD'`` or
+            ``'_HYBRID_SHARD_ZERO2'``, or torch's enum member.
+        cpu_offload: bool, ``CPUOffload`` or a dict of its fields.
+        auto_wrap_policy: A policy, its name, ``dict(type=..., **arguments)`` in which module classes may be named, or
+            ``dict(kind=...)`` with the fields of one of core's declared policies.
+        backward_prefetch: ``'pre'``, ``'post'``, ``'BACKWARD_PRE'``, ``'BACKWARD_POST'``, torch's enum member, or None
+            for no prefetching.
+        mixed_precision: ``MixedPrecision``, a dict of its fields with dtypes in any spelling, or a preset such as
+            ``'bf16'``.
+        param_init_fn: A function of one module, its name, or ``dict(type=..., **arguments)``.
+        use_orig_params: ``False`` selects engine ``fsdp1``.
+        broadcast_buffers: Give all ranks the first one's buffers before each forward, as DistributedDataParallel does.
+        detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
+        **kwargs: Further arguments of torch's class by their names of any version, ``engine``, ``config`` and
+            ``activation_checkpointing``: see `mmfsdp.torch_style.arguments.translate_arguments`.
+
+    Raises:
+        PolicyNotFoundError: A function is named that nothing has.
+        MmfsdpError: See `mmfsdp.shard`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = "BACKWARD_PRE",
+        mixed_precision: Any = None,
+        param_init_fn: Any = None,
+        use_orig_params: bool = True,
+        broadcast_buffers: bool = False,
+        detect_anomalous_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        arguments = wrapper_arguments(
+            module,
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            use_orig_params=use_orig_params,
+            **kwargs,
+        )
+        super().__init__(module, **arguments)
+        self.detect_anomalous_params = detect_anomalous_params
+        self._reach: LossReach | None = None
+        if broadcast_buffers:
+            keep_buffers_alike(self)
+        device = next((param.device for param in self.parameters()), torch.device("cpu"))
+        for part in self.modules():
+            if isinstance(part, BaseDataPreprocessor):
+                part.to(device)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        """Preprocess, forward in mode ``'loss'``, and update parameters. Collective: every rank.
+
+        A model's own ``train_step`` is run in place of that.
+
+        Args:
+            data: A batch from the data loader.
+            optim_wrapper: The optimizer wrapper of the model's parameters.
+
+        Returns:
+            The losses to log.
+
+        Raises:
+            TypeError: The data preprocessor returned neither a dict nor a list or tuple.
+        """
+        if not self.detect_anomalous_params:
+            return self._train_step(data, optim_wrapper)
+        if self._reach is None:
+            self._reach = LossReach(self)
+        with unreached_logged(self._reach, optim_wrapper):
+            return self._train_step(data, optim_wrapper)
+
+    def _train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        if overrides(self.module, "train_step"):
+            with self._forwards_reach():
+                log_vars: dict[str, torch.Tensor] = self._model.train_step(data, optim_wrapper)
+            return log_vars
+        with optim_wrapper.optim_context(self):
+            data = self._model.data_preprocessor(data, True)
+            losses = self._run_forward(data, "loss")
+        loss, log_vars = self._model.parse_losses(losses)
+        optim_wrapper.update_params(loss)
+        return log_vars
+
+    def val_step(self, data: Any) -> Any:
+        """Return the model's predictions, or what its own ``val_step`` returns. Collective: every rank."""
+        return self._predict(data, "val_step")
+
+    def test_step(self, data: Any) -> Any:
+        """Return the model's predictions, or what its own ``test_step`` returns. Collective: every rank."""
+        return self._predict(data, "test_step")
+
+    def _predict(self, data: Any, step: str) -> Any:
+        if overrides(self.module, step):
+            with self._forwards_reach():
+                return getattr(self.module, step)(data)
+        return self._run_forward(self._model.data_preprocessor(data, False), "predict")
+
+    @property
+    def _model(self) -> Any:
+        """The model, whose methods no type checker knows."""
+        return self.module
+
+    def _run_forward(self, data: Any, mode: str) -> Any:
+        return forward_batch(self, data, mode)
+
+    def _forwards_reach(self) -> AbstractContextManager[None]:
+        return forwards_reach(self, self.module, through_wrapper=isinstance(self, TorchFSDP))
+
+
+replace_stock(MODEL_WRAPPERS, MMFullyShardedDataParallel)
