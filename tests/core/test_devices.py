@@ -9,7 +9,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.sharding.devices import backends_of, check_offload, device_index, pick_device_type, select_device
 from mmfsdp.testing import run_ranks, single_rank
 
@@ -116,7 +116,7 @@ def test_a_plan_prints_its_device() -> None:
 
 
 def applied(rank: int) -> str:
-    return sharded_model(mmfsdp.shard(nn.Linear(2, 2))).plan.table()
+    return find_sharded_model(mmfsdp.shard(nn.Linear(2, 2))).plan.table()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")

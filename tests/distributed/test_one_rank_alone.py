@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mmfsdp
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.state.local_view import LocalView
 from mmfsdp.testing import run_ranks
 
@@ -43,8 +43,8 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "buffers": lambda model: [buffer.shape for buffer in model.buffers()],
     "modules": lambda model: [name for name, _ in model.named_modules()],
     "repr": lambda model: [repr(model), str(model)],
-    "plan": lambda model: str(sharded_model(model).plan),
-    "owner": lambda model: (sharded_model(model).owns(model.parameters()), sharded_model(model).stale([X])),
+    "plan": lambda model: str(find_sharded_model(model).plan),
+    "owner": lambda model: (find_sharded_model(model).owns(model.parameters()), find_sharded_model(model).stale([X])),
     "average": lambda model: [param.sum().item() for param in views[id(model)].tree().parameters()],
 }
 SHARDED_LOOKS: dict[str, Callable[[nn.Module], Any]] = {  # collective or refused with fsdp1, by torch's own rule

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mmfsdp
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 STEPS = 20
@@ -31,7 +31,7 @@ def sharded_curve(rank: int, name: str, config: dict[str, Any], mesh: str = "") 
     # Ranks start apart: synchronising them is part of what is tested.
     model = mmfsdp.shard(build(name, seed=1 + rank), config, MESHES[mesh]() if mesh else None)
     curve = train(model, adamw(model), steps=STEPS)
-    return curve, sharded_model(model).plan.engine
+    return curve, find_sharded_model(model).plan.engine
 
 
 def check(world_size: int, name: str, config: dict[str, Any], mesh: str = "") -> str:

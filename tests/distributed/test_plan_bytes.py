@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import mmfsdp
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ class Holder(nn.Module):
 
 def held_and_planned(rank: int, model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     sharded = mmfsdp.shard(model, config)
-    plan = sharded_model(sharded).plan
+    plan = find_sharded_model(sharded).plan
     if plan.engine == "fsdp1":
         # A shard may be padding alone, with no parameter to show for it.
         flat = [

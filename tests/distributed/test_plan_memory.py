@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp.planning import OPTIMIZERS, estimate_memory, optimizer_named
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 LOW = {"param_dtype": "bfloat16", "keep_low_precision_grads": True}  # fsdp1
@@ -42,7 +42,7 @@ def held(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[
     found = []
     for model_name, config, name in cases:
         model = mmfsdp.shard(build(model_name), config)
-        plan = sharded_model(model).plan
+        plan = find_sharded_model(model).plan
         optimizer = optimizer_of(name, model.parameters())
         model(torch.arange(4)).float().sum().backward()
         if plan.engine == "fsdp1":
@@ -114,7 +114,7 @@ def gathered(rank: int, config: dict[str, Any]) -> tuple[Counter[str], mmfsdp.pl
             optimizer.zero_grad()
             if not step:
                 tracker.reset_mod_stats()
-    return most, estimate_memory(sharded_model(model).plan, "sgd-momentum", rank)
+    return most, estimate_memory(find_sharded_model(model).plan, "sgd-momentum", rank)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import mmfsdp
 from mmfsdp.errors import GradScalerError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 
@@ -187,7 +187,9 @@ def test_an_infinity_in_one_shard_is_skipped_by_all(engine: str) -> None:
 
 def reduce_dtypes(rank: int) -> list[tuple[Any, Any]]:
     model = mmfsdp.shard(Tied(), {"precision": {"param_dtype": "bfloat16"}, "wrap": BLOCKS})
-    return [(unit.precision.param_dtype, unit.precision.reduce_dtype) for unit in sharded_model(model).plan.units] + [
+    return [
+        (unit.precision.param_dtype, unit.precision.reduce_dtype) for unit in find_sharded_model(model).plan.units
+    ] + [
         (str(state._mp_policy.param_dtype), str(state._mp_policy.reduce_dtype))
         for module in model.modules()
         if (state := getattr(module, "_get_fsdp_state", lambda: None)()) is not None

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mmfsdp
 from mmfsdp.errors import MeshError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ def with_unequal_groups(rank: int) -> bool:
     if rank == 1:
         dist.new_group([1], use_local_synchronization=True)
     model = mmfsdp.shard(build("Tied"), {"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}}, mesh)
-    return sharded_model(model).mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    return find_sharded_model(model).mesh.mesh.tolist() == [[0, 1], [2, 3]]
 
 
 def test_ranks_in_different_numbers_of_groups_divide_their_mesh() -> None:
@@ -120,7 +120,7 @@ def groups_of(rank: int, how: str) -> dict[str, list[int]]:
         )
     else:
         model = mmfsdp.shard(build("Tied"), config, mesh)
-    found = sharded_model(model).mesh
+    found = find_sharded_model(model).mesh
     return {name: dist.get_process_group_ranks(found.get_group(name)) for name in ("replicate", "shard")}
 
 

@@ -41,7 +41,7 @@ def shard_ignoring(how: str, engine: str) -> nn.Module:
 def train_ignoring(rank: int, how: str, engine: str) -> tuple[Any, dict[str, torch.Tensor]]:
     model = shard_ignoring(how, engine)
     curve = train(model, adamw(model), steps=6)
-    plan = mmfsdp.runtime.sharded_model.sharded_model(model).plan
+    plan = mmfsdp.runtime.sharded_model.find_sharded_model(model).plan
     names = [param.fqn for param in plan.ignored_params]
     return curve, {name: param.detach().clone() for name, param in model.named_parameters() if name in names}
 
@@ -179,7 +179,7 @@ def looking(rank: int, engine: str) -> None:
             assert param.requires_grad
             param.data.add_(1)
     now = mmfsdp.model_state_dict(model, rank0_only=False)
-    whole = {param.fqn for param in mmfsdp.runtime.sharded_model.sharded_model(model).plan.ignored_params}
+    whole = {param.fqn for param in mmfsdp.runtime.sharded_model.find_sharded_model(model).plan.ignored_params}
     assert all(torch.equal(now[name], want[name] + 1) for name in want if name not in whole)
     model(X).sum().backward()
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import wrap
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 from mmfsdp.torch_style.arguments import translate_arguments
 
@@ -93,7 +93,7 @@ def behaves(rank: int, engine: str) -> None:
     assert (wrapped.answer, wrapped.head.out_features) == (42, 10)
     with pytest.raises(AttributeError, match="question"):
         _ = wrapped.question
-    assert wrapped.plan is sharded_model(wrapped).plan
+    assert wrapped.plan is find_sharded_model(wrapped).plan
     assert wrapped.train().training
     assert not wrapped.eval().module.training
     assert not any(module.training for module in wrapped.modules())

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import (
     FSDP_WRAP_POLICIES,
@@ -251,7 +251,7 @@ class OwnSteps(ToyModel):
 def gradients_are_reduced(model: nn.Module) -> bool:
     """Whether the last backward communicated gradients."""
     if not isinstance(model, MMDistributedDataParallel):
-        return not sharded_model(model).unreduced
+        return not find_sharded_model(model).unreduced
     grad = model.module.head.weight.grad
     if grad is None:  # stepped
         return True

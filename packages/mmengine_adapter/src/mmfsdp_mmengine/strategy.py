@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mmfsdp import FullyShardedDataParallel
 from mmfsdp.collective.steps import scope_of
 from mmfsdp.errors import ConfigError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.sharding.meta import parameters_on_meta
 from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
@@ -134,7 +134,7 @@ class FSDPStrategy(CheckpointingStrategy):
         self._bind(binding)
 
     def _bind(self, binding: OptimizerBinding) -> None:
-        optim, plan = binding.optim_wrapper, sharded_model(self.model).plan
+        optim, plan = binding.optim_wrapper, find_sharded_model(self.model).plan
         wrappers = [*optim_wrappers_of(optim).values()]
         check_scaled(plan, wrappers)
         binding.bind(self.model, plan)

@@ -9,14 +9,14 @@ import torch
 import torch.nn as nn
 
 from mmfsdp.collective.broadcasting import as_bytes, broadcast_tensor
-from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
 __all__ = ["broadcast_buffers", "keep_buffers_alike"]
 
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Give every rank the buffers of the mesh's first. Collective: every rank; one broadcast per device."""
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     places: dict[torch.device, list[torch.Tensor]] = {}
     for buffer in state.module.buffers():
         if buffer.numel():
@@ -39,7 +39,7 @@ def keep_buffers_alike(model: nn.Module) -> None:
     Args:
         model: A sharded model.
     """
-    state = weakref.ref(sharded_model(model))
+    state = weakref.ref(find_sharded_model(model))
     is_due = True
 
     def before(module: nn.Module, args: Any) -> None:
@@ -51,4 +51,4 @@ def keep_buffers_alike(model: nn.Module) -> None:
             broadcast_buffers(live.module)
         is_due = live.sync_gradients
 
-    sharded_model(model).module.register_forward_pre_hook(before)
+    find_sharded_model(model).module.register_forward_pre_hook(before)

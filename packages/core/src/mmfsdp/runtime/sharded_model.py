@@ -34,13 +34,13 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
 
-__all__ = ["ShardedModel", "clean_fqn", "is_flat_gathered", "live_models", "sharded_model"]
+__all__ = ["ShardedModel", "clean_fqn", "find_sharded_model", "is_flat_gathered", "live_models"]
 
 _FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
-def sharded_model(model: nn.Module) -> ShardedModel:
+def find_sharded_model(model: nn.Module) -> ShardedModel:
     """Return what is known of a sharded model.
 
     Args:

@@ -14,7 +14,7 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.clipping import global_norm, scale_down_
 from mmfsdp.runtime.dtensors import local_part, whole_tensor
-from mmfsdp.runtime.sharded_model import live_models, sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model, live_models
 
 __all__ = ["clip_grad_norm_", "full_params", "no_sync"]
 
@@ -30,7 +30,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Args:
         model: A sharded model.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     before, state.sync_gradients = state.sync_gradients, False
     try:
         yield
@@ -72,7 +72,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}.")
     if isinstance(parameters, nn.Module):
-        state = sharded_model(parameters)
+        state = find_sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
         if isinstance(state.module, FullyShardedDataParallel):
             # By class: a wrapper's own method of this name ends here.
@@ -105,7 +105,7 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         model: A sharded model.
         writeback: Keep what was changed; each rank keeps its own part of its own changes.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     if isinstance(state.module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(state.module, writeback=writeback):
             yield

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.tree import leaves, map_leaves
 from mmfsdp.collective.steps import Scope, on_all_ranks, scatter_objects, scope_of, shared
 from mmfsdp.errors import FormatError
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.loading import restricted_load, stored_content
 from mmfsdp.saving.paths import same_path
 from mmfsdp.saving.source import Source
@@ -70,7 +70,7 @@ def load_checkpoint(
         RankMismatchError: Ranks gave different paths.
         StateDictError: It does not fit; raised on every rank, and nothing is changed.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     scope = scope_of(state.mesh)
     own = [param.fqn for param in state.plan.all_params()]
 
@@ -256,7 +256,7 @@ def reference_of(model: nn.Module) -> Layout:
     parameter cannot be told from the shape.
     """
     tensors: dict[str, TensorEntry] = {}
-    for place, param in enumerate(sharded_model(model).plan.all_params()):
+    for place, param in enumerate(find_sharded_model(model).plan.all_params()):
         if len(param.shape) in (4, 5) and param.shape[1] > 1 and math.prod(param.shape[2:]) > 1:
             continue
         whole = Chunk(Path("the model"), place, param.nbytes, (0,) * len(param.shape), param.shape)

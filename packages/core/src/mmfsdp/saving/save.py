@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.files.atomic import atomic_output, make_parent
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
-from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.background import PendingSave, saver_of, settle_saves, staged
 from mmfsdp.saving.distributed_files import write_distributed
 from mmfsdp.saving.paths import same_path
@@ -111,7 +111,7 @@ def write_checkpoint(
             what was at ``path`` is untouched.
     """
     _check_kind(kind, blocking)
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     target = same_path(path, scope_of(state.mesh))
     settle_saves(state.mesh)
     if kind == "sharded":

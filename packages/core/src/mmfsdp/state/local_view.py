@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.sharded_model import is_flat_gathered, sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model, is_flat_gathered
 
 __all__ = ["LocalView", "exchange", "exchanged"]
 
@@ -29,7 +29,7 @@ class LocalView:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._state = sharded_model(model)
+        self._state = find_sharded_model(model)
         self._params: list[_Viewed] = []
         self._buffers: list[tuple[nn.Module, nn.Module, str]] = []
         if self._state.is_fsdp1:

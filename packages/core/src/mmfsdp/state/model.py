@@ -14,7 +14,7 @@ from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
-from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn, sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn, find_sharded_model
 from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
 from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces, piece_box
 from mmfsdp.state.report import LoadReport, agree, compare
@@ -40,7 +40,7 @@ def model_state_dict(
     Returns:
         A new dict; its tensors share no memory with the model when ``kind`` is ``full``.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
     sharded = _sharded(state)
@@ -75,7 +75,7 @@ def load_model_state_dict(
     Raises:
         StateDictError: With ``strict``, something did not match.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
     pieces = flat_pieces(state) if state.is_fsdp1 and not own_shards else {}
     target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)

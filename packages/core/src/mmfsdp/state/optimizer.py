@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of
-from mmfsdp.runtime.sharded_model import ShardedModel, sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state import named_optimizer
 from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
@@ -57,7 +57,7 @@ def optim_state_dict(
     """
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     keep = not rank0_only or is_first_rank(state)
     if state.is_fsdp1:
         sharded = state_by_name(state, optimizer) if by_name else state_by_place(state, optimizer)
@@ -92,7 +92,7 @@ def load_optim_state_dict(
     Raises:
         StateDictError: Param groups, parameters or shapes do not fit; raised on every rank, nothing is changed.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     if from_rank0:
         state_dict = _send(state_dict, state)
     prepare_optim_load(model, optimizer, state_dict)()
@@ -103,7 +103,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
 
     See `load_optim_state_dict`. Until the result is called nothing is changed.
     """
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))

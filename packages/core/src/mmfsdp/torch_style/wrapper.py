@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.sharded_model import clean_fqn, sharded_model
+from mmfsdp.runtime.sharded_model import clean_fqn, find_sharded_model
 from mmfsdp.runtime.training import clip_grad_norm_, full_params, no_sync
 from mmfsdp.sharding.apply import shard
 from mmfsdp.state.model import load_model_state_dict
@@ -65,12 +65,12 @@ class FullyShardedDataParallel(nn.Module):
         if not roots:
             super().__init__()
             self.module = sharded
-            sharded_model(sharded).alias(self)
+            find_sharded_model(sharded).alias(self)
 
     @property
     def plan(self) -> ShardPlan:
         """The plan that was applied."""
-        return sharded_model(self).plan
+        return find_sharded_model(self).plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""

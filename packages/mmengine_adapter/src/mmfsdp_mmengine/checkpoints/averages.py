@@ -14,7 +14,7 @@ from mmengine.registry import MODELS
 
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.errors import ConfigError, StateDictError, closest
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.stored import whole_value
 from mmfsdp.state import LoadReport
 from mmfsdp.state.local_view import LocalView, exchanged
@@ -79,14 +79,14 @@ class ShardAverages:
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         averaged_model_class(config)
-        self._state = sharded_model(model)
+        self._state = find_sharded_model(model)
         self._view = LocalView(model)
         self.averaged: Any = MODELS.build({**config}, default_args={"model": self._view.tree()})
         _live[self._state.module] = weakref.ref(self)
 
     def are_of(self, model: Any) -> bool:
         """Tell whether these are averages of ``model``."""
-        return isinstance(model, nn.Module) and sharded_model(model) is self._state
+        return isinstance(model, nn.Module) and find_sharded_model(model) is self._state
 
     def source(self) -> nn.Module:
         """Return what is averaged: this rank's part of the model, in memory that is the model's own."""
@@ -171,7 +171,7 @@ def with_averages(model: nn.Module, content: Mapping[str, Any], kind: Literal["f
         content: With the model's state dict under ``state_dict``. Not changed.
         kind: Kind of that state dict, see `mmfsdp.model_state_dict`.
     """
-    reference = _live.get(sharded_model(model).module)
+    reference = _live.get(find_sharded_model(model).module)
     averages = None if reference is None else reference()
     return dict(content) if averages is None else {**content, **averages.content(content["state_dict"], kind)}
 

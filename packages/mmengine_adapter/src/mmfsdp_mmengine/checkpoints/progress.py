@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mmfsdp.collective.steps import gather_objects, place_in, scope_of
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.stored import whole_value
 
 __all__ = ["own_random_state", "random_states"]
@@ -24,7 +24,7 @@ def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torc
         state: This rank's, see `mmfsdp_mmengine.checkpoints.randomness.random_state`.
         whole: Return the whole table of ``(ranks, bytes)``, of uint8; else a DTensor of which a rank holds its row.
     """
-    mesh = sharded_model(model).mesh
+    mesh = find_sharded_model(model).mesh
     if whole:
         return torch.stack(gather_objects(scope_of(mesh), state))
     row = state.unsqueeze(0).to(mesh.device_type)
@@ -36,7 +36,7 @@ def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torc
 
 def own_random_state(model: nn.Module, progress: Mapping[str, Any]) -> torch.Tensor | None:
     """Return this rank's row of what `random_states` returned, or None for a mesh of another size. Not collective."""
-    mesh = sharded_model(model).mesh
+    mesh = find_sharded_model(model).mesh
     table = progress.get("random_states")
     if table is None or table.shape[0] != mesh.size():
         return None

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import clip_grad_norm_
-from mmfsdp.runtime.sharded_model import sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 
 __all__ = ["clip_globally"]
 
@@ -63,7 +63,7 @@ def _clip_pieces(
     model: nn.Module, params: list[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Clip FSDP1's pieces of parameters, each of which one rank holds, or one of each replica. Collective."""
-    state = sharded_model(model)
+    state = find_sharded_model(model)
     state.check_reduced("Gradients are about to be clipped")
     whole = {id(param) for param in state.whole_params}
     pieces = [param.grad for param in params if param.grad is not None and id(param) not in whole]
