@@ -90,7 +90,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def flip_data(path: Path, _: Path) -> None:
-    chunk = next(iter(open_layout(path).tensors.values())).chunks[0]
+    chunk = next(iter(open_layout(path).tensors.values())).chunks()[0]
     flip(chunk.file, chunk.offset + 4 * 1000 + 3)
 
 

@@ -197,7 +197,7 @@ def test_one_changed_byte_is_one_difference(
         origin = write(Path(folder, "origin"), tensors, cuts)
         convert(origin, Path(folder, "copy.safetensors"), fsync=False)
         name = data.draw(st.sampled_from(full))
-        [chunk] = open_layout(Path(folder, "copy.safetensors")).tensors[name].chunks
+        [chunk] = open_layout(Path(folder, "copy.safetensors")).tensors[name].chunks()
         raw = bytearray(Path(folder, "copy.safetensors").read_bytes())
         raw[chunk.offset + data.draw(st.integers(0, chunk.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
         Path(folder, "copy.safetensors").write_bytes(raw)

@@ -50,7 +50,7 @@ def boundaries(good: Path, file: Path) -> Iterator[tuple[str, int]]:
     layout = open_layout(good)
     yield from (("beginning", 0), ("beginning", 1), ("end", size - 1))
     for name, entry in layout.tensors.items():
-        for chunk in entry.chunks:
+        for chunk in entry.chunks():
             if chunk.file == file and chunk.nbytes:
                 yield from ((f"data of {name}", at) for at in (chunk.offset, chunk.offset + chunk.nbytes - 1))
     if file.suffix == ".safetensors":

@@ -113,7 +113,7 @@ def test_reads_what_torch_reads(tmp_path: Path, threads: int) -> None:
     assert len(list(source.glob("*.distcp"))) >= threads
     layout = open_layout(source)
     assert (layout.format, layout.world_size, layout.tree["epoch"]) == ("dcp", 1, 3)
-    assert all(chunk.record for entry in layout.tensors.values() for chunk in entry.chunks)
+    assert all(chunk.record for entry in layout.tensors.values() for chunk in entry.chunks())
     convert(source, tmp_path / "out.pth", keep="all")
     dcp_to_torch_save(source, tmp_path / "torch.pth")
     expected, found = (torch.load(tmp_path / name) for name in ("torch.pth", "out.pth"))
@@ -151,14 +151,14 @@ def test_async_save(tmp_path: Path) -> None:
 def located(directory: Path) -> None:
     """Open a checkpoint and look up all of its tensors."""
     for entry in open_layout(directory).tensors.values():
-        assert entry.num_chunks == len(entry.chunks)
+        assert entry.num_chunks == len(entry.chunks())
 
 
 def test_a_layout_can_be_sent_to_other_processes(small: Path) -> None:
     layout = open_layout(small)
-    expected = [entry.chunks for entry in open_layout(small).tensors.values()]
-    assert [entry.chunks for entry in pickle.loads(pickle.dumps(layout)).tensors.values()] == expected
-    assert [entry.chunks for entry in layout.tensors.values()] == expected
+    expected = [entry.chunks() for entry in open_layout(small).tensors.values()]
+    assert [entry.chunks() for entry in pickle.loads(pickle.dumps(layout)).tensors.values()] == expected
+    assert [entry.chunks() for entry in layout.tensors.values()] == expected
 
 
 def rewrite(directory: Path, change: Callable[[Metadata], Any]) -> None:
@@ -289,7 +289,7 @@ def test_an_unfinished_save(small: Path) -> None:
 
 def test_every_flipped_byte_of_data_is_found(small: Path, tmp_path: Path) -> None:
     for name, entry in open_layout(small).tensors.items():
-        file, offset = entry.chunks[0].file, entry.chunks[0].offset
+        file, offset = entry.chunks()[0].file, entry.chunks()[0].offset
         data = file.read_bytes()
         for at in range(offset, offset + entry.nbytes, 5):
             file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
@@ -380,13 +380,13 @@ def test_archives_like_one_already_read_are_checked_all_the_same(tmp_path: Path)
     layout = open_layout(tmp_path / "in")
     data = (tmp_path / "in" / "__0_0.distcp").read_bytes()
     for name, tensor in state.items():
-        chunk = layout.tensors[name].chunks[0]
+        chunk = layout.tensors[name].chunks()[0]
         assert layout.tensors[name].shape == tuple(tensor.shape)
         assert data[chunk.offset : chunk.offset + chunk.nbytes] == tensor.numpy().tobytes()
         assert chunk.crc32 == zlib.crc32(tensor.numpy().tobytes())
     # A byte of what surrounds the data of any of them: as if it were the only one.
     for name in ("t0", "t7", "t198", "t195"):
-        record = layout.tensors[name].chunks[0].record
+        record = layout.tensors[name].chunks()[0].record
         assert record is not None
         end = record.offset + record.nbytes
         flips = {

@@ -170,7 +170,7 @@ def test_incomplete_tensors_are_an_error_and_not_a_difference(tmp_path: Path) ->
     source = save(tmp_path / "a.pth", w=torch.ones(4))
     layout = open_layout(source)
     entry = layout.tensors["state_dict/w"]
-    half = type(entry)(entry.name, entry.dtype, (8,), entry.chunks)
+    half = type(entry)(entry.name, entry.dtype, (8,), entry.chunks())
     broken = Layout(source, "torch_zip", 1, {entry.name: half}, layout.tree)
     with pytest.raises(IncompleteCheckpointError):
         diff(broken, broken)

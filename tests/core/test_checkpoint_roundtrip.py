@@ -243,7 +243,7 @@ def test_hybrid_shards_use_the_first_of_identical_boxes(tmp_path: Path) -> None:
         content = {"state_dict": {"w": weight[start : start + 2].clone()}, "mmfsdp": header}
         torch.save(content, tmp_path / "local" / f"rank{rank}.pth")
     layout = open_layout(tmp_path / "local")
-    assert [chunk.file.name for chunk in layout.tensors["state_dict/w"].chunks] == ["rank0.pth", "rank1.pth"]
+    assert [chunk.file.name for chunk in layout.tensors["state_dict/w"].chunks()] == ["rank0.pth", "rank1.pth"]
     convert(tmp_path / "local", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors")["w"], weight)
 

@@ -55,7 +55,7 @@ def load(rank: int, path: str, verify: bool = True) -> str | dict[str, Any]:
 
 def flip(path: Path, name: str, at: float) -> None:
     """Flip one bit within the data of a tensor: of its first chunk, at a fraction of it."""
-    chunk = open_layout(path).tensors[name].chunks[0]
+    chunk = open_layout(path).tensors[name].chunks()[0]
     with chunk.file.open("r+b") as file:
         file.seek(chunk.offset + int(at * (chunk.nbytes - 1)))
         byte = file.read(1)[0]

@@ -146,7 +146,7 @@ def test_damaged_and_mixed_directories(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "mmfsdp": {}}, files[1])
     expect(FormatError, r"rank1\.pth is not a rank file of stock MMEngine, though others of its directory are")
     for name, entry in list(open_layout(source).tensors.items())[::5]:
-        chunk = entry.chunks[-1]
+        chunk = entry.chunks()[-1]
         flipped = bytearray(chunk.file.read_bytes())
         flipped[chunk.offset] ^= 1
         chunk.file.write_bytes(flipped)

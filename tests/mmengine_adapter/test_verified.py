@@ -50,7 +50,7 @@ def loaded(rank: int, folder: str, kind: str) -> str:
 def test_flipped_bits_are_named_on_every_rank(kind: str, tmp_path: Path) -> None:
     run_ranks(saved, 2, str(tmp_path), kind)
     assert run_ranks(loaded, 2, str(tmp_path), kind) == ["", ""]
-    chunk = open_layout(tmp_path / "saved.pth").tensors["state_dict/net.weight"].chunks[0]
+    chunk = open_layout(tmp_path / "saved.pth").tensors["state_dict/net.weight"].chunks()[0]
     with chunk.file.open("r+b") as file:
         file.seek(chunk.offset + chunk.nbytes // 2)
         byte = file.read(1)[0]

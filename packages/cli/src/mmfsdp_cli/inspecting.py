@@ -86,14 +86,14 @@ def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
             "box_sizes": list(chunk.box_sizes),
             "crc32": chunk.crc32,
         }
-        for chunk in entry.chunks
+        for chunk in entry.chunks()
     ]
     if as_json:
         content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
         click.echo(json.dumps(content, indent=1))
         return
     say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
-    for chunk in entry.chunks:
+    for chunk in entry.chunks():
         say(
             f"  {list(chunk.box_offsets)} of size {list(chunk.box_sizes)}: {chunk.file} at byte {chunk.offset}, "
             f"{chunk.nbytes} bytes" + ("" if chunk.crc32 is None else f", CRC-32 {chunk.crc32:08x}")

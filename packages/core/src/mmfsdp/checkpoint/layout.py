@@ -194,12 +194,11 @@ class TensorEntry:
     stored: tuple[Chunk, ...] | Unlocated
     """The stored boxes that make it up; or how to find them."""
 
-    @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The stored boxes that make it up.
+        """Return the stored boxes that make up the tensor; this reads files if they have not been located yet.
 
         Raises:
-            CheckpointError: They had not been looked up yet, and are not where they should be.
+            CheckpointError: A box is not where the checkpoint's metadata says.
         """
         if isinstance(self.stored, Unlocated):
             return self.stored.locate(self.stored.boxes.meeting(None))
@@ -335,7 +334,7 @@ class Layout:
 
     def files(self) -> Iterator[Path]:
         """Yield each file that holds tensor data, once, in order of first use."""
-        seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks)
+        seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks())
         yield from seen
 
 

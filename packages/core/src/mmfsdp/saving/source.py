@@ -164,7 +164,7 @@ class Source:
             CorruptCheckpointError: One differs.
         """
         self._files.check(
-            (entry.name, chunk.record) for entry in entries for chunk in entry.chunks if chunk.record is not None
+            (entry.name, chunk.record) for entry in entries for chunk in entry.chunks() if chunk.record is not None
         )
 
     def fill(self, name: str, box: Bounds, target: memoryview) -> None:

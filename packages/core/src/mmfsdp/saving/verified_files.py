@@ -76,7 +76,7 @@ class VerifiedFiles:
             CorruptCheckpointError: A checksum differs, or a file ends too early.
             CheckpointError: A file is missing or cannot be read, or is not the one that was read before.
         """
-        for chunk in entry.chunks:
+        for chunk in entry.chunks():
             if not chunk.numel or not meet(chunk.bounds, box):
                 continue
             runs = byte_runs(replace(entry, stored=(chunk,)), *box)

@@ -34,7 +34,7 @@ def check_save(layout: Layout) -> None:
     manifest = check_manifest(directory, checksums=False)
     records: dict[Path, dict[int, Record]] = {}
     for entry in layout.tensors.values():
-        for chunk in entry.chunks:
+        for chunk in entry.chunks():
             if chunk.record is not None and chunk.record.crc32 is not None:
                 records.setdefault(chunk.file, {})[chunk.record.offset] = chunk.record
     for name, listed in manifest.files.items():

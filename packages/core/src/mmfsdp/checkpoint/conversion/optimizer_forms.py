@@ -123,7 +123,7 @@ def _guessed_names(
     seen: set[object] = set()
     for name, ref in model.items():
         entry = layout.tensors[ref.name]
-        chunks = entry.chunks if entry.nbytes else name
+        chunks = entry.chunks() if entry.nbytes else name
         if name.rpartition(".")[2] not in _BUFFERS and chunks not in seen:  # tied weights are one parameter
             seen.add(chunks)
             names.append(name)

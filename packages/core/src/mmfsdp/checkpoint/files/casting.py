@@ -36,7 +36,7 @@ class CastEntry(TensorEntry):
     @classmethod
     def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[str, int], None]) -> CastEntry:
         """Return a tensor cast to another dtype."""
-        return cls(source.name, dtype, source.shape, source.chunks, source, overflow)
+        return cls(source.name, dtype, source.shape, source.chunks(), source, overflow)
 
 
 def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:

@@ -71,7 +71,7 @@ class Copier:
         runs = [] if isinstance(entry, CastEntry) else byte_runs(entry)
         whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
         stored = {}
-        for chunk in entry.chunks:
+        for chunk in entry.chunks():
             if (key := (chunk.file, chunk.offset, chunk.nbytes)) in whole and chunk.crc32 is not None:
                 stored[key] = chunk.crc32
             elif chunk.record is not None:

@@ -156,7 +156,7 @@ class DcpItems:
                 file=str(path),
                 offset=location.offset,
             )
-        chunk = entry.chunks[0]
+        chunk = entry.chunks()[0]
         return Chunk(path, chunk.offset, chunk.nbytes, box[0], chunk.box_sizes), entry.dtype
 
     def _check_extents(self, metadata: DcpMetadata, sizes: Mapping[str, int]) -> None:

@@ -172,8 +172,9 @@ def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) 
     prefixes = [other.prefix for other in units if len(other.prefix) > len(unit.prefix)]
     orders = [known.groups]
     if known.ordered:
-        first_names = {entry.chunks: name for name, entry in reversed(list(known.reference.items())) if entry.chunks}
-        orders.append(tuple(name for name, entry in known.reference.items() if first_names.get(entry.chunks) == name))
+        chunks = {name: entry.chunks() for name, entry in known.reference.items()}
+        first_names = {held: name for name, held in reversed(list(chunks.items())) if held}
+        orders.append(tuple(name for name, held in chunks.items() if first_names.get(held) == name))
     for order in orders:
         names = [name for name in order if name.startswith(unit.prefix) and name not in plain]
         names = [name for name in names if not any(name.startswith(prefix) for prefix in prefixes)]
@@ -214,9 +215,10 @@ def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
     files that have that state need no reference to tell.
     """
     entry = known.reference.get(name)
-    if entry is None or len(entry.chunks) != 1 or entry.chunks[0].strides is None:
+    chunks = () if entry is None else entry.chunks()
+    strides = chunks[0].strides if len(chunks) == 1 else None
+    if entry is None or strides is None:
         return None
-    strides = entry.chunks[0].strides
     order = tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
     packed = row_major_strides(tuple(entry.shape[dim] for dim in order))
     if any(strides[dim] != step and entry.shape[dim] != 1 for dim, step in zip(order, packed, strict=True)):
@@ -226,10 +228,10 @@ def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
 
 def _aliases(result: Mapping[str, Any], known: Known) -> dict[str, TensorEntry]:
     """Return the names of the reference that are tied to a parameter and have no key here."""
-    by_source = {entry.chunks: name for name, entry in known.reference.items() if entry.chunks and name in result}
+    by_source = {entry.chunks(): name for name, entry in known.reference.items() if entry.chunks() and name in result}
     aliases = {}
     for name, entry in known.reference.items():
-        twin = result.get(by_source.get(entry.chunks, "")) if name not in result else None
+        twin = result.get(by_source.get(entry.chunks(), "")) if name not in result else None
         if isinstance(twin, TensorEntry) and twin.shape == entry.shape:
-            aliases[name] = TensorEntry(name, twin.dtype, twin.shape, twin.chunks)
+            aliases[name] = TensorEntry(name, twin.dtype, twin.shape, twin.chunks())
     return aliases

@@ -65,7 +65,7 @@ def read_mmengine_local(files: RankFiles, *, reference: Layout | None = None) ->
         else:
             return leaf
         unique = unique_name(name, tensors)
-        tensors[unique] = TensorEntry(unique, entry.dtype, entry.shape, entry.chunks)
+        tensors[unique] = TensorEntry(unique, entry.dtype, entry.shape, entry.chunks())
         return TensorRef(unique, leaf.parameter if isinstance(leaf, StoredTensor) else None)
 
     bound = map_leaves(tree, bind)

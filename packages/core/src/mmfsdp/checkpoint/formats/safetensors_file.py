@@ -94,13 +94,13 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
             f"The header of {path.name} is damaged: {type(error).__name__}: {error}.", file=str(path), offset=begin + 8
         ) from error
     position = data
-    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].chunks[0].offset, item[1].nbytes)):
-        if entry.chunks[0].offset != position:  # the format has neither holes nor overlaps
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].chunks()[0].offset, item[1].nbytes)):
+        if entry.chunks()[0].offset != position:  # the format has neither holes nor overlaps
             raise CorruptCheckpointError(
-                f"Tensor {name!r} of {path.name} begins at byte {entry.chunks[0].offset} (expected {position}, where "
+                f"Tensor {name!r} of {path.name} begins at byte {entry.chunks()[0].offset} (expected {position}, where "
                 "the one before it ends).",
                 file=str(path),
-                offset=entry.chunks[0].offset,
+                offset=entry.chunks()[0].offset,
             )
         position += entry.nbytes
     if position != size:
@@ -173,7 +173,7 @@ def _records(path: Path, raw: Any, text: Any, tensors: Mapping[str, TensorEntry]
         )
     found = {}
     for (name, entry), crc in zip(tensors.items(), crcs[1:], strict=True):
-        [chunk] = entry.chunks
+        [chunk] = entry.chunks()
         record = Record(path, chunk.offset, chunk.nbytes, crc)
         found[name] = replace(entry, stored=(replace(chunk, record=record),))
     return found

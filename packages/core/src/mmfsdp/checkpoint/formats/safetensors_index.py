@@ -101,7 +101,7 @@ def box_offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int,
 
 
 def _moved(entry: TensorEntry, offsets: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    chunk = entry.chunks[0]
+    chunk = entry.chunks()[0]
     begin = offsets.get(entry.name)
     if begin is None or len(begin) != len(entry.shape):
         raise CorruptCheckpointError(
@@ -115,13 +115,13 @@ def _joined(name: str, parts: list[TensorEntry]) -> TensorEntry:
     first = parts[0]
     for part in parts[1:]:
         if part.dtype != first.dtype or len(part.shape) != len(first.shape):
-            one, two = first.chunks[0].file, part.chunks[0].file
+            one, two = first.chunks()[0].file, part.chunks()[0].file
             raise CorruptCheckpointError(
                 f"Tensor {name!r} is {first.dtype} of {len(first.shape)} dimensions in {one.name} but {part.dtype} of "
                 f"{len(part.shape)} in {two.name}.",
                 file=str(two),
             )
-    chunks = [part.chunks[0] for part in parts]
+    chunks = [part.chunks()[0] for part in parts]
     # Nothing else says how large the whole is; torch's own reader takes it from the boxes too. An empty box of a rank
     # beyond the last row may begin anywhere.
     held = [chunk for chunk in chunks if chunk.numel] or chunks[:1]

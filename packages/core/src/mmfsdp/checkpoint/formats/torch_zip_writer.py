@@ -116,11 +116,11 @@ def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _Stora
         source: object = name  # an empty tensor shares nothing
         # Bytes that are seen as two dtypes are no longer the same once they are cast.
         dtypes = (entry.dtype, entry.source.dtype if isinstance(entry, CastEntry) else entry.dtype)
-        if entry.nbytes and len(entry.chunks) == 1 and entry.chunks[0].strides is None:
+        if entry.nbytes and len(entry.chunks()) == 1 and entry.chunks()[0].strides is None:
             # Whatever its shape: `weight` and `weight.view(-1)` are one storage.
-            source = (dtypes, entry.chunks[0].file, entry.chunks[0].offset, entry.nbytes)
+            source = (dtypes, entry.chunks()[0].file, entry.chunks()[0].offset, entry.nbytes)
         elif entry.nbytes:
-            source = (dtypes, entry.shape, entry.chunks)
+            source = (dtypes, entry.shape, entry.chunks())
         by_name[name] = by_source.setdefault(source, _Storage(str(len(by_source)), entry))
     return by_name
 

@@ -33,11 +33,12 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
         if not look_up and isinstance(entry.stored, Unlocated):
             _check_boxes(layout, entry, entry.stored.boxes)
             continue
-        for chunk in entry.chunks:
+        chunks = entry.chunks()
+        for chunk in chunks:
             _check_box(entry, chunk)
             _check_extent(entry, chunk, sizes)
-        _check_disjoint(entry)
-        _check_sum(entry, sum(chunk.numel for chunk in entry.chunks), [chunk.file for chunk in entry.chunks], layout)
+        _check_disjoint(entry, chunks)
+        _check_sum(entry, sum(chunk.numel for chunk in chunks), [chunk.file for chunk in chunks], layout)
 
 
 def _check_boxes(layout: Layout, entry: TensorEntry, boxes: Boxes) -> None:
@@ -106,10 +107,9 @@ def _check_extent(entry: TensorEntry, chunk: Chunk, sizes: dict[Path, int]) -> N
         )
 
 
-def _check_disjoint(entry: TensorEntry, chunks: Iterable[Chunk] | None = None) -> None:
+def _check_disjoint(entry: TensorEntry, chunks: Iterable[Chunk]) -> None:
     # A sweep along the first dimension: only boxes that share a row with this one can meet it.
-    given = entry.chunks if chunks is None else chunks
-    boxes = sorted((chunk for chunk in given if chunk.numel), key=lambda chunk: chunk.box_offsets)
+    boxes = sorted((chunk for chunk in chunks if chunk.numel), key=lambda chunk: chunk.box_offsets)
     active: list[Chunk] = []
     for box in boxes:
         row = box.box_offsets[0] if box.box_offsets else 0

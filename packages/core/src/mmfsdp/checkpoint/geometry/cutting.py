@@ -40,7 +40,7 @@ def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> Ten
     if isinstance(entry, CastEntry):
         return CastEntry.of(cut(entry.source, offsets, sizes), entry.dtype, entry.overflow)
     item = itemsize(entry.dtype)
-    chunks = tuple(part for chunk in entry.chunks for part in _cut_chunk(chunk, item, offsets, sizes))
+    chunks = tuple(part for chunk in entry.chunks() for part in _cut_chunk(chunk, item, offsets, sizes))
     return TensorEntry(entry.name, entry.dtype, tuple(sizes), chunks)
 
 

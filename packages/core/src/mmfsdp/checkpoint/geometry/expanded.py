@@ -28,11 +28,10 @@ def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
 
 
 def _repeats(entry: TensorEntry, dim: int) -> bool:
-    if len(entry.chunks) != 1 or entry.chunks[0].strides is None:
-        return False
-    return entry.chunks[0].strides[dim] == 0
+    chunks = entry.chunks()
+    return len(chunks) == 1 and chunks[0].strides is not None and chunks[0].strides[dim] == 0
 
 
 def _resized(entry: TensorEntry, sizes: tuple[int, ...]) -> TensorEntry:
-    chunk = replace(entry.chunks[0], box_sizes=sizes, nbytes=math.prod(sizes) * itemsize(entry.dtype))
+    chunk = replace(entry.chunks()[0], box_sizes=sizes, nbytes=math.prod(sizes) * itemsize(entry.dtype))
     return replace(entry, shape=sizes, stored=(chunk,))

@@ -70,7 +70,7 @@ def byte_runs(
     start = (0,) * len(entry.shape) if offsets is None else offsets
     extent = entry.shape if sizes is None else sizes
     item = itemsize(entry.dtype)
-    runs = [run for chunk in entry.chunks for run in _chunk_runs(chunk, item, start, extent)]
+    runs = [run for chunk in entry.chunks() for run in _chunk_runs(chunk, item, start, extent)]
     runs.sort(key=lambda run: run.target)
     return list(_merged(runs))
 

@@ -84,7 +84,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     whole = {file for file, entry in listed.items() if entry.crc32 is not None}
     for name, entry in layout.tensors.items():
         blind = 0
-        for chunk in entry.chunks:
+        for chunk in entry.chunks():
             record = chunk.record
             if record is not None and record.crc32 is not None:
                 extent = record.offset, record.nbytes
