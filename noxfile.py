@@ -15,6 +15,7 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
+CORE_WITH_TORCH = f"{CORE}[torch]"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 TEST_TRUTHS = ("safetensors",)  # what tests compare with; core itself does not need it
@@ -56,8 +57,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def core_alone(session: nox.Session) -> None:
-    """Install core alone: no MMEngine, no CLI, and its tests pass."""
-    install(session, CORE, *TEST_TOOLS)
+    """Install core with torch, without MMEngine and the CLI: its tests pass."""
+    install(session, CORE_WITH_TORCH, *TEST_TOOLS)
     expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "click")
     expect_absent(session, *TEST_TRUTHS)
     session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
@@ -69,7 +70,7 @@ def core_alone(session: nox.Session) -> None:
 @nox.session(default=False)
 def adapter_alone(session: nox.Session) -> None:
     """Install core and the MMEngine adapter, without the CLI: its tests pass."""
-    install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS)
+    install(session, CORE_WITH_TORCH, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS)
     expect_absent(session, "mmfsdp_cli", "click")
     session.run("python", "-c", "import mmfsdp_mmengine")
     session.run("python", "-m", "pytest", "tests/mmengine_adapter", *session.posargs)
@@ -77,25 +78,30 @@ def adapter_alone(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def cli_alone(session: nox.Session) -> None:
-    """Install core and the CLI, without MMEngine: its tests pass."""
-    install(session, CORE, CLI, *TEST_TOOLS)
-    expect_absent(session, "mmengine", "mmfsdp_mmengine")
+    """Install the CLI alone, without torch and MMEngine, then with numpy: the tests that need neither pass."""
+    install(session, CORE, CLI)
+    expect_absent(session, "torch", "numpy", "mmengine", "mmfsdp_mmengine")
+    session.run("python", "-c", EXPECT_SMALL, str(CLI_LIMIT))
     session.run("mmfsdp-cli", "--help", silent=True)
-    install(session, *TEST_TRUTHS)
-    session.run("python", "-m", "pytest", "tests/cli", *session.posargs)
+    install(session, *TEST_TOOLS)
+    for marks, least, extra in (("not needs_torch and not needs_numpy", 60, ()), ("not needs_torch", 70, ("numpy",))):
+        if extra:
+            install(session, *extra)
+        expect_absent(session, "torch", *{"numpy"}.difference(extra))
+        session.run("python", "-m", "pytest", "tests/cli", "-m", marks, f"--least={least}", *session.posargs)
 
 
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
-    install(session, CORE, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
+    install(session, CORE_WITH_TORCH, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
     session.run("python", "-m", "pytest", "tests/models", *session.posargs)
 
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation site into docs/_build/html; a warning is an error."""
-    install(session, CORE, ADAPTER, CLI, "-r", "docs/requirements.txt")
+    install(session, CORE_WITH_TORCH, ADAPTER, CLI, "-r", "docs/requirements.txt")
     session.run("python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 
@@ -122,6 +128,19 @@ def build(session: nox.Session) -> None:
         expect_absent(session, "mmengine", "mmfsdp_mmengine")
         session.install("mmfsdp-mmengine==0.1.0", *wheels)
         session.run("python", "-c", "import mmfsdp_mmengine")
+
+
+# Measures what `pip install mmfsdp-cli` takes, without the tools that a virtual environment begins with.
+EXPECT_SMALL = """
+import pathlib, sys, sysconfig
+tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+site = pathlib.Path(sysconfig.get_path("purelib"))
+files = [path for path in site.rglob("*") if path.is_file()]
+size = sum(path.stat().st_size for path in files if not path.relative_to(site).parts[0].startswith(tools)) / 1e6
+print(f"mmfsdp-cli and what it requires take {size:.1f} MB")
+sys.exit(f"more than {sys.argv[1]} MB" if size > float(sys.argv[1]) else 0)
+"""
+CLI_LIMIT = 60  # MB
 
 
 def install(session: nox.Session, *requirements: str) -> None:

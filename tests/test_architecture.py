@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mmfsdp.basics.torch_version import MINIMUM_TORCH
+
 ROOT = Path(__file__).parent.parent
 SOURCES = {
     "mmfsdp": ROOT / "packages/core/src/mmfsdp",
@@ -181,7 +183,15 @@ class TestPackaging:
         for path in PROJECTS:
             project = tomllib.loads(path.read_text())["project"]
             ours = [item for item in project["dependencies"] if item.startswith("mmfsdp")]
-            assert ours == ([] if project["name"] == "mmfsdp" else [f"mmfsdp=={project['version']}"]), path
+            expected = {"mmfsdp": [], "mmfsdp-mmengine": ["mmfsdp[torch]=="], "mmfsdp-cli": ["mmfsdp=="]}
+            assert ours == [f"{pin}{project['version']}" for pin in expected[project["name"]]], path
+
+    def test_torch_is_an_extra(self) -> None:
+        for path in PROJECTS:
+            required = tomllib.loads(path.read_text())["project"]["dependencies"]
+            assert [item for item in required if re.match(r"(torch|numpy)\b", item)] == [], path
+        extras = tomllib.loads((ROOT / "packages/core/pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert f"torch>={'.'.join(map(str, MINIMUM_TORCH))}" in extras["torch"]
 
     def test_every_package_carries_the_license(self) -> None:
         text = (ROOT / "LICENSE").read_text()

@@ -57,6 +57,8 @@ _WHERE = {
     "save_checkpoint": "mmfsdp.saving.save",
 }
 
+_NEEDS_TORCH = {*_WHERE} - {"ShardConfig", "ShardPlan"}
+
 
 def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name)
+    return lazy(__name__, __all__, _WHERE, name, needs_torch=_NEEDS_TORCH)

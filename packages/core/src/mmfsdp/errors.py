@@ -16,6 +16,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "LostRankError",
     "MeshError",
+    "MissingTorchError",
     "MmfsdpError",
     "PlanError",
     "PlanMismatchError",
@@ -60,6 +61,10 @@ class MmfsdpError(Exception):
 
 def _rebuild(cls: type[MmfsdpError], message: str, context: dict[str, object]) -> MmfsdpError:
     return cls(message, **context)
+
+
+class MissingTorchError(MmfsdpError, ImportError):
+    """torch is not installed, or it is older than mmfsdp supports."""
 
 
 class ConfigError(MmfsdpError):

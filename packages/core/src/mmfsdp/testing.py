@@ -15,11 +15,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mmfsdp.basics.torch_version import require_torch
+from mmfsdp.errors import MmfsdpError
+
+require_torch("mmfsdp.testing")
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from mmfsdp.errors import MmfsdpError
 
 __all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
 

@@ -52,6 +52,8 @@ _WHERE = {
     **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
 }
 
+_NEEDS_TORCH = {"Match", "fingerprint", "plan", "repeated_classes", "resolve_policy", "select_modules"}
+
 
 def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.schema")
+    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.schema", needs_torch=_NEEDS_TORCH)
