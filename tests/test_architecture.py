@@ -27,11 +27,12 @@ PROJECTS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 TORCH_FREE = ("__init__.py", "errors.py", "basics", "config", "checkpoint")
 
 # What each part of the torch-free half may import of core, at any level of nesting.
-GROUND = ("mmfsdp.errors", "mmfsdp.basics.dtypes", "mmfsdp.basics.references")
+GROUND = ("mmfsdp.errors", "mmfsdp.basics.dtypes", "mmfsdp.basics.references", "mmfsdp.basics.text")
 MAY_IMPORT = {
     "mmfsdp.errors": (),
     "mmfsdp.basics.dtypes": ("mmfsdp.errors",),
     "mmfsdp.basics.references": ("mmfsdp.errors",),
+    "mmfsdp.basics.text": ("mmfsdp.errors",),
     "mmfsdp.config": (*GROUND, "mmfsdp.config"),
 }
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.basics.text import parse_bytes
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
 from mmfsdp.checkpoint.files.casting import cast_block
-from mmfsdp.checkpoint.formats.targets import parse_size
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, FormatError
 
 STATE = {
@@ -240,13 +240,13 @@ def test_shards(source: Path) -> None:
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2GiB", 2 << 30), (7, 7), ("12", 12), ("3B", 3)]
 )
 def test_sizes(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "5XB", "", "GB", 0])
 def test_what_is_not_a_size(text: int | str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
-        parse_size(text)
+        parse_bytes(text)
 
 
 def test_dry_run_writes_nothing(source: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmfsdp.basics.text import compile_pattern
 from mmfsdp.config import (
     AllOf,
     AnyOf,
@@ -37,7 +38,7 @@ from mmfsdp.config import (
 )
 from mmfsdp.errors import PolicyError, PolicyNotFoundError
 from mmfsdp.planning import resolve_policy, select_modules
-from mmfsdp.planning.patterns import compile_pattern, match_classes
+from mmfsdp.planning.patterns import match_classes
 from mmfsdp.planning.precision import full_precision_classes
 from mmfsdp.testing import single_rank
 
@@ -531,7 +532,7 @@ class TestPatterns:
     )
     def test_matches(self, pattern: str, yes: list[str], no: list[str]) -> None:
         regex = compile_pattern(pattern)
-        assert [name for name in yes + no if regex.match(name)] == yes
+        assert [name for name in yes + no if regex.fullmatch(name)] == yes
 
 
 class TestMistakes:

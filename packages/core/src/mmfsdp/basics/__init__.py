@@ -1,1 +1,1 @@
-"""What every room may use: dtypes, references by name, boxes of tensors, and importing on first use."""
+"""What every room may use: text, dtypes, references by name, boxes of tensors, and imports on first use."""

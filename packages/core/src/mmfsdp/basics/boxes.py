@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Bounds", "Placements", "boxes_meeting", "is_within", "meet", "sharded_box"]
+__all__ = ["Bounds", "Placements", "boxes_meeting", "is_within", "meet", "rows_per_rank", "sharded_box"]
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box in a tensor, in elements, one of each per dimension."""
@@ -32,11 +32,16 @@ def sharded_box(
     for dim, parts, place in zip(placements, mesh, coordinates, strict=True):
         if dim is None:
             continue
-        chunk = -(-sizes[dim] // parts)
+        chunk = rows_per_rank(sizes[dim], parts)
         start = min(chunk * place, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
     return tuple(offsets), tuple(sizes)
+
+
+def rows_per_rank(rows: int, ranks: int) -> int:
+    """Return ``ceil(rows / ranks)``: the rows that each rank holds of a dimension, until none are left."""
+    return -(-rows // ranks)
 
 
 def boxes_meeting(
@@ -89,7 +94,7 @@ def _nth(held: Bounds, dim: int, parts: int, place: int) -> Bounds:
 
 
 def _places(box: Bounds, held: Bounds, dim: int, parts: int) -> range:
-    chunk = -(-held[1][dim] // parts)
+    chunk = rows_per_rank(held[1][dim], parts)
     if chunk == 0:
         return range(0)
     first = max(box[0][dim] - held[0][dim], 0)

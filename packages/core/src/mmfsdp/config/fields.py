@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.references import check_reference
+from mmfsdp.basics.text import compile_pattern
 from mmfsdp.errors import MmfsdpError
 
 __all__ = ["Dtype", "Names", "Pattern", "Patterns", "Reference", "Strategy", "as_mapping"]
@@ -50,11 +51,7 @@ def _strategy(value: Any) -> Any:
 def _pattern(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected a non-empty pattern, got {value!r} (type {type(value).__name__}).")
-    if value.startswith("re:"):
-        try:
-            re.compile(value[3:])
-        except re.error as error:
-            raise ValueError(f"{value!r} is not a regular expression: {error}.") from None
+    compile_pattern(value)
     return value
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from mmfsdp.planning.patterns import listing
+from mmfsdp.basics.text import name_list
 from mmfsdp.planning.schema import Note
 
 __all__ = ["LARGE", "automatic_units", "explain", "repeated_classes"]
@@ -87,7 +87,7 @@ def explain(chosen: Sequence[tuple[str, str, str]]) -> Note:
     blocks = Counter((name, reason) for _, name, reason in chosen if reason != LARGE)
     large = [fqn for fqn, _, reason in chosen if reason == LARGE]
     parts = [f"{count} x {name} ({reason.removeprefix('auto: ')})" for (name, reason), count in blocks.items()]
-    also = f"; also {listing(large, 4)}, as large as a block" if large else ""
+    also = f"; also {name_list(large, 4)}, as large as a block" if large else ""
     return Note(kind="wrap", text=f"wrap auto: {', '.join(parts)}{also}. wrap: none makes one unit of all.")
 
 

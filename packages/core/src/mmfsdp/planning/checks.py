@@ -6,9 +6,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
-from mmfsdp.planning.patterns import listing
 from mmfsdp.planning.schema import MeshSpec, ShardUnit
 
 __all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
@@ -42,14 +42,15 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
         if frozen and trained and not config.sharding.use_orig_params:
             raise FrozenParametersError(
                 f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
-                f"{unit.fqn or '(root)'!r} has frozen parameters ({listing(frozen, 3)}) beside trained ones "
-                f"({listing(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of their own.",
+                f"{unit.fqn or '(root)'!r} has frozen parameters ({name_list(frozen, 3)}) beside trained "
+                f"ones ({name_list(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of "
+                "their own.",
                 fqn=unit.fqn,
             )
         dtypes = {param.dtype for param in unit.params if param.requires_grad or engine == "fsdp1"}
         if len(dtypes) > 1:
             odd = {dtype: [param.fqn for param in unit.params if param.dtype == dtype] for dtype in sorted(dtypes)}
-            found = "; ".join(f"{dtype}: {listing(fqns, 3)}" for dtype, fqns in odd.items())
+            found = "; ".join(f"{dtype}: {name_list(fqns, 3)}" for dtype, fqns in odd.items())
             raise PlanError(
                 f"Shard unit {unit.fqn or '(root)'!r} mixes parameters of several dtypes ({found}), which cannot be "
                 "gathered together. Wrap the modules of one dtype as units of their own, ignore those parameters, or "

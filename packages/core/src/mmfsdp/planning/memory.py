@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmfsdp.basics.boxes import rows_per_rank
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.planning.render import human_bytes
 from mmfsdp.planning.schema import ParamEntry, ShardPlan, ShardUnit
 
 __all__ = ["OPTIMIZERS", "MemoryEstimate", "estimate_memory", "optimizer_named"]
@@ -277,7 +278,7 @@ def _whole(plan: ShardPlan, param: ParamEntry) -> int:
     """Elements of a gathered parameter, padding included."""
     if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
         return param.numel
-    rows = -(-param.shape[0] // plan.mesh.shard) * plan.mesh.shard
+    rows = rows_per_rank(param.shape[0], plan.mesh.shard) * plan.mesh.shard
     return param.numel // param.shape[0] * rows
 
 

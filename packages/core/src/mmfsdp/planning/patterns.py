@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch.nn as nn
 
+from mmfsdp.basics.text import compile_pattern, name_list
 from mmfsdp.errors import PolicyError, closest
 
-__all__ = ["class_names", "compile_pattern", "listing", "match_classes", "match_fqns"]
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return a full-match regex for a glob on FQNs or a ``'re:...'`` pattern.
-
-    Args:
-        pattern: ``*`` and ``?`` match within one dotted part, ``**`` across parts, ``[...]`` as in shells.
-    """
-    if pattern.startswith("re:"):
-        return re.compile(f"(?:{pattern[3:]})\\Z")
-    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    translated = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
-    regex = "".join(
-        translated.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
-        for piece in pieces
-    )
-    return re.compile(regex + r"\Z")
+__all__ = ["class_names", "match_classes", "match_fqns"]
 
 
 def match_fqns(patterns: Iterable[str], fqns: Iterable[str], *, what: str, config: str | None = None) -> dict[str, str]:
@@ -46,10 +29,10 @@ def match_fqns(patterns: Iterable[str], fqns: Iterable[str], *, what: str, confi
     matched: dict[str, str] = {}
     for pattern in patterns:
         regex = compile_pattern(pattern)
-        hits = [name for name in names if regex.match(name)]
+        hits = [name for name in names if regex.fullmatch(name)]
         if not hits:
             literal = pattern.removeprefix("re:").replace("**", "").replace("*", "0").strip(".")
-            hint = closest(literal, names) or f" There are: {listing(names)}."
+            hint = closest(literal, names) or f" There are: {name_list(names)}."
             raise PolicyError(f"Pattern {pattern!r} matches no {what}.{hint}", config=config)
         for name in hits:
             matched.setdefault(name, pattern)
@@ -88,17 +71,13 @@ def match_classes(
             hits = [cls for cls in spellings if home in cls.__mro__]
         if not hits and must_match:
             present = sorted({cls.__name__ for cls in spellings})
-            hint = closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {listing(present)}."
+            hint = (
+                closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {name_list(present)}."
+            )
             raise PolicyError(f"No module of the model is a {name!r}.{hint}", config=config)
         for cls in hits:
             matched.setdefault(cls, name)
     return matched
-
-
-def listing(names: Sequence[str], count: int = 8) -> str:
-    """Return the first ``count`` names, quoted, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:count])
-    return shown + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _imported_class(name: str) -> type | None:

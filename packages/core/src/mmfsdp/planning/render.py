@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from mmfsdp.planning.patterns import listing
-from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.basics.text import human_bytes, name_list
 
-__all__ = ["human_bytes", "render_diff", "render_table", "render_tree"]
+if TYPE_CHECKING:
+    from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
-
-def human_bytes(count: int) -> str:
-    """Return bytes with a binary unit: ``'1.50 MiB'``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+__all__ = ["render_diff", "render_table", "render_tree"]
 
 
 def render_table(plan: ShardPlan) -> str:
@@ -139,7 +132,7 @@ def _totals(plan: ShardPlan) -> list[str]:
 def _notes(plan: ShardPlan) -> list[str]:
     lines = []
     for note in plan.notes:
-        names = f"{listing(note.fqns, 4)}: " if note.fqns else ""
+        names = f"{name_list(note.fqns, 4)}: " if note.fqns else ""
         lines.append(f"note ({note.kind}): {names}{note.text}")
     return lines
 

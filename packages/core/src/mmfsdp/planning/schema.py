@@ -9,8 +9,10 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import MeshError, PlanError
+from mmfsdp.planning.render import render_diff, render_table, render_tree
 
 __all__ = [
     "ActivationPlan",
@@ -78,7 +80,7 @@ class ParamEntry(_Record):
         return self.numel * itemsize(self.dtype)
 
     def shard_nbytes(self, coordinate: int, shard: int) -> int:
-        """Return the bytes of dimension 0's chunk for one rank: ``ceil(d / n)`` rows, fewer or none at the end.
+        """Return the bytes that one rank holds when dimension 0 is sharded: see `mmfsdp.basics.boxes.sharded_box`.
 
         Args:
             coordinate: Place of the rank within its shard group.
@@ -86,10 +88,8 @@ class ParamEntry(_Record):
         """
         if not self.shape:
             return self.nbytes
-        rows = self.shape[0]
-        chunk = -(-rows // shard)
-        held = min(max(rows - chunk * coordinate, 0), chunk)
-        return held * math.prod(self.shape[1:]) * itemsize(self.dtype)
+        _, sizes = sharded_box(self.shape, [shard], [0], [coordinate])
+        return math.prod(sizes) * itemsize(self.dtype)
 
 
 class BufferEntry(_Record):
@@ -296,20 +296,14 @@ class ShardPlan(_Record):
 
     def table(self) -> str:
         """Return the shard units as an aligned text table, with totals and notes."""
-        from mmfsdp.planning.render import render_table
-
         return render_table(self)
 
     def tree(self) -> str:
         """Return the shard units as a text tree over module names."""
-        from mmfsdp.planning.render import render_tree
-
         return render_tree(self)
 
     def diff(self, other: ShardPlan) -> str:
         """Return what differs in ``other``, a line each; an empty string if nothing does."""
-        from mmfsdp.planning.render import render_diff
-
         return render_diff(self, other)
 
     def __str__(self) -> str:

@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.basics.text import clean_fqn
+
 if TYPE_CHECKING:
     from mmfsdp.planning.schema import ParamEntry, ShardUnit
     from mmfsdp.runtime.sharded_model import ShardedModel
@@ -32,8 +34,6 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
     """
     if not state.is_fsdp1 and "DTensor" not in str(error):
         return
-    from mmfsdp.runtime.sharded_model import clean_fqn  # needs this module
-
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
     places = traceback.walk_tb(error.__traceback__)
     for (frame, _), entry in reversed(list(zip(places, traceback.extract_tb(error.__traceback__), strict=True))):

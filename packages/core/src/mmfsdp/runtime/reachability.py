@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.sharded_model import clean_fqn
+from mmfsdp.basics.text import clean_fqn
 
 __all__ = ["LossReach"]
 

@@ -28,13 +28,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.utils.module_tracker import ModuleTracker
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
 
-__all__ = ["ShardedModel", "clean_fqn", "find_sharded_model", "is_flat_gathered", "live_models"]
+__all__ = ["ShardedModel", "find_sharded_model", "is_flat_gathered", "live_models"]
 
 _FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
@@ -61,11 +62,6 @@ def find_sharded_model(model: nn.Module) -> ShardedModel:
 def live_models() -> list[ShardedModel]:
     """Return all sharded models that still exist."""
     return [state for state in {id(state): state for state in [*_sharded.values()]}.values() if state.exists]
-
-
-def clean_fqn(name: str) -> str:
-    """Return an FQN as the unsharded model has it, without the steps that FSDP1 adds."""
-    return name.replace("_fsdp_wrapped_module.", "")
 
 
 class ShardedModel:

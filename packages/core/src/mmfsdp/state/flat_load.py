@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.runtime.dtensors import Box
-from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn
+from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.saving.stored import StoredTensor
 
 __all__ = ["FlatPiece", "fill_piece", "flat_pieces", "piece_box"]

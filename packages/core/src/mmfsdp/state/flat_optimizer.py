@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.steps import any_of, scope_of
 from mmfsdp.runtime.guards import unwatched
-from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn
+from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.saving.stored import whole_value
 
 __all__ = ["groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]

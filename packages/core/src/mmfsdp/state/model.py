@@ -10,11 +10,12 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
-from mmfsdp.runtime.sharded_model import ShardedModel, clean_fqn, find_sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
 from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces, piece_box
 from mmfsdp.state.report import LoadReport, agree, compare

@@ -10,8 +10,9 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.sharded_model import clean_fqn, find_sharded_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.runtime.training import clip_grad_norm_, full_params, no_sync
 from mmfsdp.sharding.apply import shard
 from mmfsdp.state.model import load_model_state_dict

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import parse_bytes
 from mmfsdp.checkpoint.conversion.intent import Intent, intended
 from mmfsdp.checkpoint.conversion.one_save import check_save
 from mmfsdp.checkpoint.conversion.output import check_output, check_replaceable, check_space, free_bytes
@@ -27,7 +28,7 @@ from mmfsdp.checkpoint.files.tracking import Progress
 from mmfsdp.checkpoint.files.write_errors import writing
 from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.formats.detect import open_layout
-from mmfsdp.checkpoint.formats.targets import parse_size, published_path, target_format
+from mmfsdp.checkpoint.formats.targets import published_path, target_format
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
@@ -171,7 +172,7 @@ def convert(
     target = Path(target)
     if publish and (keep not in (None, "model") or drop):
         raise ConfigError(f"publish=True (--publish) writes the weights; it cannot go with keep={keep!r}.")
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    limit = None if max_shard_size is None else parse_bytes(max_shard_size)
     kind = target_format(target, to, limit)
     if publish and kind.directory:
         raise ConfigError(f"publish=True (--publish) writes one file; it cannot go with to={kind.spellings[0]!r}.")

@@ -6,29 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mmfsdp.basics.text import compile_pattern, compile_regex, name_list
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["NameRules", "compile_pattern"]
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return a full-match regex for a glob on names, or for ``'re:'`` and a regex.
-
-    Args:
-        pattern: ``*`` and ``?`` match within one part of a dotted name, ``**`` across parts.
-
-    Raises:
-        ConfigError: The regex is malformed.
-    """
-    if pattern.startswith("re:"):
-        return _compiled(f"(?:{pattern[3:]})\\Z", pattern)
-    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    translated = {"**": r".*", "*": r"[^./]*", "?": r"[^./]"}
-    regex = "".join(
-        translated.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
-        for piece in pieces
-    )
-    return _compiled(regex + r"\Z", pattern)
+__all__ = ["NameRules"]
 
 
 @dataclass
@@ -51,9 +32,9 @@ class NameRules:
     _hits: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._include = {pattern: compile_pattern(pattern) for pattern in self.include}
-        self._exclude = {pattern: compile_pattern(pattern) for pattern in self.exclude}
-        self._rename = [(_compiled(regex, regex), replacement, regex) for regex, replacement in self.rename]
+        self._include = {pattern: compile_pattern(pattern, "./") for pattern in self.include}
+        self._exclude = {pattern: compile_pattern(pattern, "./") for pattern in self.exclude}
+        self._rename = [(compile_regex(regex), replacement, regex) for regex, replacement in self.rename]
 
     @property
     def active(self) -> bool:
@@ -109,18 +90,10 @@ class NameRules:
             spelling, pattern = unused[0]
             present = list(names)
             hint = closest(pattern.removeprefix("re:").replace("*", ""), present)
-            shown = ", ".join(repr(name) for name in present[:5]) + ", ..." * (len(present) > 5)
-            raise ConfigError(f"{spelling} matches nothing.{hint or f' There are: {shown}.'}")
+            raise ConfigError(f"{spelling} matches nothing.{hint or f' There are: {name_list(present, 5)}.'}")
 
     def _matches(self, patterns: Mapping[str, re.Pattern[str]], name: str) -> bool:
-        found = [pattern for pattern, regex in patterns.items() if regex.match(name)]
+        found = [pattern for pattern, regex in patterns.items() if regex.fullmatch(name)]
         for pattern in found:
             self._hits[pattern] = self._hits.get(pattern, 0) + 1
         return bool(found)
-
-
-def _compiled(regex: str, given: str) -> re.Pattern[str]:
-    try:
-        return re.compile(regex)
-    except re.error as error:
-        raise ConfigError(f"{given!r} is not a regular expression: {error}.") from error

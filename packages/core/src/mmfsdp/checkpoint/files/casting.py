@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
-from mmfsdp.checkpoint.conversion.renaming import compile_pattern
+from mmfsdp.basics.text import compile_pattern
 from mmfsdp.checkpoint.files.numeric import require_numpy, values
 from mmfsdp.checkpoint.files.open_files import OpenFiles
 from mmfsdp.checkpoint.files.rounding import to_bfloat16, to_float8
@@ -59,11 +59,11 @@ def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, 
         if dtype not in _TARGETS:
             raise ConfigError(f"Tensors cannot be cast to {dtype!r} here. Use one of {', '.join(_TARGETS)}.")
     require_numpy("Casting")
-    patterns = {pattern: compile_pattern(pattern) for pattern in dtypes}
+    patterns = {pattern: compile_pattern(pattern, "./") for pattern in dtypes}
     floating = [name for name, entry in tensors.items() if is_floating_point(entry.dtype)]
     chosen: dict[str, str] = {}
     for pattern, regex in patterns.items():
-        matched = [name for name in floating if regex.match(name)]
+        matched = [name for name in floating if regex.fullmatch(name)]
         if not matched:
             hint = closest(pattern.replace("*", ""), floating)
             raise ConfigError(f"dtype pattern {pattern!r} matches no floating point tensor.{hint}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
 from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
 from mmfsdp.checkpoint.formats.tensor_archive import TensorArchive
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
-from mmfsdp.checkpoint.geometry.cutting import cut, row_box
+from mmfsdp.checkpoint.geometry.cutting import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError
@@ -105,7 +106,7 @@ def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Box, TensorEntry]]:
         yield ((0,) * len(entry.shape), entry.shape), entry
         return
     for part in range(parts):
-        offsets, sizes = row_box(entry.shape, part, parts)
+        offsets, sizes = sharded_box(entry.shape, [parts], [0], [part])
         yield (offsets, sizes), cut(entry, offsets, sizes)
 
 

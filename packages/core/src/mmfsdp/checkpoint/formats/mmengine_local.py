@@ -8,12 +8,12 @@ The files say the shapes of parameters only through the optimizer's state: witho
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_sections import Known, Section, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
@@ -155,8 +155,7 @@ def _resolved(key: Any, value: dict[Any, Any], ranks: list[_Rank], known: Known)
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, dict):
         vars(result)["_metadata"] = collections.OrderedDict(
-            (re.sub(r"(^|\.)_fsdp_wrapped_module(?=\.|$)", "", str(name)).lstrip("."), version)
-            for name, version in versions.items()
+            (clean_fqn(str(name)), version) for name, version in versions.items()
         )
     return result
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.files.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
-from mmfsdp.checkpoint.geometry.cutting import cut, row_box
+from mmfsdp.checkpoint.geometry.cutting import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import FormatError
@@ -50,7 +51,7 @@ def _plan_rank(
             return leaf
         if unique_name(path, boxes) != path:
             raise FormatError(f"Two tensors lie at {path!r}; a checkpoint per rank could not tell them apart.")
-        offsets, sizes = row_box(entry.shape, ranks.shard(rank), ranks.shards)
+        offsets, sizes = sharded_box(entry.shape, [ranks.shards], [0], [ranks.shard(rank)])
         boxes[path] = {
             "shape": list(entry.shape),
             "offsets": list(offsets),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["TARGETS", "Content", "Target", "parse_size", "published_path", "target_format"]
+__all__ = ["TARGETS", "Content", "Target", "published_path", "target_format"]
 
 _ONE = Ranks(1, 1)
 
@@ -103,22 +102,6 @@ def target_format(path: Path, to: str | None, max_shard_size: int | None) -> Tar
     if max_shard_size is not None and target.format != "safetensors_index":
         raise ConfigError(f"max_shard_size (--max-shard-size) is for to='safetensors_index', not {to!r}.")
     return target
-
-
-def parse_size(size: int | str) -> int:
-    """Return a number of bytes given as one, or as text such as ``'5GB'``, ``'500 MB'`` or ``'2GiB'``.
-
-    Raises:
-        ConfigError: It is malformed, or not positive.
-    """
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    value = int(float(match[1]) * units[match[2].upper()]) if match and match[2].upper() in units else 0
-    if value <= 0:
-        raise ConfigError(f"{size!r} is not a size. Write a number of bytes, or such as '5GB', '500MB' or '2GiB'.")
-    return value
 
 
 def published_path(path: Path, written: Path) -> Path:

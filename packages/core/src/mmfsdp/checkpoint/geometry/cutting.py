@@ -10,23 +10,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides
 
-__all__ = ["cut", "row_box"]
-
-
-def row_box(shape: Sequence[int], part: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes, in elements, of one part of a tensor that is divided by rows, as ``torch.chunk`` does.
-
-    The first parts have ``ceil(rows / parts)`` rows; the last may have fewer, or none: FSDP2's ``Shard(0)``.
-
-    Args:
-        shape: Shape of the tensor, of one dimension or more.
-        part: Which part, from 0.
-        parts: Number of parts.
-    """
-    rows = -(-shape[0] // parts)
-    begin = min(part * rows, shape[0])
-    end = min(begin + rows, shape[0])
-    return (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])
+__all__ = ["cut"]
 
 
 def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> TensorEntry:

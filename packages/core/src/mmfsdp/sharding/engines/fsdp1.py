@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.schema import ShardPlan, ShardUnit
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.sharding.devices import device_of
@@ -78,7 +79,7 @@ def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: Pre
 
 def unit_arguments(model: nn.Module, plan: ShardPlan, unit: ShardUnit, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the arguments with which FullyShardedDataParallel wraps one unit of the plan."""
-    named = {clean_name(name): param for name, param in model.named_parameters()}
+    named = {clean_fqn(name): param for name, param in model.named_parameters()}
     mixed = None
     if not unit.precision.full_precision and (unit.precision.param_dtype or unit.precision.reduce_dtype):
         mixed = MixedPrecision(
@@ -101,11 +102,6 @@ def unit_arguments(model: nn.Module, plan: ShardPlan, unit: ShardUnit, mesh: Dev
         "device_id": device_of(mesh),
         "ignored_states": [named[param.fqn] for param in plan.ignored_params] or None,
     }
-
-
-def clean_name(name: str) -> str:
-    """Return the FQN without the steps that FullyShardedDataParallel adds."""
-    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def _strategy(unit: ShardUnit, plan: ShardPlan) -> ShardingStrategy:

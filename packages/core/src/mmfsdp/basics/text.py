@@ -1,0 +1,104 @@
+"""Names, patterns and sizes as text: compiles patterns on names, lists names in messages, prints and reads byte counts.
+
+It needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mmfsdp.errors import ConfigError
+
+__all__ = ["clean_fqn", "compile_pattern", "compile_regex", "human_bytes", "name_list", "parse_bytes"]
+
+_FSDP1_STEP = "_fsdp_wrapped_module"
+_GLOB_PARTS = re.compile(r"(\*\*|\*|\?|\[[^\]]*\])")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def compile_pattern(pattern: str, separators: str = ".") -> re.Pattern[str]:
+    """Return the regex of a pattern on names. Use it with ``fullmatch``.
+
+    Args:
+        pattern: A glob, or ``'re:'`` and a regular expression. In a glob ``*`` and ``?`` match within one part of a
+            name, ``**`` across parts, and ``[...]`` one of the listed characters.
+        separators: The characters that separate the parts of a name.
+
+    Raises:
+        ConfigError: The regular expression is malformed.
+    """
+    if pattern.startswith("re:"):
+        return compile_regex(pattern[3:], pattern)
+    within = f"[^{re.escape(separators)}]"
+    translated = {"**": ".*", "*": f"{within}*", "?": within}
+    pieces = (
+        translated.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
+        for piece in _GLOB_PARTS.split(pattern)
+    )
+    return compile_regex("".join(pieces), pattern)
+
+
+def compile_regex(regex: str, given: str | None = None) -> re.Pattern[str]:
+    """Return a compiled regular expression.
+
+    Args:
+        regex: The regular expression.
+        given: How the user wrote it, for the message; by default ``regex``.
+
+    Raises:
+        ConfigError: The regular expression is malformed.
+    """
+    try:
+        return re.compile(regex)
+    except re.error as error:
+        given = regex if given is None else given
+        raise ConfigError(f"{given!r} is not a regular expression: {error}.") from None
+
+
+def clean_fqn(name: str) -> str:
+    """Return the name that a parameter or module has in the unsharded model.
+
+    Engine ``fsdp1`` wraps modules, which adds ``_fsdp_wrapped_module`` to their names.
+    """
+    return ".".join(part for part in name.split(".") if part != _FSDP1_STEP) if _FSDP1_STEP in name else name
+
+
+def name_list(names: Sequence[object], limit: int = 8) -> str:
+    """Return names for a message, quoted: ``"'a', 'b' and 3 more"``.
+
+    Args:
+        names: The names. What is not a string, such as the number of a rank, is not quoted.
+        limit: How many to show.
+    """
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def human_bytes(count: int) -> str:
+    """Return a number of bytes with a binary unit: ``'512 B'``, ``'1.50 MiB'``."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    size = float(count)
+    for unit in _BINARY_UNITS:
+        size /= 1024
+        if abs(size) < 1024 or unit == _BINARY_UNITS[-1]:
+            break
+    return f"{size:.2f} {unit}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes given as a number, or as text such as ``'5GB'``, ``'500 MB'`` or ``'2GiB'``.
+
+    Raises:
+        ConfigError: The size is malformed, or not positive.
+    """
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = _SIZE.fullmatch(str(size))
+    value = int(float(match[1]) * units[match[2].upper()]) if match and match[2].upper() in units else 0
+    if value <= 0:
+        raise ConfigError(f"{size!r} is not a size. Write a number of bytes, or text such as '5GB', '500MB' or '2GiB'.")
+    return value
