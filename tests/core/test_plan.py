@@ -896,8 +896,7 @@ class TestBytes:
 class TestText:
     def test_table(self) -> None:
         result = plan(Net(), {**MLPS, "precision": "bf16", "activation_checkpointing": "full"}, 4)
-        text = result.table()
-        assert str(result) == text
+        text = result.table(every_unit=True)
         lines = text.splitlines()
         assert lines[0] == "ShardPlan: fsdp2 (the default), FULL_SHARD, 4 ranks, device auto"
         assert " ".join(lines[2].split()) == "unit class params bytes bytes/rank dtypes reshard AC matched by"
@@ -908,6 +907,15 @@ class TestText:
         assert "4 shard units, 201 parameters, 804 B; per rank of 4: 216 B (last: 176 B)" in text
         assert all(line == line.rstrip() for line in lines)
 
+    def test_equal_layers_share_a_row(self) -> None:
+        result = plan(Net(), {**MLPS, "precision": "bf16", "activation_checkpointing": "full"}, 4)
+        assert str(result) == result.table()
+        rows = [" ".join(line.split()) for line in result.table().splitlines()]
+        assert "blocks.{0..1} 2 Mlp 76 304 B 76 B bfloat16/float32 true yes class: Mlp" in rows
+        assert "norm 1 BatchNorm1d 8 32 B 8 B full true - full precision: _BatchNorm" in rows
+        assert "Where a row stands for several units, its sizes are those of one." in rows
+        assert max(map(len, result.table(width=80).splitlines())) <= 80
+
     def test_notes_and_ties_are_told(self) -> None:
         result = plan(tied(("2.fc1.weight", "0.fc1.weight")), MLPS, 2)
         assert "0 + 2" in result.table()
@@ -915,7 +923,9 @@ class TestText:
             assert text.endswith("note (tied): '0', '2': share '0.fc1.weight', so they are one shard unit.")
 
     def test_tree(self) -> None:
-        lines = plan(Net(), {**MLPS, "sharding": {"ignored_modules": "head"}}, 2).tree().splitlines()
+        result = plan(Net(), {**MLPS, "sharding": {"ignored_modules": "head"}}, 2)
+        assert "    └── {0..1} (2 ×)  [Mlp, 304 B, 152 B/rank]" in result.tree().splitlines()
+        lines = result.tree(every_unit=True).splitlines()
         assert lines[2:] == [
             "(root)  [Net, 96 B, 48 B/rank]",
             "└── blocks",

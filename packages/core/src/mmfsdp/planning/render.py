@@ -1,25 +1,48 @@
-"""A plan as text: a table, a tree, a diff."""
+"""Shows a plan as text: a table, a tree, or how it differs from another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes, name_list
+from mmfsdp.planning.repeats import join_repeated
 
 if TYPE_CHECKING:
     from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
 __all__ = ["render_diff", "render_table", "render_tree"]
 
+_Tree = dict[str, "_Tree"]
 
-def render_table(plan: ShardPlan) -> str:
-    """Return the plan as an aligned table of shard units with a head, totals and notes."""
-    header = ("unit", "class", "params", "bytes", "bytes/rank", "dtypes", "reshard", "AC", "matched by")
+
+_COLUMNS = (
+    Column("unit", wraps=True),
+    Column("units", right=True),
+    Column("class", wraps=True, rank=3),
+    Column("params", right=True),
+    Column("bytes", right=True),
+    Column("bytes/rank", right=True),
+    Column("dtypes", wraps=True, once=True, rank=2),
+    Column("reshard", once=True, rank=1),
+    Column("AC", once=True, rank=1),
+    Column("matched by", wraps=True, rank=4),
+)
+
+
+def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None = None) -> str:
+    """Return the plan as an aligned table of shard units with a head, totals and notes.
+
+    Args:
+        plan: The plan.
+        every_unit: Show each unit in a row of its own. By default equal layers share one.
+        width: Characters that a line may have; None for as many as it takes.
+    """
     recomputed = set(plan.activation_checkpointing.fqns) if plan.activation_checkpointing else set()
-    rows = [
+    cells = [
         (
-            _names(unit),
             unit.class_name,
             f"{unit.numel:,}",
             human_bytes(unit.nbytes),
@@ -31,33 +54,56 @@ def render_table(plan: ShardPlan) -> str:
         )
         for unit in plan.units
     ]
-    return "\n".join([_head(plan), "", *_align([header, *rows], right={2, 3, 4}), "", *_totals(plan), *_notes(plan)])
+    names = [_names(unit) for unit in plan.units]
+    # A unit that is joined with none has a key of its own, its place.
+    keys = [(place if every_unit else None, *row) for place, row in enumerate(cells)]
+    groups = join_repeated([*zip(names, keys, strict=True)])
+    rows = [[group.name, str(len(group.members)), *cells[group.members[0]]] for group in groups]
+    columns, explained = [*_COLUMNS], ["Where a row stands for several units, its sizes are those of one."]
+    if len(groups) == len(plan.units):
+        columns, explained = [columns[0], *columns[2:]], []
+        rows = [[row[0], *row[2:]] for row in rows]
+    lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan)]
+    return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
 
 
-def render_tree(plan: ShardPlan) -> str:
-    """Return the shard units as a tree over the parts of their names."""
-    lines = [_head(plan), "", _tree_line("(root)", plan.root, plan)]
+def render_tree(plan: ShardPlan, *, every_unit: bool = False) -> str:
+    """Return the shard units as a tree over the parts of their names.
+
+    Args:
+        plan: The plan.
+        every_unit: Show each unit in a line of its own. By default equal layers share one.
+    """
     unit_at = {fqn: unit for unit in plan.units for fqn in unit.fqns if fqn}
-    nodes: dict[str, dict] = {}  # type: ignore[type-arg]
+    nodes: _Tree = {}
     for fqn in unit_at:
         below = nodes
         for part in fqn.split("."):
             below = below.setdefault(part, {})
 
-    def walk(children: dict, prefix: str, path: str) -> None:  # type: ignore[type-arg]
-        for index, (part, below) in enumerate(children.items()):
-            last = index == len(children) - 1
+    def lines_of(children: _Tree, path: str) -> list[str]:
+        shown = []
+        for part, below in children.items():
             fqn = f"{path}.{part}" if path else part
             unit = unit_at.get(fqn)
             if unit is not None and fqn != unit.fqn:
-                line = f"{part}  [with {unit.fqn}]"  # counted there
+                text = f"  [with {unit.fqn}]"  # counted there
             else:
-                line = part if unit is None else _tree_line(part, unit, plan)
-            lines.append(prefix + ("└── " if last else "├── ") + line)
-            walk(below, prefix + ("    " if last else "│   "), fqn)
+                text = "" if unit is None else _tree_line(unit, plan)
+            shown.append((part, (text, *lines_of(below, fqn))))
+        keys = [(part, (place if every_unit else None, *block)) for place, (part, block) in enumerate(shown)]
+        groups = join_repeated(keys)
+        lines = []
+        for group in groups:
+            first, *rest = shown[group.members[0]][1]
+            last = group is groups[-1]
+            times = f" ({len(group.members)} ×)" if len(group.members) > 1 else ""
+            lines.append(("└── " if last else "├── ") + group.name + times + first)
+            lines += [("    " if last else "│   ") + line for line in rest]
+        return lines
 
-    walk(nodes, "", "")
-    return "\n".join([*lines, "", *_totals(plan), *_notes(plan)])
+    root = "(root)" + _tree_line(plan.root, plan)
+    return "\n".join([_head(plan), "", root, *lines_of(nodes, ""), "", *_totals(plan), *_notes(plan)])
 
 
 def render_diff(old: ShardPlan, new: ShardPlan) -> str:
@@ -141,18 +187,17 @@ def _names(unit: ShardUnit) -> str:
     return " + ".join(fqn or "(root)" for fqn in unit.fqns)
 
 
-def _tree_line(label: str, unit: ShardUnit, plan: ShardPlan) -> str:
+def _tree_line(unit: ShardUnit, plan: ShardPlan) -> str:
     sizes = f"{human_bytes(unit.nbytes)}, {human_bytes(plan.unit_param_bytes(unit))}/rank"
-    return f"{label}  [{unit.class_name}, {sizes}]"
+    return f"  [{unit.class_name}, {sizes}]"
 
 
-def _align(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+def _wrapped(lines: list[str], width: int | None) -> list[str]:
+    """Return lines, longer ones of prose wrapped; those of the table fit already."""
+    if width is None:
+        return lines
+    return [
+        part
+        for line in lines
+        for part in (textwrap.wrap(line, max(width, 20), subsequent_indent="  ") if len(line) > width else [line])
     ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -294,13 +294,23 @@ class ShardPlan(_Record):
         """Return plain data."""
         return self.model_dump(mode="json")
 
-    def table(self) -> str:
-        """Return the shard units as an aligned text table, with totals and notes."""
-        return render_table(self)
+    def table(self, *, every_unit: bool = False, width: int | None = None) -> str:
+        """Return the shard units as an aligned text table, with totals and notes.
 
-    def tree(self) -> str:
-        """Return the shard units as a text tree over module names."""
-        return render_tree(self)
+        Args:
+            every_unit: Show each unit in a row of its own. By default equal layers share one: ``blocks.{0..31}``.
+            width: Characters that a line may have; None for as many as it takes. Long cells are wrapped, and columns
+                for which there is no room are left out.
+        """
+        return render_table(self, every_unit=every_unit, width=width)
+
+    def tree(self, *, every_unit: bool = False) -> str:
+        """Return the shard units as a text tree over module names.
+
+        Args:
+            every_unit: Show each unit in a line of its own. By default equal layers share one.
+        """
+        return render_tree(self, every_unit=every_unit)
 
     def diff(self, other: ShardPlan) -> str:
         """Return what differs in ``other``, a line each; an empty string if nothing does."""
