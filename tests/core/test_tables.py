@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.basics.tables import Column, display_width, format_table, wrap_cell
@@ -36,6 +36,7 @@ def test_what_is_the_same_everywhere_is_said_once_then_cells_are_wrapped_then_co
     assert format_table(COLUMNS, ROWS, 24)[-1] == "(not shown in 24 columns: where it lies)"
 
 
+@settings(deadline=None)
 @given(st.integers(21, 120), st.lists(st.tuples(*[st.text("ab./_ 漢", max_size=40)] * 4), max_size=4))
 def test_no_line_is_wider_and_nothing_is_lost(width: int, rows: list[tuple[str, ...]]) -> None:
     columns = [Column("tensor", wraps=True), *(Column("c", wraps=True, rank=rank) for rank in (1, 2, 3))]
