@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmfsdp
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.runtime.buffers import broadcast_buffers
-from mmfsdp.runtime.sharded_model import clean_fqn
 from mmfsdp.testing import run_ranks
 
 DTYPES = [

@@ -49,7 +49,7 @@ def train_ignoring(rank: int, how: str, engine: str) -> tuple[Any, dict[str, tor
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
 @pytest.mark.parametrize("how", HOW)
 def test_ignored_parameters_train_as_if_sharded(how: str, engine: str) -> None:
-    """Fails if hooks.install has no GradientAgreement: see the control."""
+    """Fails if hooks.install_hooks has no GradientAgreement: see the control."""
     single = build()
     reference = train(single, adamw(single), steps=6, sharded=False)
     (first, values), (second, others) = run_ranks(train_ignoring, 2, how, engine)

@@ -7,17 +7,15 @@ import re
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
-
-if TYPE_CHECKING:
-    from mmfsdp.planning.schema import ParamEntry, ShardUnit
-    from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.planning.schema import ParamEntry, ShardUnit
+from mmfsdp.runtime.sharded_model import ShardedModel
 
 __all__ = ["explain_forward_error"]
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.runtime.flat_params import flat_params, name_gathering
+from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.guards import watch_optimizers
 from mmfsdp.runtime.outside_calls import (
@@ -26,10 +27,10 @@ from mmfsdp.runtime.outside_calls import (
 from mmfsdp.runtime.param_groups import begin_root, keep_state_dicts_pure
 from mmfsdp.runtime.sharded_model import ShardedModel
 
-__all__ = ["install", "route_calls"]
+__all__ = ["install_hooks", "route_calls"]
 
 
-def install(state: ShardedModel, module: nn.Module) -> None:
+def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     """Hook a sharded root so that its runtime knows what happens to it. Not collective.
 
     Args:
@@ -45,19 +46,24 @@ def install(state: ShardedModel, module: nn.Module) -> None:
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if (live := me()) is not None:
             # torch calls this hook from an except block when forward failed, with no output.
-            live.after_forward(sys.exception() if output is None else None)
+            _end_forward(live, sys.exception() if output is None else None)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)
     _watch_gradients(state, me)
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        _name_waits(unit)
+    name_gathering(module)
     if not state.is_fsdp1:
         for group in state.groups:
             keep_state_dicts_pure(group)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)
     watch_optimizers()
+
+
+def _end_forward(state: ShardedModel, error: BaseException | None) -> None:
+    if error is not None:
+        explain_forward_error(error, state)
+    state.after_forward(failed=error is not None)
 
 
 def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
@@ -88,20 +94,6 @@ def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.
     module.train = train  # type: ignore[method-assign]
 
 
-def _name_waits(unit: FullyShardedDataParallel) -> None:
-    """Say what a rank waits for as a unit of engine ``fsdp1`` is gathered, in forward and in backward."""
-    handle = unit._handle
-    if handle is None:
-        return
-    unshard, name = handle.unshard, handle._fully_sharded_module.__class__.__name__
-
-    def unshard_and_name() -> None:
-        with Waiting(f"gathering a shard unit ({name})"):
-            unshard()  # type: ignore[no-untyped-call]
-
-    handle.unshard = unshard_and_name  # type: ignore[method-assign]
-
-
 def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
     """Have each backward that reduces gradients complete them at its end."""
     trained = [param for param in state.whole_params if param.requires_grad]
@@ -118,10 +110,10 @@ def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None
     state.agreement = GradientAgreement(state.mesh, state.groups, trained, is_reduced)
     for param in trained:
         param.register_post_accumulate_grad_hook(begin)
-    for unit in FullyShardedDataParallel.fsdp_modules(state.module):
+    for flat in flat_params(state.module):
         # A rank may use none of the parameters held whole; it uses flat ones in any case.
-        if unit._handle is not None and unit._handle.flat_param.requires_grad:
-            unit._handle.flat_param.register_hook(begin)
+        if flat.requires_grad:
+            flat.register_hook(begin)
 
 
 def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
@@ -183,9 +175,9 @@ def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
         try:
             output = method(*args, **kwargs)
         except Exception as error:
-            live.after_forward(error)
+            _end_forward(live, error)
             raise
-        live.after_forward(None)
+        _end_forward(live, None)
         return output
 
     return call

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.runtime.flat_params import flat_param_names
 
 __all__ = ["LossReach"]
 
@@ -42,9 +43,7 @@ class LossReach:
             unit.unshard()
             self._note()
             unit.reshard()
-        for flat_unit in root.modules():
-            if isinstance(flat_unit, FullyShardedDataParallel) and flat_unit._handle is not None:
-                self._note_flat(flat_unit)
+        self._note_flat()
 
     def unreached(self, losses: Iterable[torch.Tensor]) -> dict[str, torch.Size]:
         """Return names and shapes of trainable parameters that are in the graph of none of ``losses``. Not collective.
@@ -79,18 +78,14 @@ class LossReach:
                     first.add(name)
                     self._kept.append(param)
 
-    def _note_flat(self, unit: FullyShardedDataParallel) -> None:
-        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
-        self._kept.append(flat)
-        prefix = next(name for name, module in self._root.named_modules() if module is unit)
-        start = clean_fqn(f"{prefix}.") if prefix else ""
-        fqns = (f"{start}{name}" for name in flat._fqns)
-        padding = flat._is_padding_mask if unit._use_orig_params else [False] * len(flat._fqns)
-        self._flat[id(flat)] = pieces = [None if is_padding else next(fqns) for is_padding in padding]
-        for name, shape in zip((name for name in pieces if name is not None), flat._shapes, strict=True):
-            self._shapes[name] = shape
-            if not unit._use_orig_params:
-                self._part_of[name] = f"{start}_flat_param"
+    def _note_flat(self) -> None:
+        for flat, own_name, pieces in flat_param_names(self._root):
+            self._kept.append(flat)
+            self._flat[id(flat)] = [None if piece is None else piece[0] for piece in pieces]
+            for name, shape in filter(None, pieces):
+                self._shapes[name] = shape
+                if own_name:
+                    self._part_of[name] = own_name
 
     def _pieces(self, node: Any) -> list[str | None]:
         """The names of a split's outputs if it splits a flat parameter."""

@@ -25,17 +25,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.utils.module_tracker import ModuleTracker
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.flat_params import free_flat_params
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
 
-__all__ = ["ShardedModel", "find_sharded_model", "is_flat_gathered", "live_models"]
+__all__ = ["ShardedModel", "find_sharded_model", "live_models"]
 
 _FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
@@ -92,9 +92,6 @@ class ShardedModel:
         self._in_forward = 0
         self._tracker = ModuleTracker()
         _sharded[module] = self
-        from mmfsdp.runtime.hooks import install  # needs this module
-
-        install(self, module)
 
     @property
     def exists(self) -> bool:
@@ -123,7 +120,7 @@ class ShardedModel:
         for group in self.groups:
             group.reshard()
         if self.is_fsdp1:
-            _free_flat(self.module)
+            free_flat_params(self.module)
 
     @property
     def groups(self) -> list[Any]:
@@ -171,11 +168,11 @@ class ShardedModel:
             self._set_sync(self.sync_gradients)
             self.unreduced = not self.sync_gradients
 
-    def after_forward(self, error: BaseException | None) -> None:
-        """Called as the root's forward ends, with the exception if it failed."""
+    def after_forward(self, *, failed: bool) -> None:
+        """Called as the root's forward ends, and whether it raised."""
         self._in_forward = max(self._in_forward - 1, 0)
-        if error is not None:
-            self._recover(error)
+        if failed:
+            self._recover()
         elif not torch.is_grad_enabled() and not self._in_forward:  # a method that runs forward itself still computes
             if self.is_fsdp1:
                 self.reshard()  # its parameters themselves change as they are gathered
@@ -192,11 +189,8 @@ class ShardedModel:
         if self._kept_from_evaluation is not None:
             self._kept_from_evaluation = -1
 
-    def _recover(self, error: BaseException) -> None:
-        from mmfsdp.runtime.forward_errors import explain_forward_error
-
+    def _recover(self) -> None:
         self._in_forward = 0
-        explain_forward_error(error, self)
         if self.is_fsdp1:
             return
         reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
@@ -231,31 +225,6 @@ class ShardedModel:
     def parameters_are_settled(self) -> bool:
         """Whether neither forward nor backward is under way."""
         return not self.is_running and not self._tracker.is_bw
-
-
-def is_flat_gathered(module: nn.Module) -> bool:
-    """Tell whether a unit of engine ``fsdp1`` is gathered."""
-    handles = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module))
-    return any(
-        handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr()
-        for handle in handles
-        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
-    )
-
-
-def _free_flat(module: nn.Module) -> None:
-    """What torch leaves to the next backward: its root stays gathered after a forward without gradients.
-
-    Shards written meanwhile would not be seen by the next forward. No public function does it.
-    """
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        handle = unit._handle
-        if handle is None or not hasattr(handle.flat_param, "_local_shard"):
-            continue  # nothing ran yet
-        if handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.IDLE:
-            handle.reshard(True)
-            handle.post_reshard()
-            handle._prefetched = False
 
 
 def _registered(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -16,7 +16,7 @@ from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.policies import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import Note, ShardPlan
-from mmfsdp.runtime.hooks import route_calls
+from mmfsdp.runtime.hooks import install_hooks, route_calls
 from mmfsdp.runtime.outside_calls import parts_of_units
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.sharding.activation import apply_activation_checkpointing
@@ -165,7 +165,9 @@ def _carry_out(
     prepare = on_all_ranks(ready, scope)
     with Agreement(scope) as agreed:
         sharded = engine.apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
-    route_calls(ShardedModel(sharded, plan, device_mesh), parts)
+    state = ShardedModel(sharded, plan, device_mesh)
+    install_hooks(state, sharded)
+    route_calls(state, parts)
     return sharded
 
 

@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from mmfsdp.basics.text import clean_fqn
 from mmfsdp.runtime.dtensors import Box
-from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.flat_params import FlatPiece
 from mmfsdp.saving.stored import StoredTensor
 
-__all__ = ["FlatPiece", "fill_piece", "flat_pieces", "piece_box"]
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPiece:
-    """What this rank holds of one parameter: a run of its elements in row-major order, which sharding sees to."""
-
-    target: torch.Tensor
-    """Shape (n,), a view of the flat parameter's shard; n is 0 where other ranks hold all."""
-    start: int
-    """Where the run begins in the parameter."""
-    shape: torch.Size
-    """Of the whole parameter."""
-
-
-def flat_pieces(state: ShardedModel) -> dict[str, FlatPiece]:
-    """Return this rank's pieces by FQN, tied names too, for engine ``fsdp1``. Not collective; frees what is gathered.
-
-    torch has no public function for where in the shard a parameter lies; its own load gathers every unit.
-    """
-    state.reshard()
-    pieces: dict[str, FlatPiece] = {}
-    for prefix, unit in state.module.named_modules():
-        if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
-            continue
-        flat: Any = unit._handle.flat_param
-        shard = getattr(flat, "_local_shard", flat).detach()
-        start = clean_fqn(f"{prefix}.") if prefix else ""
-        for place, (fqn, where) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
-            first, count = (where.offset_in_shard, where.numel_in_shard) if where.in_shard else (0, 0)
-            pieces[start + fqn] = FlatPiece(
-                shard[first : first + count],
-                where.intra_param_start_idx if where.in_shard else 0,
-                flat._shapes[place],
-            )
-        for name, _, module, first_name, _, first_module in flat._shared_param_infos:
-            alias, known = (
-                start + clean_fqn(".".join(part for part in pair if part))
-                for pair in ((module, name), (first_module, first_name))
-            )
-            pieces[alias] = pieces[known]
-    return pieces
+__all__ = ["fill_piece", "piece_box"]
 
 
 def piece_box(piece: FlatPiece) -> Box:

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.steps import any_of, scope_of
+from mmfsdp.runtime.flat_params import flat_params
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.saving.stored import whole_value
@@ -104,9 +104,7 @@ def _initialised(state: ShardedModel, optimizer: Optimizer) -> Iterator[None]:
 
     Those of flat parameters as well: torch drops them where the parameters that they belong to have none.
     """
-    units = FullyShardedDataParallel.fsdp_modules(state.module)
-    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
-    params = [*flat, *(param for group in optimizer.param_groups for param in group["params"])]
+    params = [*flat_params(state.module), *(param for group in optimizer.param_groups for param in group["params"])]
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None

@@ -15,9 +15,10 @@ from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, place_in, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
+from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
-from mmfsdp.state.flat_load import FlatPiece, fill_piece, flat_pieces, piece_box
+from mmfsdp.state.flat_load import fill_piece, piece_box
 from mmfsdp.state.report import LoadReport, agree, compare
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
@@ -78,7 +79,10 @@ def load_model_state_dict(
     """
     state = find_sharded_model(model)
     own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
-    pieces = flat_pieces(state) if state.is_fsdp1 and not own_shards else {}
+    pieces: dict[str, FlatPiece] = {}
+    if state.is_fsdp1 and not own_shards:
+        state.reshard()
+        pieces = flat_pieces(state.module)
     target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
     offered = _offered(state_dict, state, from_rank0)
     shapes = {name: _shape(into) for name, into in target.items()}

@@ -1,0 +1,131 @@
+"""The private parts of torch's FSDP1 that this library uses: flat parameters, and where each parameter lies in them.
+
+A FullyShardedDataParallel joins the parameters of its module into one flat parameter, of which each rank holds a piece.
+torch has no public function that frees a gathered flat parameter, or that says where a parameter lies in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+
+from mmfsdp.basics.text import clean_fqn
+from mmfsdp.collective.lost_ranks import Waiting
+
+__all__ = [
+    "FlatPiece",
+    "flat_param_names",
+    "flat_params",
+    "flat_pieces",
+    "free_flat_params",
+    "is_flat_gathered",
+    "name_gathering",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """The elements of one parameter that this rank holds: a run of its elements in row-major order."""
+
+    target: torch.Tensor
+    """Shape (n,), a view of the flat parameter's shard; n is 0 where other ranks hold all elements."""
+    start: int
+    """Index of the run's first element in the parameter."""
+    shape: torch.Size
+    """Shape of the whole parameter."""
+
+
+def flat_params(module: nn.Module) -> list[Any]:
+    """Return the flat parameters of a model; an empty list if no FullyShardedDataParallel is in it."""
+    return [unit._handle.flat_param for _, unit in _units(module)]  # type: ignore[union-attr]
+
+
+def is_flat_gathered(module: nn.Module) -> bool:
+    """Tell whether a flat parameter of the model is gathered."""
+    handles: list[Any] = [unit._handle for _, unit in _units(module)]
+    return any(
+        handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr()
+        for handle in handles
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
+    )
+
+
+def free_flat_params(module: nn.Module) -> None:
+    """Free the flat parameters that are gathered. Not collective.
+
+    torch keeps the root gathered after a forward without gradients, until the next backward. The next forward would not
+    see what is written to the shards in the meantime.
+    """
+    for _, unit in _units(module):
+        handle: Any = unit._handle
+        if not hasattr(handle.flat_param, "_local_shard"):
+            continue  # no forward ran yet
+        if handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.IDLE:
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
+
+
+def name_gathering(module: nn.Module) -> None:
+    """Make errors of lost ranks name the unit that was being gathered, in forward and in backward."""
+    for _, unit in _units(module):
+        _name_gathering(unit._handle)
+
+
+def _name_gathering(handle: Any) -> None:
+    unshard, name = handle.unshard, type(handle._fully_sharded_module).__name__
+
+    def unshard_and_name() -> None:
+        with Waiting(f"gathering a shard unit ({name})"):
+            unshard()
+
+    handle.unshard = unshard_and_name
+
+
+def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:
+    """Return this rank's pieces by FQN, under tied names too. Not collective. Nothing may be gathered."""
+    pieces: dict[str, FlatPiece] = {}
+    for start, unit in _units(module):
+        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
+        shard = getattr(flat, "_local_shard", flat).detach()
+        for place, (fqn, where) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
+            first, count = (where.offset_in_shard, where.numel_in_shard) if where.in_shard else (0, 0)
+            pieces[start + fqn] = FlatPiece(
+                shard[first : first + count],
+                where.intra_param_start_idx if where.in_shard else 0,
+                flat._shapes[place],
+            )
+        for name, _, owner, first_name, _, first_owner in flat._shared_param_infos:
+            alias, known = (
+                start + clean_fqn(".".join(part for part in pair if part))
+                for pair in ((owner, name), (first_owner, first_name))
+            )
+            pieces[alias] = pieces[known]
+    return pieces
+
+
+def flat_param_names(module: nn.Module) -> Iterator[tuple[Any, str, list[tuple[str, torch.Size] | None]]]:
+    """Yield each flat parameter, its own name, and the FQNs and shapes of the pieces that a forward splits it into.
+
+    A piece that is padding is None. The own name is that of the registered parameter with ``use_orig_params=False``,
+    and empty otherwise.
+    """
+    for start, unit in _units(module):
+        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
+        named = ((f"{start}{name}", shape) for name, shape in zip(flat._fqns, flat._shapes, strict=True))
+        padding = flat._is_padding_mask if unit._use_orig_params else [False] * len(flat._fqns)
+        pieces = [None if is_padding else next(named) for is_padding in padding]
+        yield flat, "" if unit._use_orig_params else f"{start}_flat_param", pieces
+
+
+def _units(module: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """Yield the units that hold a flat parameter, with the clean prefix of their parameters' names."""
+    for prefix, unit in module.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield clean_fqn(f"{prefix}.") if prefix else "", unit
