@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "mmfsdp.basics.dtypes": ("mmfsdp.errors",),
     "mmfsdp.basics.references": ("mmfsdp.errors",),
     "mmfsdp.basics.text": ("mmfsdp.errors",),
-    "mmfsdp.config": (*GROUND, "mmfsdp.config"),
+    "mmfsdp.config": (*GROUND, "mmfsdp.basics.lazy", "mmfsdp.config"),
 }
 
 

@@ -106,7 +106,7 @@ def test_convert_to_says_the_format(checkpoint: Path) -> None:
     assert torch.load(target, weights_only=True) == {"meta": {"epoch": 3}}
     result = runner.invoke(app, ["convert", str(checkpoint), str(target.with_name("x.bin"))])
     assert result.exit_code == 2
-    assert "does not say which format to write" in result.stderr
+    assert "does not name a format" in result.stderr
 
 
 def test_a_wrong_path_is_one_line_without_traceback(checkpoint: Path) -> None:

@@ -79,13 +79,13 @@ def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ranks", "0"), "ranks='0' (--ranks) does not say how many ranks"),
+        (("--ranks", "0"), "'0' is not a number of ranks"),
         (("--set", "sharding.strateg=FULL_SHARD"), "ShardConfig.sharding.strateg: unknown setting 'strateg'. Did you"),
         (("--set", "sharding=FULL_SHARD", "--set", "sharding.shard_size=2"), "[config='sharding']"),
         (("--set", "sharding.strategy=HYBRID_SHARD"), "[config='sharding.shard_size']"),
         (("--set", "wrap.kind=module_class", "--set", "wrap.classes=Blok"), "Did you mean 'Block'?"),
         (("--config", "nowhere.json"), "There is no file 'nowhere.json'"),
-        (("--config", "README.md"), "README.md is neither .json nor .toml nor .yaml"),
+        (("--config", "README.md"), "README.md is not a .json, .toml or .yaml file"),
         (("--model-arg", "width=wide"), "build(width='wide') failed: AssertionError"),
         (("--optimizer", "adamv"), "'adamv' is not an optimizer whose state is known. Did you mean 'adam' or"),
         (("--optimizer", "adam", "--chart"), "not with --chart and --diff, which show no memory of a step"),

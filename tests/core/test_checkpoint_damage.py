@@ -261,7 +261,7 @@ def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
 
 def test_arguments_of_convert(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(2)}, "ema_state_dict": {"w": torch.zeros(2)}}, tmp_path / "in.pth")
-    with pytest.raises(ConfigError, match=r"The suffix '\.bin' of 'out\.bin' does not say which format to write"):
+    with pytest.raises(ConfigError, match=r"The suffix '\.bin' of 'out\.bin' does not name a format"):
         convert(tmp_path / "in.pth", tmp_path / "out.bin")
     with pytest.raises(ConfigError, match=r"'safetensor' is not a format to write\. Did you mean 'safetensors'\?"):
         convert(tmp_path / "in.pth", tmp_path / "out.bin", to="safetensor")

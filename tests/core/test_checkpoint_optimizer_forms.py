@@ -131,5 +131,5 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     assert report.dropped == ("optimizer",)
     with pytest.raises(ConfigError, match=r"drop='optimiser' is no top-level key of back\.pth.*'optimizer'"):
         convert(tmp_path / "back.pth", tmp_path / "x", to="dcp", drop=["optimiser"])
-    with pytest.raises(ConfigError, match=r"drop=\['optimizer'\] \(--drop\) leaves out of everything"):
+    with pytest.raises(ConfigError, match=r"'drop' leaves keys out of everything"):
         convert(tmp_path / "back.pth", tmp_path / "x", to="dcp", keep="model", drop=["optimizer"])

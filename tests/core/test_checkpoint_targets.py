@@ -80,7 +80,7 @@ def test_more_threads_than_work(source: Path) -> None:
 
 
 def test_too_many_ranks(source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Write a number up to 65536"):
+    with pytest.raises(ConfigError, match=r"Write a number from 1 to 65536"):
         convert(source, source.with_name("out"), to="dcp", ranks=1_000_000)
 
 

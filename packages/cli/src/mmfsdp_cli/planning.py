@@ -12,7 +12,7 @@ from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors
 from mmfsdp_cli.modelling import key_values, model_of
 from mmfsdp_cli.options import PATH, flag, model_arguments, several
-from mmfsdp_cli.settings import read_settings, with_settings
+from mmfsdp_cli.settings import with_settings
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -121,6 +121,8 @@ def _settings(model: nn.Module, source: ReadConfig | None, config: Path | None, 
             means.ignored_modules,
             means.ignored_params,
         )
+    from mmfsdp.config import read_settings
+
     return Translated(ShardConfig.from_dict(with_settings({} if config is None else read_settings(config), changes)))
 
 

@@ -92,13 +92,17 @@ def parse_bytes(size: int | str) -> int:
     """Return a number of bytes given as a number, or as text such as ``'5GB'``, ``'500 MB'`` or ``'2GiB'``.
 
     Raises:
-        ConfigError: The size is malformed, or not positive.
+        ConfigError: The size is malformed, has no unit, or is not positive.
     """
-    units = {"": 1, "B": 1}
+    units = {"B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = _SIZE.fullmatch(str(size))
-    value = int(float(match[1]) * units[match[2].upper()]) if match and match[2].upper() in units else 0
-    if value <= 0:
-        raise ConfigError(f"{size!r} is not a size. Write a number of bytes, or text such as '5GB', '500MB' or '2GiB'.")
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match and not match[2]:
+        raise ConfigError(
+            f"{size!r} has no unit, and sizes need one. Write {match[1] + 'MB'!r} or {match[1] + 'GB'!r}."
+        )
+    value = int(float(match[1]) * units.get(match[2].upper(), 0)) if match else size
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{size!r} is not a size. Write text such as '5GB', '500MB' or '2GiB'.")
     return value

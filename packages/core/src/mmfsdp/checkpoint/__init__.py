@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.conversion.model_layout import layout_of_model
     from mmfsdp.checkpoint.conversion.parts import find_tensor
     from mmfsdp.checkpoint.conversion.ranks import Ranks
+    from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
     from mmfsdp.checkpoint.formats.catalogue import FormatInfo, known_formats
     from mmfsdp.checkpoint.formats.detect import open_layout
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chunk",
+    "Conversion",
     "ConversionReport",
     "DiffReport",
     "Difference",
@@ -51,6 +53,7 @@ __all__ = [
 
 _MODULES = {
     "Chunk": "layout",
+    "Conversion": "conversion.settings",
     "ConversionReport": "conversion.converting",
     "DiffReport": "inspection.differing",
     "Difference": "inspection.differing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -10,6 +11,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from mmfsdp.config.settings_file import read_settings
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["ConfigModel"]
@@ -73,6 +75,15 @@ class ConfigModel(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:  # text that is not JSON never reaches `_explain`
             raise _explained(cls, error) from None
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """Return a config from a file of settings: ``.json``, ``.toml``, ``.yaml`` or ``.yml``.
+
+        Raises:
+            ConfigError: There is no such file, it cannot be parsed, or a setting is unknown or malformed.
+        """
+        return cls.from_dict(read_settings(path))
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

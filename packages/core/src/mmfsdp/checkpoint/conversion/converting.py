@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.text import parse_bytes
 from mmfsdp.checkpoint.conversion.intent import Intent, intended
 from mmfsdp.checkpoint.conversion.one_save import check_save
 from mmfsdp.checkpoint.conversion.output import check_output, check_replaceable, check_space, free_bytes
-from mmfsdp.checkpoint.conversion.ranks import Ranks
-from mmfsdp.checkpoint.conversion.renaming import NameRules
-from mmfsdp.checkpoint.conversion.selection import Part
+from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.atomic import (
     commit,
     discard,
@@ -28,7 +25,7 @@ from mmfsdp.checkpoint.files.tracking import Progress
 from mmfsdp.checkpoint.files.write_errors import writing
 from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.formats.detect import open_layout
-from mmfsdp.checkpoint.formats.targets import published_path, target_format
+from mmfsdp.checkpoint.formats.targets import Target, published_path, target_format
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
@@ -45,6 +42,8 @@ class ConversionReport:
     """The target."""
     format: str
     """Its format, such as ``'safetensors'`` or ``'torch_zip'``."""
+    conversion: Conversion
+    """The settings, with those filled in that were left to the source and the target."""
     tensors: int
     """Number of names written; tied tensors count once per name."""
     bytes: int
@@ -57,6 +56,8 @@ class ConversionReport:
     """Bytes free on the target's disk before the conversion."""
     dropped: tuple[str, ...]
     """Paths of the parts of the source that are not in the target."""
+    renamed: Mapping[str, str]
+    """Tensors whose name changed: their name in the part that is kept, and the new one."""
     casts: Mapping[str, str]
     """Tensors whose dtype changed, and their new dtype."""
     overflowed: Mapping[str, int]
@@ -73,7 +74,8 @@ class ConversionReport:
 
     def describe(self) -> dict[str, Any]:
         """Return what ``convert --json`` prints: plain values only."""
-        return asdict(self)
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**content, "conversion": self.conversion.to_dict()}
 
 
 @dataclass
@@ -87,172 +89,114 @@ class _Overflows:
 def convert(
     source: str | os.PathLike[str] | Layout,
     target: str | os.PathLike[str],
+    conversion: Conversion | None = None,
     *,
-    keep: str | None = None,
-    drop: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    dtype: str | Mapping[str, str] | None = None,
-    use_ema: bool = False,
-    publish: bool = False,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    trust: bool = False,
-    verify: bool = True,
-    verify_output: bool = False,
-    fsync: bool = True,
-    jobs: int | None = None,
+    reference: str | os.PathLike[str] | Layout | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-    source_format: str | None = None,
-    to: str | None = None,
-    ranks: int | str | None = None,
-    reference: str | os.PathLike[str] | Layout | None = None,
+    **settings: Any,
 ) -> ConversionReport:
     """Write a checkpoint in another format, in constant memory and without torch.
 
-    Every format that can be read becomes every format that can be written: pieces are put together, divided anew among
-    any number of ranks, or both at once.
+    Every format that can be read becomes every format that can be written: pieces are put together, divided among
+    another number of ranks, or both at once.
 
-    The target appears complete or not at all. Before a byte is copied, every tensor is proven to be covered by what is
-    stored.
+    The target appears complete or not at all. Before a byte is copied, `convert` proves that the stored chunks cover
+    every tensor.
 
     Args:
         source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
-        target: What to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` says the format.
-        keep: ``'model'``: the weights (in a ``.pth`` file as ``{'state_dict': ..., 'meta': ...}``, the shape that
-            OpenMMLab publishes; in a distributed checkpoint their bare names). ``'all'``: everything; in a ``.pth``
-            file what a ``full`` checkpoint holds, in a safetensors file every tensor under its whole path such as
-            ``'optimizer/state/0/exp_avg'``. Otherwise a top-level key such as ``'ema_state_dict'``. By default
-            everything for directories that training resumes from (``dcp``, ``local``), else the weights.
-        drop: Keep everything but these top-level keys, such as ``['optimizer']``.
-        include: Take only tensors whose name in the part that is kept matches a glob (``*`` within one dotted part,
-            ``**`` across parts) or ``'re:...'``.
-        exclude: Leave out what matches one of these.
-        rename: Regular expressions and replacements as for ``re.sub``, applied in order to the names.
-        strip_prefix: Take this off the beginning of names that have it, before they are renamed.
-        dtype: Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see
-            the new names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest,
-            ties to even; what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy.
-        use_ema: Take the averaged weights as the model's.
-        publish: Write the weights and ``meta`` only, and put the first eight digits of the file's SHA-256 in its name.
-        max_shard_size: Write a directory of safetensors files with at most so many bytes of tensor data each, such as
-            ``'5GB'``, and their index.
-        overwrite: Replace an existing target.
-        trust: Keep unknown pickled objects as opaque placeholders, never imported, instead of refusing the source. They
-            are written again into a ``.pth`` target.
-        verify: Compare stored CRC-32 checksums with the data, and a directory with its manifest. Records that are
-            copied whole are compared on the way, others are read twice.
-        verify_output: Read the output before it appears, and compare every tensor with the source.
-        fsync: Wait until the output is on disk.
-        jobs: Threads that copy; by default one per processor, four at most. The output does not depend on it.
+        target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format.
+        conversion: What to write and how.
+        reference: A complete checkpoint of the same model, if ``source`` does not hold all shapes; see ``open_layout``.
         dry_run: Check and report everything that can be known without writing.
-        progress: Called with the bytes copied so far and the bytes to copy. What it raises cancels the conversion.
-        source_format: What ``source`` is, if it is not to be told from its content; see ``open_layout``.
-        to: ``'safetensors'``, ``'pth'``, ``'safetensors_index'``, ``'dcp'`` or ``'local'``, where the suffix does not
-            say.
-        ranks: Among how many ranks ``dcp`` and ``local`` divide the tensors: a number, or such as ``'2x4'`` for two
-            replicas of four shards. By default as many as wrote the source.
-        reference: A whole checkpoint of the same model, where ``source`` does not say all shapes; see ``open_layout``.
+        progress: Called with the bytes copied so far and the bytes to copy. Whatever it raises cancels the conversion.
+        **settings: Fields of `Conversion`, such as ``keep="model"``; each replaces that field of ``conversion``.
 
     Raises:
-        ConfigError: An argument is unknown or malformed, a pattern or rewrite matches nothing, two tensors would get
-            one name, or the format cannot hold a dtype.
+        ConfigError: A setting is unknown or malformed, a pattern or rename rule matches nothing, two tensors would get
+            the same name, or the format cannot hold a dtype.
         CheckpointNotFoundError: There is no checkpoint at ``source``, or no directory for ``target``.
         TargetExistsError: ``target`` exists, or another process is writing it, and ``overwrite`` is false.
         FormatError, UnsafePickleError: ``source`` cannot be read; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: ``source`` lacks data, or its data is damaged.
         CheckpointError: The disk of the target is too small, or the target is a directory that holds other things.
+
+    Example:
+        >>> convert("work_dirs/run/epoch_12", "model.safetensors", keep="model", dtype="bf16")
+        >>> convert("epoch_12", "resumable", Conversion.from_file("export.yaml"), ranks=4)
     """
     began = time.perf_counter()
-    if jobs is not None and jobs < 1:
-        raise ConfigError(f"jobs={jobs} (--jobs) does not make sense; use 1 or more.")
+    chosen = (conversion or Conversion()).changed(settings)
     target = Path(target)
-    if publish and (keep not in (None, "model") or drop):
-        raise ConfigError(f"publish=True (--publish) writes the weights; it cannot go with keep={keep!r}.")
-    limit = None if max_shard_size is None else parse_bytes(max_shard_size)
-    kind = target_format(target, to, limit)
-    if publish and kind.directory:
-        raise ConfigError(f"publish=True (--publish) writes one file; it cannot go with to={kind.spellings[0]!r}.")
-    if ranks is not None and not kind.by_rank:
-        raise ConfigError(f"ranks={ranks!r} (--ranks) is for to='dcp' and to='local', not {kind.spellings[0]!r}.")
-    rules = NameRules(tuple(include), tuple(exclude), tuple(rename), strip_prefix)
+    kind = target_format(target, chosen)
     layout = (
         source
         if isinstance(source, Layout)
-        else open_layout(source, trust=trust, reference=reference, format=source_format)
+        else open_layout(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     )
     with writing(target):
         _refuse_own_files(layout, target)
+    chosen = _completed(chosen, kind, layout)
     overflows = _Overflows()
-    intent = intended(
-        layout,
-        kind,
-        Part.chosen(keep, drop, by_default="all" if kind.by_rank and not use_ema else "model"),
-        rules,
-        use_ema=use_ema,
-        dtype=dtype,
-        limit=limit,
-        ranks=Ranks.parse(layout.world_size if ranks is None else ranks),
-        overflow=overflows.note,
-    )
+    intent = intended(layout, kind, chosen, overflow=overflows.note)
     check_coverage(layout, intent.sources)
-    if verify:
+    if chosen.verify:
         check_save(layout)
     free = free_bytes(target)
     final, written = target, sum(intent.files.values())
-    if not overwrite and not publish:
+    replaces = chosen.overwrite or chosen.publish
+    if not replaces:
         refuse_existing(target)
     if not dry_run:
         check_space(target, written, free)
         with writing(target):
             check_replaceable(target)
-            temporary = temporary_sibling(target, exclusive=not overwrite and not publish)
+            temporary = temporary_sibling(target, exclusive=not replaces)
             try:
-                entries = write_files(
-                    temporary, intent.planned, verify=verify, progress=progress, jobs=jobs, fsync=fsync
-                )
-                if kind.directory:
-                    write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
-                if verify_output:
-                    check_output(temporary, intent.written, trust=trust, progress=progress)
-                final = published_path(target, temporary) if publish else target
-                commit(temporary, final, overwrite=overwrite, fsync=fsync)
+                _write(temporary, intent, kind, chosen, progress)
+                final = published_path(target, temporary) if chosen.publish else target
+                commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either
                 discard(temporary)
                 raise
-    return _report(intent, layout, final, written, free, overflows, verify_output, dry_run, began)
-
-
-def _report(
-    intent: Intent,
-    layout: Layout,
-    final: Path,
-    written: int,
-    free: int,
-    overflows: _Overflows,
-    verified: bool,
-    dry_run: bool,
-    began: float,
-) -> ConversionReport:
     return ConversionReport(
         path=str(final),
         format=intent.format,
+        conversion=chosen,
         tensors=len(intent.written),
         bytes=written,
         bytes_read=sum(layout.tensors[name].nbytes for name in intent.sources),
         files=intent.files,
         free_bytes=free,
         dropped=intent.dropped,
+        renamed=intent.renamed,
         casts=intent.casts,
         overflowed=overflows.counts,
         notes=intent.notes,
-        verified=verified and not dry_run,
+        verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
     )
+
+
+def _completed(chosen: Conversion, kind: Target, layout: Layout) -> Conversion:
+    """Return the conversion with the settings filled in that were left to the target and the source."""
+    by_default = "all" if chosen.drop or (kind.by_rank and not chosen.use_ema) else "model"
+    found: dict[str, Any] = {"to": kind.format, "keep": chosen.keep or by_default}
+    if kind.by_rank and chosen.ranks is None:
+        found["ranks"] = layout.world_size
+    return chosen.changed(found)
+
+
+def _write(temporary: Path, intent: Intent, kind: Target, chosen: Conversion, progress: Progress | None) -> None:
+    entries = write_files(
+        temporary, intent.planned, verify=chosen.verify, progress=progress, jobs=chosen.jobs, fsync=chosen.fsync
+    )
+    if kind.directory:
+        write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
+    if chosen.verify_output:
+        check_output(temporary, intent.written, trust=chosen.trust, progress=progress)
 
 
 def _refuse_own_files(layout: Layout, target: Path) -> None:

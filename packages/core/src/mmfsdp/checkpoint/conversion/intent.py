@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.conversion.renaming import NameRules
-from mmfsdp.checkpoint.conversion.selection import Part, Selection, select
+from mmfsdp.checkpoint.conversion.selection import Selection, select
+from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import CastEntry, chosen_dtypes
 from mmfsdp.checkpoint.files.planned_files import PlannedFile
 from mmfsdp.checkpoint.formats.targets import Content, Target
@@ -36,6 +37,8 @@ class Intent:
     """The source's tensors that are read."""
     files: Mapping[str, int]
     """Bytes of tensor data by file."""
+    renamed: Mapping[str, str]
+    """Old names in the part that is kept, and new ones."""
     casts: Mapping[str, str]
     """New dtypes by name."""
     dropped: tuple[str, ...]
@@ -44,49 +47,36 @@ class Intent:
     """What one should know."""
 
 
-def intended(
-    layout: Layout,
-    target: Target,
-    part: Part,
-    rules: NameRules,
-    *,
-    use_ema: bool,
-    dtype: str | Mapping[str, str] | None,
-    limit: int | None,
-    ranks: Ranks,
-    overflow: Callable[[str, int], None],
-) -> Intent:
+def intended(layout: Layout, target: Target, conversion: Conversion, *, overflow: Callable[[str, int], None]) -> Intent:
     """Decide what a conversion writes; touches no file.
 
     Args:
         layout: The source.
         target: The format to write.
-        part: Which part.
-        rules: Which names are taken, and what they become.
-        use_ema: Take the averaged weights.
-        dtype: The dtype of floating point tensors, or patterns and dtypes.
-        limit: Bytes of tensor data per file, for formats of several files.
-        ranks: How many ranks, for formats with files per rank.
+        conversion: What to write; ``keep`` and, for formats with files per rank, ``ranks`` are filled in.
         overflow: Called with name and count where elements were too large for the dtype of a cast.
 
     Raises:
         ConfigError, FormatError: See ``convert``.
     """
-    selection = select(layout, part, rules, use_ema=use_ema)
-    if part.keep != "model":
+    rules = NameRules(conversion.include, conversion.exclude, conversion.rename, conversion.strip_prefix)
+    keep = conversion.keep or "model"
+    ranks = Ranks.parse(1 if conversion.ranks is None else conversion.ranks)
+    selection = select(layout, keep, conversion.drop, rules, use_ema=conversion.use_ema)
+    if keep != "model":
         selection = _with_states(selection, layout, target)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
-    casts = chosen_dtypes(dtype, stored)
+    casts = chosen_dtypes(conversion.dtype, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
         count = _counter(name, overflow)
         named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry
     # What lies beside the part, such as tensors in `meta`, is written as it is.
-    tree = selection.part if target.flat and part.keep == "model" else selection.tree
+    tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items()}
-    content = Content(tree, tensors, named, limit, ranks)
+    content = Content(tree, tensors, named, conversion.max_shard_size, ranks)
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
@@ -103,6 +93,7 @@ def intended(
         written=written,
         sources=sources,
         files={file.name: file.nbytes for file in planned if file.pieces or not file.name},
+        renamed=rules.renames,
         casts=casts,
         dropped=dropped,
         notes=selection.notes,

@@ -32,8 +32,8 @@ class Ranks:
         replicas, shards = (int(match[1] or 1), int(match[2])) if match else (0, 0)
         if not 1 <= replicas * shards <= _MOST:
             raise ConfigError(
-                f"ranks={given!r} (--ranks) does not say how many ranks. Write a number up to {_MOST}, or such as "
-                "'2x4' for two replicas of four shards."
+                f"{given!r} is not a number of ranks. Write a number from 1 to {_MOST}, or text such as '2x4' for two "
+                "replicas of four shards."
             )
         return cls(replicas, shards)
 

@@ -29,6 +29,8 @@ class NameRules:
     """Regular expressions and their replacements, as for ``re.sub``."""
     strip_prefix: str | None = None
     """Take this off the beginning of the last key of each name that has it."""
+    renames: dict[str, str] = field(default_factory=dict)
+    """Old name to new name of every tensor that was renamed so far."""
     _hits: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,7 @@ class NameRules:
         Raises:
             ConfigError: A replacement refers to a group that its regex does not have.
         """
+        given = name
         parent, slash, key = name.rpartition("/")
         if self.strip_prefix and key.startswith(self.strip_prefix):
             key = key.removeprefix(self.strip_prefix)
@@ -70,6 +73,8 @@ class NameRules:
             except (re.error, IndexError) as error:
                 raise ConfigError(f"rename={text!r} -> {replacement!r} is malformed: {error}.") from error
             self._hits[f"rename {text}"] = self._hits.get(f"rename {text}", 0) + (matches if count else 0)
+        if count and name != given:
+            self.renames[given] = name
         return name
 
     def check_all_used(self, names: Iterable[str]) -> None:

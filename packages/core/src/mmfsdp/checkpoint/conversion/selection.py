@@ -13,30 +13,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors
 from mmfsdp.errors import ConfigError, FormatError
 
-__all__ = ["Part", "Selection", "select"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of a checkpoint is meant."""
-
-    keep: str
-    """``'model'``, ``'all'`` or a top-level key."""
-    drop: tuple[str, ...] = ()
-    """With ``'all'``: the top-level keys that are left out."""
-
-    @classmethod
-    def chosen(cls, keep: str | None, drop: Sequence[str], *, by_default: str) -> Part:
-        """Return the part that was asked for.
-
-        Raises:
-            ConfigError: Something is to be dropped from what is not all.
-        """
-        if not drop:
-            return cls(by_default if keep is None else keep)
-        if keep not in (None, "all"):
-            raise ConfigError(f"drop={list(drop)} (--drop) leaves out of everything; it cannot go with keep={keep!r}.")
-        return cls("all", tuple(drop))
+__all__ = ["Selection", "select"]
 
 
 @dataclass(frozen=True)
@@ -53,12 +30,13 @@ class Selection:
     """What the caller should know."""
 
 
-def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = False) -> Selection:
+def select(layout: Layout, keep: str, drop: Sequence[str], rules: NameRules, *, use_ema: bool = False) -> Selection:
     """Return the part of a checkpoint to write, with the rules applied.
 
     Args:
         layout: The source.
-        wanted: Which part.
+        keep: Which part: ``'model'``, ``'all'`` or a top-level key.
+        drop: With ``'all'``, the top-level keys to leave out.
         rules: Which names are taken, and what they become.
         use_ema: Take the averaged weights as the model's.
 
@@ -66,14 +44,11 @@ def select(layout: Layout, wanted: Part, rules: NameRules, *, use_ema: bool = Fa
         ConfigError: The part is unknown, a rule matches nothing, or two tensors would get one name.
         FormatError: The source has no such part.
     """
-    keep = wanted.keep
-    if use_ema and keep != "model":
-        raise ConfigError(f"use_ema=True (--use-ema) is about the weights; it cannot go with keep={keep!r}.")
     if not isinstance(layout.tree, dict):
         weights_of(layout)  # raises
     notes: tuple[str, ...] = ()
     if keep == "all":
-        dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in wanted.drop)}
+        dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in drop)}
         kept = {key: value for key, value in layout.tree.items() if key not in dropped} if dropped else layout.tree
         part, removed = _edited(kept, rules)
         return Selection(part, part, (*dropped.values(), *removed), notes)

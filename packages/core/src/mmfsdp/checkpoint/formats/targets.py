@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.files.planned_files import PlannedFile
@@ -19,9 +19,18 @@ from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["TARGETS", "Content", "Target", "published_path", "target_format"]
+__all__ = ["TARGETS", "Content", "Target", "TargetSettings", "check_target_name", "published_path", "target_format"]
 
 _ONE = Ranks(1, 1)
+
+
+class TargetSettings(Protocol):
+    """The settings of a conversion that the format to write must fit."""
+
+    @property
+    def to(self) -> str | None: ...
+    @property
+    def max_shard_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -68,39 +77,54 @@ class Target:
     """Whether optimizer state goes by the names of the parameters, and not by their numbers."""
 
 
-def target_format(path: Path, to: str | None, max_shard_size: int | None) -> Target:
+def check_target_name(name: str) -> str:
+    """Return the name of a format to write as it was given.
+
+    Raises:
+        ConfigError: There is no such format; the message suggests the nearest names.
+    """
+    if name not in _BY_SPELLING:
+        known = ", ".join(repr(name) for name in _BY_SPELLING)
+        hint = closest(name, _BY_SPELLING, count=1) or f" Accepted: {known}."
+        raise ConfigError(f"{name!r} is not a format to write.{hint}")
+    return name
+
+
+def target_format(path: Path, conversion: TargetSettings) -> Target:
     """Return the format to write.
 
     Args:
-        path: Where to.
-        to: Its name; by default the suffix of ``path`` says it, or ``max_shard_size``.
-        max_shard_size: Bytes of tensor data per file.
+        path: Where to write.
+        conversion: The settings; ``to``, else ``max_shard_size``, else the suffix of ``path`` sets the format.
 
     Raises:
-        ConfigError: The format is unknown, or not one of several files.
+        ConfigError: The suffix does not name a format, or a setting does not fit the format.
     """
-    if to is None and max_shard_size is not None:
-        if path.suffix.lower() in _BY_SUFFIX:
-            raise ConfigError(
-                f"max_shard_size (--max-shard-size) writes a directory of several files; {path.name!r} is the name of "
-                "one. Leave out the suffix."
-            )
-        to = "safetensors_index"
-    if to is None:
-        suffix = path.suffix.lower()
-        if suffix not in _BY_SUFFIX:
-            raise ConfigError(
-                f"The suffix {path.suffix!r} of {path.name!r} does not say which format to write. Use .safetensors, "
-                ".pth or .pt, or say it with to= (--to): 'safetensors', 'pth', 'dcp' or 'local'."
-            )
-        return _BY_SUFFIX[suffix]
-    if to not in _BY_SPELLING:
-        known = ", ".join(repr(name) for name in _BY_SPELLING)
-        hint = closest(to, _BY_SPELLING, count=1) or f" Known are {known}."
-        raise ConfigError(f"{to!r} is not a format to write.{hint}")
-    target = _BY_SPELLING[to]
-    if max_shard_size is not None and target.format != "safetensors_index":
-        raise ConfigError(f"max_shard_size (--max-shard-size) is for to='safetensors_index', not {to!r}.")
+    by_suffix = _BY_SUFFIX.get(path.suffix.lower())
+    if conversion.to is not None:
+        target = _BY_SPELLING[check_target_name(conversion.to)]
+    elif conversion.max_shard_size is None and by_suffix is not None:
+        target = by_suffix
+    elif conversion.max_shard_size is None:
+        raise ConfigError(
+            f"The suffix {path.suffix!r} of {path.name!r} does not name a format. Use .safetensors, .pth or .pt, or "
+            "set 'to' to 'safetensors', 'pth', 'dcp' or 'local'."
+        )
+    elif by_suffix is not None:
+        raise ConfigError(
+            f"'max_shard_size' writes a directory of several files, but {path.name!r} has the suffix of a file. Leave "
+            "out the suffix."
+        )
+    else:
+        target = _BY_SPELLING["safetensors_index"]
+    name = target.spellings[0]
+    for setting, fits, needed in (
+        ("max_shard_size", target.format == "safetensors_index", "'safetensors_index'"),
+        ("publish", not target.directory, "a single file"),
+        ("ranks", target.by_rank, "'dcp' or 'local'"),
+    ):
+        if getattr(conversion, setting) and not fits:
+            raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {name!r}.")
     return target
 
 

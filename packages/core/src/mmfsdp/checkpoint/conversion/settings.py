@@ -1,0 +1,134 @@
+"""What a conversion writes and how: one validated value that code, files of settings and the command line share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from mmfsdp.basics.dtypes import canonical_dtype
+from mmfsdp.basics.text import parse_bytes
+from mmfsdp.checkpoint.conversion.ranks import Ranks
+from mmfsdp.checkpoint.formats.targets import check_target_name
+from mmfsdp.config.base import ConfigModel
+from mmfsdp.errors import ConfigError
+
+__all__ = ["Conversion"]
+
+
+def _checked(check: Callable[[Any], Any]) -> BeforeValidator:
+    """Return a validator that skips None and whose error message reaches the user."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return None if value is None else check(value)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+
+    return BeforeValidator(validate)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    return list(value.items()) if isinstance(value, Mapping) else value
+
+
+def _dtypes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {pattern: canonical_dtype(dtype) for pattern, dtype in value.items()}
+    return canonical_dtype(value)
+
+
+def _ranks(value: Any) -> Any:
+    Ranks.parse(value)
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+class Conversion(ConfigModel):
+    """What `convert` writes of a checkpoint, and how. Loads from YAML, JSON or TOML with ``from_file``.
+
+    Raises:
+        ConfigError: A setting is unknown, misspelt or malformed, or two settings contradict each other.
+
+    Example:
+        >>> Conversion(keep="model", dtype="bf16", max_shard_size="5GB").to_dict()["max_shard_size"]
+        5000000000
+    """
+
+    keep: str | None = None
+    """Which part to write. ``'model'``: the weights (in a ``.pth`` file as ``{'state_dict': ..., 'meta': ...}``, the
+    shape that OpenMMLab publishes; in a distributed checkpoint their bare names). ``'all'``: everything; in a ``.pth``
+    file what a ``full`` checkpoint holds, in a safetensors file every tensor under its whole path such as
+    ``'optimizer/state/0/exp_avg'``. Otherwise a top-level key such as ``'ema_state_dict'``. By default everything for
+    directories that training resumes from (``dcp``, ``local``), else the weights."""
+    drop: Names = ()
+    """Write everything except these top-level keys, such as ``['optimizer']``."""
+    include: Names = ()
+    """Write only tensors whose name in the part that is kept matches one of these patterns: a glob (``*`` within one
+    dotted part, ``**`` across parts) or ``'re:...'``."""
+    exclude: Names = ()
+    """Leave out every tensor and value whose name matches one of these patterns."""
+    rename: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
+    """Regular expressions and replacements as for ``re.sub``, applied to the names in order; a mapping works too."""
+    strip_prefix: str | None = None
+    """Remove this prefix from names that have it, before they are renamed."""
+    dtype: Annotated[str | dict[str, str] | None, _checked(_dtypes)] = None
+    """Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see the new
+    names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest, ties to even;
+    what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy."""
+    use_ema: bool = False
+    """Write the averaged weights as the model's weights."""
+    publish: bool = False
+    """Write the weights and ``meta`` only, and put the first eight digits of the file's SHA-256 in its name."""
+    max_shard_size: Annotated[int | None, _checked(parse_bytes)] = None
+    """Write a directory of safetensors files with at most this much tensor data each, such as ``'5GB'``, and their
+    index. A number counts bytes; text needs a unit."""
+    to: Annotated[str | None, _checked(check_target_name)] = None
+    """The format to write, by a name that `known_formats` lists; by default the suffix of the target says it."""
+    ranks: Annotated[int | str | None, _checked(_ranks)] = None
+    """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas
+    of four shards. By default as many as wrote the source."""
+    source_format: str | None = None
+    """The format of the source, by a name that `known_formats` lists, if its content does not show it."""
+    overwrite: bool = False
+    """Replace an existing target."""
+    trust: bool = False
+    """Keep unknown pickled objects as opaque placeholders, never imported, instead of rejecting the source. They are
+    written again into a ``.pth`` target."""
+    verify: bool = True
+    """Compare stored CRC-32 checksums with the data, and a directory with its manifest. Records that are copied whole
+    are compared on the way, others are read twice."""
+    verify_output: bool = False
+    """Read the output before it appears, and compare every tensor with the source."""
+    fsync: bool = True
+    """Wait until the output is on disk."""
+    jobs: Annotated[int | None, Field(ge=1)] = None
+    """Threads that copy; by default one per processor, four at most. The output does not depend on it."""
+
+    def check_together(self) -> None:
+        if self.drop and self.keep not in (None, "all"):
+            raise ValueError(
+                f"'drop' leaves keys out of everything; it cannot be combined with 'keep' {self.keep!r}. Remove one."
+            )
+        part = "all" if self.drop else self.keep
+        for name, wanted in (("use_ema", self.use_ema), ("publish", self.publish)):
+            if wanted and part not in (None, "model"):
+                given = "'drop'" if self.drop else f"'keep' {part!r}"
+                raise ValueError(f"{name!r} writes the weights; it cannot be combined with {given}. Remove one.")
+
+    def changed(self, settings: Mapping[str, Any]) -> Conversion:
+        """Return this conversion with some settings replaced, validated again.
+
+        Raises:
+            ConfigError: A setting is unknown or malformed, or two contradict each other.
+        """
+        if not settings:
+            return self
+        return Conversion.from_dict({**self.model_dump(exclude_unset=True), **settings})
