@@ -15,7 +15,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_w
 
 from mmfsdp import ShardConfig, ShardPlan, plan
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError, PolicyError
-from mmfsdp.planning import MeshSpec, ShardUnit, UnitPrecision, fingerprint
+from mmfsdp.planning import MeshSpec, ShardUnit, UnitPrecision
+from mmfsdp.planning.fingerprints import fingerprint
 
 LINEARS = {"wrap": {"kind": "module_class", "classes": "torch.nn.Linear"}}
 MLPS = {"wrap": {"kind": "module_class", "classes": "Mlp"}}

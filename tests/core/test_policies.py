@@ -37,8 +37,8 @@ from mmfsdp.config import (
     SizeWrap,
 )
 from mmfsdp.errors import PolicyError, PolicyNotFoundError
-from mmfsdp.planning import resolve_policy, select_modules
 from mmfsdp.planning.patterns import match_classes
+from mmfsdp.planning.policies import resolve_policy, select_modules
 from mmfsdp.planning.precision import full_precision_classes
 from mmfsdp.testing import single_rank
 

@@ -15,7 +15,7 @@ from mmfsdp_cli.options import PATH, flag
 from mmfsdp_cli.planning import mesh_of
 
 if TYPE_CHECKING:
-    from mmfsdp.frontends.findings import Diagnosis, Finding, Level
+    from mmfsdp.frontends import Diagnosis, Finding, Level
 
 __all__ = ["doctor_command"]
 
@@ -40,7 +40,7 @@ def doctor_command(config: Path, ranks: str | None, no_plan: bool, as_json: bool
     Exit codes: 0 nothing is wrong; 1 the config does not run as it is; 2 it cannot be read.
     """
     with reporting_errors():
-        from mmfsdp.frontends.readers import read_config
+        from mmfsdp.frontends import read_config
 
         mesh = None if ranks is None else mesh_of(ranks)
         with running_user_code():
@@ -54,7 +54,7 @@ def doctor_command(config: Path, ranks: str | None, no_plan: bool, as_json: bool
 
 
 def _print(diagnosis: Diagnosis, *, with_plan: bool) -> None:
-    from mmfsdp.frontends.findings import LEVELS
+    from mmfsdp.frontends import LEVELS
 
     if with_plan and diagnosis.plan is not None:
         if diagnosis.suggested:

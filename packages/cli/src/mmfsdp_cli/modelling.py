@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp.checkpoint import Layout
-    from mmfsdp.frontends.readers import ReadConfig
+    from mmfsdp.frontends import ReadConfig
 
 __all__ = ["key_values", "model_of", "reference_of", "running_user_code"]
 
@@ -48,10 +48,10 @@ def running_user_code() -> Iterator[None]:
 
 
 def model_of(name: str, arguments: Sequence[str]) -> tuple[nn.Module, ReadConfig | None]:
-    """Build a model, its parameters on the meta device; see `mmfsdp.frontends.building.build_model`."""
+    """Build a model, its parameters on the meta device; see `mmfsdp.frontends.build_model`."""
     given = key_values(arguments, "--model-arg")
     with running_user_code():
-        from mmfsdp.frontends.building import build_model
+        from mmfsdp.frontends import build_model
 
         return build_model(name, given)
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp import ShardPlan
-    from mmfsdp.frontends.readers import ReadConfig
+    from mmfsdp.frontends import ReadConfig
     from mmfsdp.planning import MemoryEstimate
-    from mmfsdp.torch_style.arguments import Translated
+    from mmfsdp.torch_style import Translated
 
 __all__ = ["mesh_of", "plan_command"]
 
@@ -105,7 +105,7 @@ def mesh_of(ranks: str) -> int | tuple[int, int]:
 
 def _settings(model: nn.Module, source: ReadConfig | None, config: Path | None, changes: dict[str, Any]) -> Translated:
     from mmfsdp import ShardConfig
-    from mmfsdp.torch_style.arguments import Translated
+    from mmfsdp.torch_style import Translated
 
     if config is None and source is not None:
         means = source.settings(model)

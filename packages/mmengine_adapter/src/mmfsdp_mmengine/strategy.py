@@ -13,11 +13,10 @@ from mmengine.optim import BaseOptimWrapper, OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
-from mmfsdp import FullyShardedDataParallel
-from mmfsdp.collective.steps import scope_of
+from mmfsdp import FullyShardedDataParallel, parameters_on_meta
+from mmfsdp.collective import scope_of
 from mmfsdp.errors import ConfigError
-from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.sharding.meta import parameters_on_meta
+from mmfsdp.runtime import find_sharded_model
 from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
 from mmfsdp_mmengine.configs.agreement import check_alike

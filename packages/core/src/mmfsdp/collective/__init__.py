@@ -1,5 +1,43 @@
-"""What ranks do together, and what one of them says when the others do not come."""
+"""What ranks do together: a step succeeds on every rank or raises on every rank."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
 
+if TYPE_CHECKING:
+    from mmfsdp.collective.channels import wait_timeout
+    from mmfsdp.collective.steps import (
+        Scope,
+        all_equal,
+        broadcast_object,
+        gather_objects,
+        gather_to_first,
+        on_all_ranks,
+        place_in,
+        scope_of,
+        shared,
+    )
+
 require_torch(__name__)
+
+__all__ = [
+    "Scope",
+    "all_equal",
+    "broadcast_object",
+    "gather_objects",
+    "gather_to_first",
+    "on_all_ranks",
+    "place_in",
+    "scope_of",
+    "shared",
+    "wait_timeout",
+]
+
+_WHERE = {"wait_timeout": "mmfsdp.collective.channels"}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.collective.steps")

@@ -1,1 +1,32 @@
 """Models and configs by the names that people type on a command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmfsdp.frontends.building import build_model
+    from mmfsdp.frontends.findings import LEVELS, Diagnosis, Finding, Level
+    from mmfsdp.frontends.readers import ReadConfig, read_config
+
+__all__ = [
+    "LEVELS",
+    "Diagnosis",
+    "Finding",
+    "Level",
+    "ReadConfig",
+    "build_model",
+    "read_config",
+]
+
+_WHERE = {
+    "build_model": "mmfsdp.frontends.building",
+    **dict.fromkeys(("LEVELS", "Diagnosis", "Finding", "Level"), "mmfsdp.frontends.findings"),
+    **dict.fromkeys(("ReadConfig", "read_config"), "mmfsdp.frontends.readers"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name)

@@ -1,4 +1,4 @@
-"""Deciding: from a model and a configuration to a plan, without touching either."""
+"""From a model and a configuration to a plan; neither is changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.planning.automatic import repeated_classes
-    from mmfsdp.planning.fingerprints import fingerprint
     from mmfsdp.planning.memory import OPTIMIZERS, MemoryEstimate, estimate_memory, optimizer_named
-    from mmfsdp.planning.policies import Match, resolve_policy, select_modules
+    from mmfsdp.planning.patterns import match_classes
     from mmfsdp.planning.resolve import plan
     from mmfsdp.planning.schema import (
         ActivationPlan,
@@ -27,7 +26,6 @@ __all__ = [
     "OPTIMIZERS",
     "ActivationPlan",
     "BufferEntry",
-    "Match",
     "MemoryEstimate",
     "MeshSpec",
     "Note",
@@ -36,20 +34,17 @@ __all__ = [
     "ShardUnit",
     "UnitPrecision",
     "estimate_memory",
-    "fingerprint",
+    "match_classes",
     "optimizer_named",
     "plan",
     "repeated_classes",
-    "resolve_policy",
-    "select_modules",
 ]
 
 _WHERE = {
-    "fingerprint": "mmfsdp.planning.fingerprints",
-    "plan": "mmfsdp.planning.resolve",
     "repeated_classes": "mmfsdp.planning.automatic",
-    **dict.fromkeys(("MemoryEstimate", "OPTIMIZERS", "estimate_memory", "optimizer_named"), "mmfsdp.planning.memory"),
-    **dict.fromkeys(("Match", "resolve_policy", "select_modules"), "mmfsdp.planning.policies"),
+    **dict.fromkeys(("OPTIMIZERS", "MemoryEstimate", "estimate_memory", "optimizer_named"), "mmfsdp.planning.memory"),
+    "match_classes": "mmfsdp.planning.patterns",
+    "plan": "mmfsdp.planning.resolve",
 }
 
 _NEEDS_TORCH = {"Match", "fingerprint", "plan", "repeated_classes", "resolve_policy", "select_modules"}

@@ -1,5 +1,37 @@
-"""Ranks and files together: saving and loading the checkpoints of a sharded model."""
+"""Ranks and checkpoint files together: saving, loading, and saving in the background."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
 
+if TYPE_CHECKING:
+    from mmfsdp.saving.load import check_shared, open_shared, read_checkpoint, reference_of
+    from mmfsdp.saving.rank_files import write_archive
+    from mmfsdp.saving.save import write_checkpoint
+    from mmfsdp.saving.stored import whole_value
+
 require_torch(__name__)
+
+__all__ = [
+    "check_shared",
+    "open_shared",
+    "read_checkpoint",
+    "reference_of",
+    "whole_value",
+    "write_archive",
+    "write_checkpoint",
+]
+
+_WHERE = {
+    **dict.fromkeys(("check_shared", "open_shared", "read_checkpoint", "reference_of"), "mmfsdp.saving.load"),
+    "write_archive": "mmfsdp.saving.rank_files",
+    "write_checkpoint": "mmfsdp.saving.save",
+    "whole_value": "mmfsdp.saving.stored",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name)

@@ -1,5 +1,28 @@
-"""Carrying a plan out: devices, meshes, weights, activation checkpointing and the engines."""
+"""Carrying out a plan: meshes, devices, initialisation, activation checkpointing and the engines."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
 
+if TYPE_CHECKING:
+    from mmfsdp.sharding.activation.apply import apply_activation_checkpointing
+    from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS
+
 require_torch(__name__)
+
+__all__ = [
+    "DEFAULT_SAVE_OPS",
+    "apply_activation_checkpointing",
+]
+
+_WHERE = {
+    "apply_activation_checkpointing": "mmfsdp.sharding.activation.apply",
+    "DEFAULT_SAVE_OPS": "mmfsdp.sharding.activation.operators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name)

@@ -1,17 +1,27 @@
-"""A live sharded model and plain state dicts, one from the other."""
+"""The weights and optimizer state of a live sharded model as plain state dicts, and back."""
 
-from mmfsdp.runtime.dtensors import Box, box_of, local_part
-from mmfsdp.state.model import load_model_state_dict, model_state_dict
-from mmfsdp.state.optimizer import load_optim_state_dict, optim_state_dict
-from mmfsdp.state.report import LoadReport
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.lazy import lazy
+
+if TYPE_CHECKING:
+    from mmfsdp.state.local_view import LocalView, exchanged
+    from mmfsdp.state.report import LoadReport, compare_shapes
 
 __all__ = [
-    "Box",
     "LoadReport",
-    "box_of",
-    "load_model_state_dict",
-    "load_optim_state_dict",
-    "local_part",
-    "model_state_dict",
-    "optim_state_dict",
+    "LocalView",
+    "compare_shapes",
+    "exchanged",
 ]
+
+_WHERE = {
+    **dict.fromkeys(("LocalView", "exchanged"), "mmfsdp.state.local_view"),
+    **dict.fromkeys(("LoadReport", "compare_shapes"), "mmfsdp.state.report"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy(__name__, __all__, _WHERE, name)

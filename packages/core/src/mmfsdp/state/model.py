@@ -19,7 +19,7 @@ from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
 from mmfsdp.state.flat_load import fill_piece, piece_box
-from mmfsdp.state.report import LoadReport, agree, compare
+from mmfsdp.state.report import LoadReport, agree, compare_shapes
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -86,7 +86,7 @@ def load_model_state_dict(
     target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
     offered = _offered(state_dict, state, from_rank0)
     shapes = {name: _shape(into) for name, into in target.items()}
-    found = compare(shapes, {name: shape for name, (shape, _) in offered.items()})
+    found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
     scope = scope_of(state.mesh)

@@ -9,7 +9,7 @@ from typing import Any
 from mmfsdp.collective.steps import Scope, all_equal, gather_objects, on_all_ranks
 from mmfsdp.errors import StateDictError
 
-__all__ = ["LoadReport", "agree", "compare"]
+__all__ = ["LoadReport", "agree", "compare_shapes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LoadReport:
         return "; ".join(parts) or "all keys match"
 
 
-def compare(wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> LoadReport:
+def compare_shapes(wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> LoadReport:
     """Return how two sets of shapes by name differ. Not collective.
 
     Args:

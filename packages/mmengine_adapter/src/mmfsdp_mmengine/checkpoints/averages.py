@@ -14,11 +14,9 @@ from mmengine.registry import MODELS
 
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.errors import ConfigError, StateDictError, closest
-from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.stored import whole_value
-from mmfsdp.state import LoadReport
-from mmfsdp.state.local_view import LocalView, exchanged
-from mmfsdp.state.report import compare
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.saving import whole_value
+from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged
 from mmfsdp_mmengine.checkpoints.content import with_own_counters
 
 __all__ = ["ShardAverages", "averaged_model_class", "with_averages"]
@@ -128,7 +126,7 @@ class ShardAverages:
         if own is not None:
             wanted |= dict.fromkeys(self._own())
             shapes |= {name: None for name in own if not name.startswith(_PREFIX)}
-        report = compare(wanted, shapes)
+        report = compare_shapes(wanted, shapes)
         if not report.clean:
             raise StateDictError(
                 f"EMAHook(strict_load=True): averages cannot begin with this checkpoint: {report}. With "

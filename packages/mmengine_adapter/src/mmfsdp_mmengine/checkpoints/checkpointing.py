@@ -13,9 +13,9 @@ from mmengine._strategy import DDPStrategy
 from mmengine.utils import get_git_hash
 
 from mmfsdp import load_model_state_dict, model_state_dict
-from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, FormatError, StateDictError
-from mmfsdp.saving.save import write_checkpoint
+from mmfsdp.saving import write_checkpoint
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.content import (
     describe_mismatch,

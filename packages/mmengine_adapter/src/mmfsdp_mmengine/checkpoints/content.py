@@ -15,9 +15,9 @@ from mmengine.logging import HistoryBuffer
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
-from mmfsdp.collective.steps import Scope, broadcast_object, on_all_ranks
+from mmfsdp.collective import Scope, broadcast_object, on_all_ranks
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
-from mmfsdp.saving.load import check_shared, open_shared, read_checkpoint, reference_of
+from mmfsdp.saving import check_shared, open_shared, read_checkpoint, reference_of
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.checkpoints.downloads import download_content, local_path
 from mmfsdp_mmengine.configs.agreement import check_alike
@@ -124,7 +124,7 @@ def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
         model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
 
     Raises:
-        CheckpointError: See `mmfsdp.saving.load.read_checkpoint`.
+        CheckpointError: See `mmfsdp.saving.read_checkpoint`.
     """
     reference = None if model is None else reference_of(model)
     return _with_state_dict(read_checkpoint(path, safe_globals=safe_globals(), reference=reference), str(path))

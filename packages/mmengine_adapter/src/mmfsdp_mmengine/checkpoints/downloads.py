@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlparse
 import mmengine.runner.checkpoint as stock
 import torch
 
-from mmfsdp.collective.steps import scope_of
+from mmfsdp.collective import scope_of
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 from mmfsdp_mmengine.processes.machines import in_turns
 
@@ -33,7 +33,7 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
 
     Files of web servers are kept where MMEngine keeps them, in ``TORCH_HOME``. The first rank downloads, then the first
     rank of each machine on which the file is not there by then: once for a file system that all share, else once per
-    machine. Ranks wait for each other as long as `mmfsdp.collective.steps.wait_timeout` says.
+    machine. Ranks wait for each other as long as `mmfsdp.collective.wait_timeout` says.
 
     Args:
         filename: A URL or a model zoo's name.

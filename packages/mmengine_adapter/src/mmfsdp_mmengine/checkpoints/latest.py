@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mmengine.logging import print_log
 
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.collective.steps import on_all_ranks, scope_of, shared
+from mmfsdp.collective import on_all_ranks, scope_of, shared
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from mmfsdp_mmengine.processes.machines import firsts_of_machines
 

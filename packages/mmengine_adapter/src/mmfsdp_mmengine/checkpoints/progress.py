@@ -9,9 +9,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmfsdp.collective.steps import gather_objects, place_in, scope_of
-from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.stored import whole_value
+from mmfsdp.collective import gather_objects, place_in, scope_of
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.saving import whole_value
 
 __all__ = ["own_random_state", "random_states"]
 

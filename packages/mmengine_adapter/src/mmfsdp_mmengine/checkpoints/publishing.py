@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint import convert
 from mmfsdp.errors import ConfigError
-from mmfsdp.saving.rank_files import write_archive
+from mmfsdp.saving import write_archive
 from mmfsdp_mmengine.checkpoints.content import read_content
 
 __all__ = ["publish"]

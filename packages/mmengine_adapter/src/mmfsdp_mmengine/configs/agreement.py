@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from mmfsdp.collective.steps import Scope, all_equal, broadcast_object, on_all_ranks, scope_of
+from mmfsdp.collective import Scope, all_equal, broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import RankMismatchError
 from mmfsdp_mmengine.configs.arguments import named
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
 
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.torch_style.arguments import ARGUMENTS
+from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
 
 __all__ = ["StateDictSettings", "activation_arguments", "named", "plain", "state_dict_settings", "wrapper_arguments"]

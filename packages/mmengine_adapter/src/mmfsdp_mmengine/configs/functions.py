@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn as nn
 from mmengine.registry import FUNCTIONS
 
-from mmfsdp.basics.references import resolve_reference
+from mmfsdp.basics import resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError, PolicyNotFoundError, closest
-from mmfsdp.planning.patterns import match_classes
+from mmfsdp.planning import match_classes
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
 
 __all__ = ["build_check_fn", "build_function", "build_policy", "find_function"]

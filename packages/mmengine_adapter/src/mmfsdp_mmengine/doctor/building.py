@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn as nn
 from mmengine.registry import MODELS, DefaultScope
 
+from mmfsdp import parameters_on_meta
 from mmfsdp.errors import ConfigError
-from mmfsdp.sharding.meta import parameters_on_meta
-from mmfsdp.torch_style.arguments import ARGUMENTS, Translated, translate_arguments
+from mmfsdp.torch_style import ARGUMENTS, Translated, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, plain, wrapper_arguments
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
 from mmfsdp_mmengine.doctor.subject import names_in, sharding_of

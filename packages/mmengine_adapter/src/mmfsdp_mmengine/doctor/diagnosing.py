@@ -9,9 +9,9 @@ import torch.nn as nn
 
 from mmfsdp import ShardPlan, plan
 from mmfsdp.errors import MmfsdpError
-from mmfsdp.frontends.findings import LEVELS, Diagnosis, Finding
+from mmfsdp.frontends import LEVELS, Diagnosis, Finding
 from mmfsdp.planning import estimate_memory
-from mmfsdp.torch_style.arguments import Translated, translate_arguments
+from mmfsdp.torch_style import Translated, translate_arguments
 from mmfsdp_mmengine.configs.arguments import wrapper_arguments
 from mmfsdp_mmengine.doctor import models, running, sharding, state, training
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings

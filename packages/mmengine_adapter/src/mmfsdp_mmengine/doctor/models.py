@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from mmfsdp.frontends.findings import Finding
+from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of
 from mmfsdp_mmengine.wrappers.steps import overrides
 

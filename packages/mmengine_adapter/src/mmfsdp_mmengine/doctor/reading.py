@@ -10,8 +10,8 @@ from mmengine.config import Config
 from mmengine.utils import import_modules_from_strings
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.frontends.findings import Diagnosis
-from mmfsdp.torch_style.arguments import Translated
+from mmfsdp.frontends import Diagnosis
+from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
@@ -21,7 +21,7 @@ __all__ = ["MMEngineConfig", "open_config"]
 
 
 def open_config(path: Path) -> MMEngineConfig:
-    """Read a config; see `mmfsdp.frontends.readers`."""
+    """Read a config; see `mmfsdp.frontends.read_config`."""
     return MMEngineConfig(path)
 
 
@@ -57,17 +57,17 @@ class MMEngineConfig:
             ) from error
 
     def model(self) -> nn.Module:
-        """Return its model with parameters on the meta device; see `mmfsdp.frontends.readers.ReadConfig`."""
+        """Return its model with parameters on the meta device; see `mmfsdp.frontends.ReadConfig`."""
         return build_model(self.content)
 
     def settings(self, model: nn.Module) -> Translated:
-        """Return how it says that its model is sharded; see `mmfsdp.frontends.readers.ReadConfig`."""
+        """Return how it says that its model is sharded; see `mmfsdp.frontends.ReadConfig`."""
         return sharding_settings(self.content, model)
 
     def optimizer(self) -> str | None:
-        """Return the name of its optimizer; see `mmfsdp.frontends.readers.ReadConfig`."""
+        """Return the name of its optimizer; see `mmfsdp.frontends.ReadConfig`."""
         return optimizer_of(self.content)
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
-        """Return what there is to know about it; see `mmfsdp.frontends.readers.ReadConfig`."""
+        """Return what there is to know about it; see `mmfsdp.frontends.ReadConfig`."""
         return diagnose(str(self.path), self.content, mesh)

@@ -9,7 +9,7 @@ import torch.nn as nn
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 
 from mmfsdp.errors import closest
-from mmfsdp.frontends.findings import Finding
+from mmfsdp.frontends import Finding
 from mmfsdp.planning import repeated_classes
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
 

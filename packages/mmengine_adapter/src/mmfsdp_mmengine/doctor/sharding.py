@@ -9,8 +9,8 @@ import torch.nn as nn
 from mmengine.registry import DefaultScope
 
 from mmfsdp.errors import MmfsdpError
-from mmfsdp.frontends.findings import Finding
-from mmfsdp.torch_style.arguments import ARGUMENTS, translate_arguments
+from mmfsdp.frontends import Finding
+from mmfsdp.torch_style import ARGUMENTS, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, state_dict_settings, wrapper_arguments
 from mmfsdp_mmengine.doctor.building import OWN_ARGUMENTS
 from mmfsdp_mmengine.doctor.running import advised_wrapper

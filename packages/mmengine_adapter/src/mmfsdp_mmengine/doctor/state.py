@@ -8,7 +8,7 @@ from pathlib import Path
 from mmengine.registry import HOOKS, MODELS, DefaultScope
 
 from mmfsdp.errors import MmfsdpError, closest
-from mmfsdp.frontends.findings import Finding
+from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.configs.arguments import state_dict_settings
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, hooks_of, name_of
 from mmfsdp_mmengine.hooks.ema import EMAHook

@@ -11,9 +11,9 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
 
-from mmfsdp.basics.dtypes import canonical_dtype
+from mmfsdp.basics import canonical_dtype
 from mmfsdp.errors import MmfsdpError, closest
-from mmfsdp.frontends.findings import Finding
+from mmfsdp.frontends import Finding
 from mmfsdp.planning import optimizer_named
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of

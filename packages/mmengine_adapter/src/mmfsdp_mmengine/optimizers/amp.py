@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mmfsdp import ShardPlan
-from mmfsdp.basics.dtypes import canonical_dtype, to_torch
+from mmfsdp.basics import canonical_dtype, to_torch
 from mmfsdp.errors import ConfigError, GradScalerError
 from mmfsdp_mmengine.registry import OPTIM_WRAPPERS, replace_stock
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import clip_grad_norm_
-from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.runtime import find_sharded_model
 
 __all__ = ["clip_globally"]
 

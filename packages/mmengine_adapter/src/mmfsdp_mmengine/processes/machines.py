@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mmfsdp.collective.steps import Scope, broadcast_object, gather_to_first, on_all_ranks
+from mmfsdp.collective import Scope, broadcast_object, gather_to_first, on_all_ranks
 
 __all__ = ["firsts_of_machines", "in_turns"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from mmengine.logging import print_log
 
-from mmfsdp.runtime.reachability import LossReach
+from mmfsdp.runtime import LossReach
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
 
 __all__ = ["unreached_logged"]

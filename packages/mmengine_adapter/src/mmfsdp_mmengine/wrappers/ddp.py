@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmfsdp.runtime.reachability import LossReach
+from mmfsdp.runtime import LossReach
 from mmfsdp_mmengine.configs.arguments import refuse_unknown
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged

@@ -11,8 +11,7 @@ from mmengine.model import BaseDataPreprocessor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp.runtime.buffers import keep_buffers_alike
-from mmfsdp.runtime.reachability import LossReach
+from mmfsdp.runtime import LossReach, keep_buffers_alike
 from mmfsdp_mmengine.configs.arguments import wrapper_arguments
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
@@ -46,7 +45,7 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         broadcast_buffers: Give all ranks the first one's buffers before each forward, as DistributedDataParallel does.
         detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
         **kwargs: Further arguments of torch's class by their names of any version, ``engine``, ``config`` and
-            ``activation_checkpointing``: see `mmfsdp.torch_style.arguments.translate_arguments`.
+            ``activation_checkpointing``: see `mmfsdp.torch_style.translate_arguments`.
 
     Raises:
         PolicyNotFoundError: A function is named that nothing has.
