@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -15,14 +13,10 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies
 from safetensors.torch import save_file
 from tests.core.samples import content, write_samples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,9 +24,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.checkpoint.pickles import limits
 from mmfsdp.checkpoint.pickles.limits import check_limits
-from mmfsdp.checkpoint.pickles.reading import Attributes, integers, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import Attributes, integers, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 PROTOCOL = b"\x80\x02"
@@ -126,7 +119,7 @@ def test_pickles_that_only_look_bad(tmp_path: Path) -> None:
 
 
 def described(protocol: int) -> bytes:
-    """Return a pickle of what DCP's metadata consists of, without its end, long enough for runs to be skipped."""
+    """Return a pickle of what DCP's metadata consists of, without its end."""
     places = {
         MetadataIndex(
             f"layer.{number}.weight", torch.Size((number, 0, number << 9)[: number % 4]), number
@@ -161,33 +154,10 @@ def verdict(pickled: bytes) -> str | None:
     return None
 
 
-def count_followed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Count the opcodes that are followed one by one."""
-    counted: Counter[int] = Counter()
-
-    class Counting(list[Any]):
-        def __getitem__(self, opcode: Any) -> Any:
-            counted[opcode] += 1
-            return super().__getitem__(opcode)
-
-    monkeypatch.setattr(limits, "OPCODES", Counting(limits.OPCODES))
-    return counted
-
-
-def test_places_of_tensors_with_long_names_are_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Names that came from another rank are pickled again for each place that they are stored at.
-    names = [f"model.layers.{i}.self_attn.query_projection.weight" for i in range(4000)]
-    stored = {MetadataIndex(name, torch.Size([0, 0])): _StorageInfo("__0_0.distcp", 0, 64) for name in names}
-    counted = count_followed(monkeypatch)
-    check_limits(pickle.dumps(stored, 4), Path("x"))
-    assert counted.total() < 10_000
-
-
 @pytest.mark.parametrize("begin", [described(4), tensors(2), tensors(4)], ids=["dcp", "torch", "torch, protocol 4"])
-def test_what_follows_runs_finds_its_places(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    # What follows a bomb's tuples must find them at the same places as if every opcode had been followed.
+def test_a_bomb_behind_a_checkpoint_is_found(begin: bytes) -> None:
+    # Its places in the memo must be counted through everything that torch writes.
     implicit = begin[1] == 4
-    monkeypatch.setattr(limits, "_WARM", 512)
     opcodes = [opcode.name for opcode, _, _ in pickletools.genops(begin + b".")]
     places = sum(name in ("MEMOIZE", "BINPUT", "LONG_BINPUT") for name in opcodes)
 
@@ -208,49 +178,14 @@ def test_what_follows_runs_finds_its_places(monkeypatch: pytest.MonkeyPatch, beg
         b"Nr\xff\xff\xff\x3f": True,
         b"N" + (b"q\xff" if implicit else b"\x94"): True,
     }
-    counted = count_followed(monkeypatch)
     assert verdict(begin + b".") is None
-    assert sum(counted.values()) < len(opcodes) / 5
-    quick = {tail: verdict(begin + tail + b".") for tail in tails}
-    assert {tail: reason is not None for tail, reason in quick.items()} == tails
-    monkeypatch.setattr(limits, "_LONG", 1 << 40)
-    assert {tail: verdict(begin + tail + b".") for tail in tails} == quick
+    found = {tail: verdict(begin + tail + b".") is not None for tail in tails}
+    assert found == tails
 
 
 def test_pickles_of_other_protocols_are_accepted() -> None:
     assert [verdict(described(protocol) + b".") for protocol in (2, 3, 5)] == [None] * 3
     assert [verdict(tensors(protocol) + b".") for protocol in (3, 5)] == [None] * 2
-
-
-@given(random=strategies.randoms(use_true_random=False), begin=strategies.sampled_from([described(4), tensors(2)]))
-@settings(max_examples=60, deadline=None)
-def test_runs_hide_no_bomb(random: Random, begin: bytes) -> None:
-    # Opcodes changed, moved and doubled, and then a tuple of tuples of what is in the memo. What is recognised without
-    # being followed refers to small tuples too, which is not counted: hence the distance of the limits.
-    places = [place for _, _, place in pickletools.genops(begin + b".")]
-    opcodes = [begin[one:two] for one, two in itertools.pairwise(places)]
-    implicit, length = begin[1] == 4, len(opcodes)
-    for _ in range(random.randrange(1, 6)):
-        at, other = random.randrange(length), random.randrange(length)
-        piece = opcodes[other : other + random.randrange(30)]
-        piece = random.choice([piece, [random.choice([b"\x85", b"\x86", b"t", b"(", b"2", b"0", b"u", b"s", b")"])]])
-        opcodes[at : at + random.randrange(2)] = piece
-    place = random.randrange(sum(opcode == b"\x94" or opcode[:1] in b"qr" for opcode in opcodes) + 2)
-    for _ in range(random.randrange(30)):
-        got = b"h%c" % place if place < 256 and random.random() < 0.5 else b"j" + struct.pack("<I", place)
-        place = place + 1 if implicit else random.choice([place, random.randrange(2000)])
-        opcodes += [got, got, b"\x86", b"\x94" if implicit else b"r" + struct.pack("<I", place)]
-    pickled = b"".join(opcodes) + b"."
-
-    def found(repeats: int, skip: bool) -> object:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(limits, "_REPEATS", repeats)
-            patch.setattr(limits, "_WARM", 64)
-            with contextlib.suppress(IndexError, ValueError):
-                return limits._excess(pickled, 0, skip)
-        return None
-
-    assert found(6000, skip=False) is None or found(200, skip=True) is not None
 
 
 def view(offset: bytes, size: bytes, stride: bytes) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
-from mmfsdp.checkpoint.pickles.reading import PickledObject
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.errors import FormatError
 
 __all__ = ["leaves", "map_leaves", "named_tensors", "select_tensors", "tensor_free_paths", "unique_name"]

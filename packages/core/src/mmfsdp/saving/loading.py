@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.pickles.reading import PickledObject
-from mmfsdp.checkpoint.pickles.writing import PickleWriter
+from mmfsdp.checkpoint.pickles.pickling import PickleWriter
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import CorruptCheckpointError, FormatError, UnsafePickleError
 from mmfsdp.saving.source import Source

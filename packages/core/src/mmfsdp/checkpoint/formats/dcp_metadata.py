@@ -13,7 +13,7 @@ from reprlib import repr as brief  # what is in a pickle may refer to itself man
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.dtypes import DTYPES
-from mmfsdp.checkpoint.pickles.reading import Attributes, PickledObject, StandIn, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError
 
 __all__ = ["Box", "DcpMetadata", "Location", "TensorInfo", "read_dcp_metadata"]

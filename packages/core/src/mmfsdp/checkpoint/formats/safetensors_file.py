@@ -19,7 +19,7 @@ from typing import Any
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
-from mmfsdp.checkpoint.pickles.reading import integers
+from mmfsdp.checkpoint.pickles.unpickling import integers
 from mmfsdp.checkpoint.strict_json import parse_json
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.pickles.reading import fields, integers
+from mmfsdp.checkpoint.pickles.unpickling import fields, integers
 
 __all__ = ["StoredShards", "stored_shards"]
 

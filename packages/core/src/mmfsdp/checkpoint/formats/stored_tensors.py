@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
-from mmfsdp.checkpoint.pickles.reading import PickledObject, StandIn, integers
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [

@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.formats.sharded_tensors import stored_shards
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, TensorBuilder
 from mmfsdp.checkpoint.formats.torch_zip import whole_layout
 from mmfsdp.checkpoint.layout import Layout, Record
-from mmfsdp.checkpoint.pickles.reading import StandIn, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = ["looks_like_torch_legacy", "read_torch_legacy", "read_torch_legacy_tree"]

@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards, stored_shard
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, StoredTensor, TensorBuilder
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry, TensorRef
-from mmfsdp.checkpoint.pickles.reading import read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

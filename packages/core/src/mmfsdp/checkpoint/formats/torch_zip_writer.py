@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_writer import Placement, central_directory, local_header, place
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
-from mmfsdp.checkpoint.pickles.writing import PickleWriter
+from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
 __all__ = ["Archive", "plan_archive", "plan_torch_zip"]
