@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import Layout, convert, diff, open_layout
+from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import values
-from mmfsdp.checkpoint.files.open_files import OpenFiles
-from mmfsdp.checkpoint.files.streaming import tensor_blocks
+from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.inspection import comparing
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint.files import crc, writing
+from mmfsdp.checkpoint import checksums
+from mmfsdp.checkpoint.checksums import crc32, crc32_combine
+from mmfsdp.checkpoint.files import writing
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.files.block_writer import BlockWriter
-from mmfsdp.checkpoint.files.copier import Copier, RecordKey
-from mmfsdp.checkpoint.files.crc import crc32, crc32_combine
-from mmfsdp.checkpoint.files.direct_io import Ways
+from mmfsdp.checkpoint.files.blocks import BlockWriter
+from mmfsdp.checkpoint.files.copying import Copier, RecordKey
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.files.tracking import Tracker
+from mmfsdp.checkpoint.files.progress import Tracker
 from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.geometry.extents import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
@@ -89,10 +89,10 @@ def test_isal_where_it_is_and_zlib_where_not(hidden: str, used: str) -> None:
 import sys, zlib
 {hidden}
 from mmfsdp.checkpoint import convert, verify
-from mmfsdp.checkpoint.files import crc
+from mmfsdp.checkpoint import checksums
 assert "isal.isal_zlib" not in sys.modules
-assert crc.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
-print(crc._implementation().__module__)
+assert checksums.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
+print(checksums._implementation().__module__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == used
@@ -100,12 +100,12 @@ print(crc._implementation().__module__)
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
-    for combine in (crc32_combine, crc._combined):
+    for combine in (crc32_combine, checksums._combined):
         assert combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
 
 
 def _copier(tracker: Tracker, verified: set[RecordKey] | None = None) -> Copier:
-    return Copier(tracker, BlockWriter(Ways(fsync=False)), verified=verified)
+    return Copier(tracker, BlockWriter(direct=False), verified=verified)
 
 
 @pytest.mark.parametrize("has_crc", [True, False])

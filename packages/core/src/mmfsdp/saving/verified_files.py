@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.basics.boxes import Bounds, is_within, meet
-from mmfsdp.checkpoint.files.crc import crc32, crc32_of_stretch
-from mmfsdp.checkpoint.files.gathering import packed_blocks
-from mmfsdp.checkpoint.files.open_files import OpenFiles, reading, truncated
+from mmfsdp.checkpoint.checksums import crc32, crc32_of_stretch
+from mmfsdp.checkpoint.files.elements import packed_blocks
+from mmfsdp.checkpoint.files.file_errors import read_errors, truncated
+from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.geometry.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
@@ -80,7 +81,7 @@ class VerifiedFiles:
             if not chunk.numel or not meet(chunk.bounds, box):
                 continue
             runs = byte_runs(replace(entry, stored=(chunk,)), *box)
-            with reading(chunk.file):
+            with read_errors(chunk.file):
                 self._fill_from(chunk, box, runs, target, entry.name)
 
     def check(self, records: Iterable[tuple[str, Record]]) -> None:
@@ -95,7 +96,7 @@ class VerifiedFiles:
         for name, record in records:
             if not self._verify or record in self._checked or record.crc32 is None:
                 continue
-            with reading(record.file):
+            with read_errors(record.file):
                 source = self._open.descriptor(record.file)
                 end = record.offset + record.nbytes
                 found, reached = crc32_of_stretch(source, record.offset, end)

@@ -21,8 +21,8 @@ from mmfsdp.checkpoint.files.atomic import (
     refuse_missing_parent,
     temporary_sibling,
 )
-from mmfsdp.checkpoint.files.tracking import Progress
-from mmfsdp.checkpoint.files.write_errors import writing
+from mmfsdp.checkpoint.files.file_errors import write_errors
+from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.formats.detect import open_layout
 from mmfsdp.checkpoint.formats.targets import Target, published_path, target_format
@@ -135,7 +135,7 @@ def convert(
         if isinstance(source, Layout)
         else open_layout(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     )
-    with writing(target):
+    with write_errors(target):
         _refuse_own_files(layout, target)
     chosen = _completed(chosen, kind, layout)
     overflows = _Overflows()
@@ -150,7 +150,7 @@ def convert(
         refuse_existing(target)
     if not dry_run:
         check_space(target, written, free)
-        with writing(target):
+        with write_errors(target):
             check_replaceable(target)
             temporary = temporary_sibling(target, exclusive=not replaces)
             try:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.crc import crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.checksums import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.errors import CorruptCheckpointError

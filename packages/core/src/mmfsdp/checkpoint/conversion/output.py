@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.atomic import located, refuse_missing_parent
 from mmfsdp.checkpoint.files.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.files.open_files import OpenFiles
-from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.formats.detect import open_layout
 from mmfsdp.checkpoint.inspection.verifying import verify
 from mmfsdp.checkpoint.layout import TensorEntry

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmfsdp.checkpoint.files.exchanging import exchange, rename_new
 from mmfsdp.checkpoint.files.leases import Lease, writer
-from mmfsdp.checkpoint.files.open_files import refuse_special
-from mmfsdp.checkpoint.files.renaming import exchange, rename_new
+from mmfsdp.checkpoint.files.opening import refuse_special
 from mmfsdp.checkpoint.files.siblings import Kind, claim_of, new_token, remove, remove_leftovers, sibling, token_of
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from mmfsdp.checkpoint.files.exchanging import rename_new
 from mmfsdp.checkpoint.files.leases import Lease, is_alive
-from mmfsdp.checkpoint.files.renaming import rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
 

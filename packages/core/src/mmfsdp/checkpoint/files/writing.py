@@ -10,15 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from mmfsdp.checkpoint.files.block_writer import BlockWriter
-from mmfsdp.checkpoint.files.copier import Copier, RecordKey
-from mmfsdp.checkpoint.files.crc import crc32, crc32_combine
-from mmfsdp.checkpoint.files.direct_io import Ways
-from mmfsdp.checkpoint.files.flushing import Flusher
-from mmfsdp.checkpoint.files.open_files import write_all
+from mmfsdp.checkpoint.checksums import crc32, crc32_combine
+from mmfsdp.checkpoint.files.blocks import BlockWriter, reserve
+from mmfsdp.checkpoint.files.copying import Copier, RecordKey
+from mmfsdp.checkpoint.files.opening import write_all
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.files.reserving import reserve
-from mmfsdp.checkpoint.files.tracking import Progress, StoppedError, Tracker
+from mmfsdp.checkpoint.files.progress import Progress, StoppedError, Tracker
 from mmfsdp.checkpoint.manifest import FileEntry
 
 __all__ = ["default_jobs", "write_files"]
@@ -49,7 +46,7 @@ def write_files(
         verify: Check the stored CRC-32 of every source record.
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
         jobs: Threads that copy, at most; ``default_jobs()`` by default. What is written does not depend on it.
-        fsync: Begin to bring the data to disk while it is written. It is there only after a sync of one's own.
+        fsync: Write past the page cache where possible, because the caller will sync the files.
 
     Returns:
         Size and CRC-32 of each file by name: what a manifest says, without having read them again.
@@ -68,12 +65,10 @@ def write_files(
     # No more than there is work for: each has memory of its own.
     count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
     with ExitStack() as stack:
-        ways = Ways(fsync=fsync)
-        flusher = stack.enter_context(Flusher(paths)) if fsync else None
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
         for _ in range(count):
-            writer = BlockWriter(ways, flusher.changed) if flusher else BlockWriter(ways)
+            writer = BlockWriter(direct=fsync)
             idle.put(stack.enter_context(Copier(tracker, writer, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         try:

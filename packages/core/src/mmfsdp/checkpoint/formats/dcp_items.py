@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.files.open_files import OpenFiles
+from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location
 from mmfsdp.checkpoint.formats.safetensors_file import looks_like_safetensors, read_entries
 from mmfsdp.checkpoint.formats.safetensors_index import box_offsets

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmfsdp.checkpoint.collecting import without_collection
-from mmfsdp.checkpoint.files.open_files import refuse_special
+from mmfsdp.checkpoint.files.file_errors import of_file
+from mmfsdp.checkpoint.files.opening import refuse_special
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.files.write_errors import of_file
 from mmfsdp.checkpoint.formats.dcp import is_dcp, read_dcp
 from mmfsdp.checkpoint.formats.mmengine_local import read_mmengine_local
 from mmfsdp.checkpoint.formats.rank_files import RankFiles

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.files.crc import crc32
+from mmfsdp.checkpoint.checksums import crc32
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.files.crc import crc32
+from mmfsdp.checkpoint.checksums import crc32
 from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards, stored_shards
 from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, StoredTensor, TensorBuilder
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records

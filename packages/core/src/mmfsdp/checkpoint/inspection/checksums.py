@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.scanning import Extent, Scanned
+from mmfsdp.checkpoint.checksums import Extent, Scanned
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, damaged_file

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import has_numpy, raw, values
-from mmfsdp.checkpoint.files.open_files import OpenFiles
-from mmfsdp.checkpoint.files.streaming import tensor_blocks
+from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.geometry.expanded import without_repeats
 from mmfsdp.checkpoint.layout import TensorEntry
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from mmfsdp.checkpoint.conversion.parts import part_tensors, weights_of
 from mmfsdp.checkpoint.files.numeric import require_numpy
-from mmfsdp.checkpoint.files.open_files import OpenFiles
-from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.formats.detect import open_layout
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfsdp.checkpoint.conversion.parts import find_tensor
+from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import require_numpy, values
-from mmfsdp.checkpoint.files.open_files import OpenFiles
-from mmfsdp.checkpoint.files.streaming import tensor_blocks
+from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.geometry.expanded import without_repeats
 from mmfsdp.checkpoint.layout import Layout

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.files.scanning import scan_file
-from mmfsdp.checkpoint.files.tracking import Progress
+from mmfsdp.checkpoint.checksums import scan_file
+from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.formats.detect import open_layout
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.inspection.checksums import Check, planned_checks

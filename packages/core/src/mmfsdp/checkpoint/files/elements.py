@@ -1,4 +1,4 @@
-"""Packs elements that lie scattered in a file, such as channels-last weights or transposed views, without numpy."""
+"""Reads the elements of a tensor in row-major order, block by block in constant memory, wherever its chunks lie."""
 
 from __future__ import annotations
 
@@ -8,12 +8,64 @@ import os
 from collections.abc import Iterator
 from typing import Literal
 
-from mmfsdp.checkpoint.geometry.extents import StridedRun
+from mmfsdp.checkpoint.files.file_errors import read_errors, truncated
+from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.geometry.extents import StridedRun, byte_runs
+from mmfsdp.checkpoint.layout import TensorEntry
 
-__all__ = ["packed_blocks"]
+__all__ = ["BLOCK", "packed_blocks", "tensor_blocks"]
 
-_BLOCK = 4 << 20  # bytes that are packed before they are handed out
+BLOCK = 4 << 20
+"""Bytes of a block: a multiple of every item size."""
+
 _FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> Iterator[memoryview]:
+    """Yield a whole tensor, packed in row-major order, in blocks that are full but for the last.
+
+    Args:
+        files: The open files to read with.
+        entry: The tensor; its chunks must cover it (see ``check_coverage``).
+        block: Bytes of a block, a multiple of the item size.
+
+    Yields:
+        A view of a buffer that the next block overwrites.
+
+    Raises:
+        CorruptCheckpointError: A file ends too early.
+    """
+    buffer = memoryview(bytearray(min(block, entry.nbytes)))
+    filled = 0
+    for run in byte_runs(entry):
+        if isinstance(run, StridedRun):
+            for piece in packed_blocks(files.descriptor(run.file), run):
+                if not piece:
+                    raise truncated(run.file, entry.name, run.source)
+                rest = memoryview(piece)
+                while rest:
+                    count = min(len(rest), len(buffer) - filled)
+                    buffer[filled : filled + count] = rest[:count]
+                    rest, filled = rest[count:], filled + count
+                    if filled == len(buffer):
+                        yield buffer
+                        filled = 0
+            continue
+        source, end = run.source, run.source + run.length
+        while source < end:
+            # Asked for anew each time: while the reader of a block is at work, others may have used the files.
+            view = buffer[filled : filled + min(end - source, len(buffer) - filled)]
+            descriptor = files.descriptor(run.file)
+            with read_errors(run.file):
+                count = os.preadv(descriptor, [view], source)
+            if count == 0:
+                raise truncated(run.file, entry.name, source)
+            source, filled = source + count, filled + count
+            if filled == len(buffer):
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
 
 
 def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
@@ -38,7 +90,7 @@ def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
     block = bytearray()
     for piece in _pieces(memoryview(mapped)[run.source - begin :], item, sizes, strides):
         block += piece
-        if len(block) >= _BLOCK:
+        if len(block) >= BLOCK:
             yield bytes(block)
             block.clear()
     if block:
@@ -69,21 +121,21 @@ def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[
         return
     size, step = sizes[0], strides[0]
     below = item * math.prod(sizes[1:])
-    if step == 0 and below <= _BLOCK:  # an expanded dimension
+    if step == 0 and below <= BLOCK:  # an expanded dimension
         unit = b"".join(_pieces(data, item, sizes[1:], strides[1:]))
         yield from _repeated(unit, size)
     elif len(sizes) > 1:
         for index in range(size):
             yield from _pieces(data[index * step * item :], item, sizes[1:], strides[1:])
     else:
-        for begin in range(0, size, _BLOCK // item):
-            count = min(_BLOCK // item, size - begin)
+        for begin in range(0, size, BLOCK // item):
+            count = min(BLOCK // item, size - begin)
             elements = data[begin * step * item : (begin * step + (count - 1) * step + 1) * item]
             yield elements.cast(_FORMATS[item])[::step].tobytes()
 
 
 def _repeated(unit: bytes, times: int) -> Iterator[bytes]:
-    at_once = min(times, _BLOCK // len(unit))
+    at_once = min(times, BLOCK // len(unit))
     block = unit * at_once
     for _ in range(times // at_once):
         yield block

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from mmfsdp.errors import CheckpointError, MmfsdpError
+from mmfsdp.errors import CheckpointError, CorruptCheckpointError, MmfsdpError
 
-__all__ = ["not_written", "of_file", "writing"]
+__all__ = ["not_written", "of_file", "read_errors", "truncated", "write_errors"]
 
 _ROOM = "Make room on that disk, or choose a path on another."
 _PLACE = "Choose a directory that you may write to."
@@ -47,7 +47,33 @@ def of_file(error: MmfsdpError, file: Path) -> MmfsdpError:
     return error if "file" in error.context else type(error)(error.message, **{**error.context, "file": str(file)})
 
 
-class writing:  # noqa: N801 - reads as a statement
+def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
+    """Return the error for a file that ends at byte ``offset``, within a tensor."""
+    return CorruptCheckpointError(
+        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
+    )
+
+
+class read_errors:  # noqa: N801 - reads as a statement
+    """Errors of the operating system become ours, which say that it is this file that cannot be read.
+
+    Args:
+        file: The file that is read within the block; whether it exists is for the caller to say.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            reason = error.strerror or error
+            raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
+
+
+class write_errors:  # noqa: N801 - reads as a statement
     """Errors of the operating system become ours, which say that it is this target that cannot be written.
 
     Args:

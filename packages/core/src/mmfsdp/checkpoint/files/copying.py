@@ -11,12 +11,13 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from mmfsdp.checkpoint.files.block_writer import BlockWriter
+from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.files.blocks import BlockWriter
 from mmfsdp.checkpoint.files.casting import CastEntry, converted_blocks
-from mmfsdp.checkpoint.files.crc import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.files.gathering import packed_blocks
-from mmfsdp.checkpoint.files.open_files import OpenFiles, reading, truncated
-from mmfsdp.checkpoint.files.tracking import Tracker
+from mmfsdp.checkpoint.files.elements import packed_blocks
+from mmfsdp.checkpoint.files.file_errors import read_errors, truncated
+from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.progress import Tracker
 from mmfsdp.checkpoint.geometry.extents import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
@@ -103,7 +104,7 @@ class Copier:
         source, done, crc = self._files.descriptor(run.file), 0, 0
         while done < run.length:
             view = self.writer.room(at + done, run.length - done)
-            with reading(run.file):
+            with read_errors(run.file):
                 size = os.preadv(source, [view], run.source + done)
             if size == 0:
                 raise truncated(run.file, name, run.source + done)
@@ -141,7 +142,7 @@ class Copier:
 
     def _crc32(self, file: Path, offset: int, length: int, name: str) -> int:
         source, end = self._files.descriptor(file), offset + length
-        with reading(file):
+        with read_errors(file):
             crc, stop = crc32_of_stretch(source, offset, end, advance=self._go_on, buffer=self._buffer)
         if stop < end:
             raise truncated(file, name, stop)

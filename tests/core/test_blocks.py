@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint.files import block_writer, direct_io
-from mmfsdp.checkpoint.files.block_writer import BlockWriter
-from mmfsdp.checkpoint.files.direct_io import Ways, open_direct
+from mmfsdp.checkpoint.files import blocks
+from mmfsdp.checkpoint.files.blocks import BlockWriter, open_direct, reserve
 
 MB = 1 << 20
+SIZE = MB + 5
 
 # What is left out between two stretches, and the length of the second; pages, blocks and the smallest direct request
 # are where something could go wrong.
@@ -28,10 +28,10 @@ _stretches = st.lists(
 )
 
 
-@pytest.mark.parametrize("way", ["buffered", "direct", "in turn"])
+@pytest.mark.parametrize("direct", [False, True])
 @settings(max_examples=25, deadline=None)
 @given(stretches=_stretches)
-def test_bytes_come_to_their_places(way: str, stretches: list[tuple[int, int]]) -> None:
+def test_bytes_come_to_their_places(direct: bool, stretches: list[tuple[int, int]]) -> None:
     size = sum(gap + length for gap, length in stretches)
     noise = os.urandom(size)
     expected = bytearray(size)
@@ -39,13 +39,11 @@ def test_bytes_come_to_their_places(way: str, stretches: list[tuple[int, int]]) 
         path = Path(folder) / "file"
         with path.open("xb") as file:
             file.truncate(size)
-        ways = Ways(fsync=way == "direct")
-        writer = BlockWriter(ways)
+        writer = BlockWriter(direct=direct)
         with writer.to(path):
             at = 0
-            for number, (gap, length) in enumerate(stretches):
+            for gap, length in stretches:
                 at += gap
-                ways.direct = number % 2 == 1 if way == "in turn" else way == "direct"
                 writer.write(noise[at : at + length], at)
                 expected[at : at + length] = noise[at : at + length]
                 at += length
@@ -57,8 +55,8 @@ def test_threads_that_write_to_one_file_both_ways(tmp_path: Path) -> None:
     ends = sorted({0, len(data), *(random.randrange(len(data)) for _ in range(60))})
     pieces = list(pairwise(ends))  # most begin and end in the middle of a page
     idle: SimpleQueue[BlockWriter] = SimpleQueue()
-    for _ in range(4):
-        idle.put(BlockWriter(Ways(fsync=False)))  # each with its own idea of which way is faster
+    for number in range(4):
+        idle.put(BlockWriter(direct=number % 2 == 0))
     for _ in range(5):
         path.unlink(missing_ok=True)
         with path.open("xb") as file:
@@ -87,12 +85,12 @@ def test_direct_blocks_do_not_fill_the_page_cache(tmp_path: Path) -> None:
     if descriptor is not None:
         os.close(descriptor)
     data = os.urandom(9 * MB)
-    for fsync in (True, False):
-        writer = BlockWriter(Ways(fsync=fsync))
+    for direct in (True, False):
+        writer = BlockWriter(direct=direct)
         with writer.to(path):
             writer.write(data, 5000)
         cached = _is_cached(path, 5 * MB)
-        assert cached == (not fsync or descriptor is None)
+        assert cached == (not direct or descriptor is None)
         os.truncate(path, 0)
         os.truncate(path, 16 * MB)
 
@@ -126,14 +124,12 @@ def test_a_file_system_that_does_not_write_directly_after_all(
             raise OSError(errno.EINVAL, "Invalid argument")
         return pwrite(descriptor, block[:4096], at)
 
-    monkeypatch.setattr(block_writer, "open_direct", _open_direct)
+    monkeypatch.setattr(blocks, "open_direct", _open_direct)
     monkeypatch.setattr(os, "pwrite", _pwrite)
-    ways = Ways(fsync=True)
-    writer = BlockWriter(ways)
+    writer = BlockWriter(direct=True)
     with writer.to(path):
         writer.write(data, 0)
     assert path.read_bytes() == data
-    assert ways.direct == (wrong == "short")
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,52 +138,43 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "pwrite", _full)
-    writer = BlockWriter(Ways(fsync=True))
+    writer = BlockWriter(direct=True)
     with pytest.raises(OSError, match="No space left"), writer.to(tmp_path / "file"):
         writer.write(bytes(9 * MB), 0)
-
-
-def _seconds(nbytes: int, speed: Callable[[bool, int], float], *, fsync: bool = False) -> tuple[float, int]:
-    """Return how long writing takes on a disk of given speeds (bytes per second), and how many bytes went directly."""
-    now, written, direct = 0.0, 0, 0
-    ways = Ways(fsync=fsync, clock=lambda: now)
-    while written < nbytes:
-        block = 4 * MB if ways.direct else MB // 2
-        now += block / speed(ways.direct, written)
-        direct += block * ways.direct
-        written += block
-        ways.wrote(block)
-    return now, direct
-
-
-@pytest.mark.parametrize(("buffered", "direct"), [(5e9, 2e9), (0.35e9, 2e9), (2e9, 0.15e9), (1e9, 1e9)])
-def test_the_faster_way_is_found(buffered: float, direct: float) -> None:
-    taken, _ = _seconds(8 << 30, lambda way, _: direct if way else buffered)
-    assert taken <= 1.25 * (8 << 30) / max(buffered, direct)
-
-
-def test_a_way_that_becomes_slow_is_left_at_once() -> None:
-    # Memory is fast until the kernel has it written back.
-    taken, _ = _seconds(8 << 30, lambda way, at: 2e9 if way else 5e9 if at < 3 << 30 else 0.4e9)
-    assert taken <= 1.25 * ((3 << 30) / 5e9 + (5 << 30) / 2e9)
-    # And the other way round: it is slow at first.
-    taken, _ = _seconds(8 << 30, lambda way, at: 2e9 if way else 0.4e9 if at < 1 << 30 else 5e9)
-    assert taken <= 1.35 * ((1 << 30) / 2e9 + (7 << 30) / 5e9)
-
-
-def test_what_has_to_be_on_disk_goes_there_directly() -> None:
-    for buffered in (1e8, 1e10):
-        assert _seconds(1 << 28, lambda way, _, other=buffered: 2e9 if way else other, fsync=True)[1] == 1 << 28
-    ways = Ways(fsync=True)
-    ways.no_direct()
-    assert not ways.direct
 
 
 def test_network_file_systems_are_not_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.touch()
-    monkeypatch.setattr(direct_io.os, "major", lambda _: 0)
+    monkeypatch.setattr(blocks.os, "major", lambda _: 0)
     assert open_direct(path) is None
-    ways = Ways(fsync=True)
-    with BlockWriter(ways).to(path):
-        assert not ways.direct
+
+
+def test_a_file_has_its_size_and_room_for_it(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("xb") as file:
+        reserve(file.fileno(), SIZE)
+        found = os.fstat(file.fileno())
+    assert found.st_size == SIZE
+    assert found.st_blocks * 512 >= SIZE
+    assert (tmp_path / "file").read_bytes() == bytes(SIZE)
+
+
+def test_an_empty_file_stays_empty(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("xb") as file:
+        reserve(file.fileno(), 0)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_where_room_cannot_be_asked_for_the_file_has_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())  # the C library of another system
+    with (tmp_path / "file").open("xb") as file:
+        reserve(file.fileno(), SIZE)
+    assert (tmp_path / "file").read_bytes() == bytes(SIZE)
+
+
+def test_no_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("xb") as file:
+        with pytest.raises(OSError, match=r"too large|No space") as caught:
+            reserve(file.fileno(), 1 << 60)
+        assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+        assert os.fstat(file.fileno()).st_size == 0

@@ -8,9 +8,10 @@ from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
 
-from mmfsdp.errors import CheckpointError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
+from mmfsdp.checkpoint.files.file_errors import read_errors
+from mmfsdp.errors import FormatError, IncompleteCheckpointError
 
-__all__ = ["OpenFiles", "reading", "refuse_special", "truncated", "write_all"]
+__all__ = ["OpenFiles", "refuse_special", "write_all"]
 
 _OPEN_FILES = 64
 
@@ -47,30 +48,11 @@ class OpenFiles:
         if len(self._files) >= _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         try:
-            with reading(file):
+            with read_errors(file):
                 self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
         return self._files[file]
-
-
-class reading:  # noqa: N801 - reads as a statement
-    """Errors of the operating system become ours, which say that it is this file that cannot be read.
-
-    Args:
-        file: The file that is read within the block; whether it exists is for the caller to say.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            reason = error.strerror or error
-            raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -79,13 +61,6 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
-    """Return the error for a file that ends at byte ``offset``, within a tensor."""
-    return CorruptCheckpointError(
-        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
-    )
 
 
 def refuse_special(path: Path, *, directory: bool = True) -> None:
