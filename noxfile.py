@@ -51,8 +51,17 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, in the current environment."""
+    """Run the benchmarks named after ``--``, or all, in the current environment."""
     session.run(HERE, "benchmarks/run.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def coverage(session: nox.Session) -> None:
+    """Run all tests and fail if branch coverage, ranks and commands in other processes included, is below 92 %."""
+    session.run(HERE, "-m", "coverage", "erase")
+    session.run(HERE, "-m", "coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs)
+    session.run(HERE, "-m", "coverage", "combine", "--quiet")
+    session.run(HERE, "-m", "coverage", "report", "--skip-covered", "--sort=cover")
 
 
 @nox.session(default=False)

@@ -9,25 +9,17 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import mmfsdp
-from benchmarks.measuring import Ratio, paired
-from mmfsdp.testing import run_ranks
+from benchmarks.measuring import Ratio, paired, sized
+from benchmarks.on_ranks import compared_on_ranks
 
 __all__ = ["main"]
 
-LAYERS, WIDTH, PAIRS = 120, 64, 60  # 240 parameters
+LAYERS, WIDTH, PAIRS = 120, 64, sized(60, 2)  # 240 parameters
 
 
 def main() -> dict[str, Any]:
     """Measure on 2 ranks and return the ratios."""
-    results = {}
-    for name, function in (
-        ("clip_grad_norm_ over torch's foreach", clip),
-        ("foreach=False over the same", clip_slowly),
-    ):
-        ratio = run_ranks(function, 2, timeout=300)[0]
-        results[name] = ratio.to_dict()
-        print(f"{name:40} ratio {ratio.ratio}; ours {ratio.ours} s, torch {ratio.theirs} s", flush=True)
-    return results
+    return compared_on_ranks({"clip_grad_norm_ over torch's foreach": clip, "foreach=False over the same": clip_slowly})
 
 
 def clip(rank: int) -> Ratio:

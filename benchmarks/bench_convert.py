@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import spread
+from benchmarks.measuring import sized, spread
 
 __all__ = ["main"]
 
@@ -194,7 +194,7 @@ def _measure(folder: Path, nbytes: int, pairs: int, peers: str | None) -> dict[s
     dcp = _make("weights", folder / "dcp", nbytes)
     sources = {"dcp": dcp, "local": _convert(dcp, folder / "local", "--to", "local", "--ranks", "4")}
     sources |= {name: _convert(dcp, folder / name) for name in ("model.pth", "model.safetensors")}
-    for name, (source, target, options) in CONVERSIONS.items():
+    for name, (source, target, options) in [*CONVERSIONS.items()][: sized(len(CONVERSIONS), 1)]:
         for mode, (switches, sync, limit) in MODES.items():
             ours = converting(sources[source], folder / target, *options, *switches)
             cp = {"cp -r, sync" if sync else "cp -r": copying(sources[source], copy, sync)}
@@ -219,8 +219,8 @@ def _measure(folder: Path, nbytes: int, pairs: int, peers: str | None) -> dict[s
         note(f"many of 100 kB: DCP -> {target[4:]}", ours, {"cp -r, sync": copying(small, copy, True)}, 3, 300)
     _remove(small)
 
-    names = _make("names", folder / "dcp of 4 ranks", 10_000)
-    one = _make("names_of_one", folder / "dcp", 10_000)
+    names = _make("names", folder / "dcp of 4 ranks", sized(10_000, 100))
+    one = _make("names_of_one", folder / "dcp", sized(10_000, 100))
     opened = [_convert(one, folder / f"names{suffix}") for suffix in (".safetensors", ".pth")]
     opened += [_convert(one, folder / "local", "--to", "local", "--ranks", "1"), one]
     opened += [_convert(names, folder / "local of 4 ranks", "--to", "local", "--ranks", "4"), names]
@@ -254,14 +254,14 @@ def _compare_peers(folder: Path, dcp: Path, nbytes: int, pairs: int, python: str
     _remove(huggingface)
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Measure and return seconds, megabytes and ratios; small by default, so that all benchmarks stay quick."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=0.1)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--gb", type=float, default=sized(0.1, 0.001))
+    parser.add_argument("--pairs", type=int, default=sized(5, 1))
     parser.add_argument("--peers-python")
     parser.add_argument("--folder", type=Path, help="Where to write; needs 12 times --gb.")
-    options = parser.parse_args(arguments or [])
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-", dir=options.folder) as folder:
         return _measure(Path(folder), int(options.gb * 1e9), options.pairs, options.peers_python)
 

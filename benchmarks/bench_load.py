@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measuring import MB, Peak, Ratio, memory, paired, peak_of
+from benchmarks.measuring import MB, Peak, Ratio, memory, paired, peak_of, sized
 from benchmarks.models import Block, Transformer
 from mmfsdp.testing import close_ranks, run_ranks
 
 __all__ = ["main"]
 
 GB = 1e9
-SMALL, LARGE = (1024, 21), (2048, 20)  # width and depth: 1.06 GB, a billion parameters
+SMALL, LARGE = sized(((1024, 21), (2048, 20)), ((64, 2), (64, 4)))  # width and depth: 1.06 GB, a billion parameters
 ALLOWED = 150  # MB per rank beside the shard
-PAIRS = 7
+PAIRS = sized(7, 1)
 
 
 def main() -> dict[str, Any]:

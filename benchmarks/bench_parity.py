@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mmfsdp
+from benchmarks.measuring import sized
 from benchmarks.models import Transformer, global_batch
 from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]
 
-STEPS, ACCUMULATE, BATCH, CLIP = 20, 2, 16, 0.5
+STEPS, ACCUMULATE, BATCH, CLIP = sized(20, 2), 2, 16, 0.5
 WRAP = {"kind": "module_class", "classes": "Block"}
 CASES: dict[str, dict[str, Any]] = {
     "fsdp2 FULL_SHARD": {},
@@ -40,8 +41,8 @@ def main() -> dict[str, Any]:
     """Run all cases on 2 and 4 ranks and return the largest relative difference of each."""
     reference = train(build(), 0, 1)
     results: dict[str, Any] = {}
-    for ranks in (2, 4):
-        for name, config in CASES.items():
+    for ranks in sized((2, 4), (2,)):
+        for name, config in [*CASES.items()][: sized(len(CASES), 2)]:
             losses, norms = run_ranks(sharded, ranks, {**config, "wrap": WRAP})[0]
             loss, norm = difference(losses, reference[0]), difference(norms, reference[1])
             results[f"{name}, {ranks} ranks"] = {"loss": loss, "norm": norm}

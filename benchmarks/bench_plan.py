@@ -1,15 +1,21 @@
-"""How long `plan()` takes on a meta-device model of 10,000 modules: median of 7 runs, printed as a line and as JSON."""
+"""How long `plan()` takes on a meta-device model of 10,000 modules: median of 7 runs."""
+
+from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 
+from benchmarks.measuring import sized
 from mmfsdp import ShardPlan, plan
+
+__all__ = ["main"]
 
 # Shard units by class, by size, by name, and with everything switched on.
 CONFIGS = {
@@ -58,36 +64,26 @@ def measure(model: nn.Module, config: dict, repeats: int) -> tuple[ShardPlan, li
     return result, seconds
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure and return seconds; ``arguments`` are the command line's, without the program."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--depth", type=int, default=2500, help="blocks of four modules each")
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
+    parser.add_argument("--depth", type=int, default=sized(2500, 20), help="blocks of four modules each")
+    parser.add_argument("--repeats", type=int, default=sized(7, 2))
+    options = parser.parse_args(arguments)
     with torch.device("meta"):
-        model = Model(arguments.depth)
+        model = Model(options.depth)
     num_modules = sum(1 for _ in model.modules())
     results = []
     for name, config in CONFIGS.items():
-        result, seconds = measure(model, config, arguments.repeats)
+        result, seconds = measure(model, config, options.repeats)
         median, least, most = statistics.median(seconds), min(seconds), max(seconds)
         results.append({"config": name, "units": len(result.units), "median_s": median, "min_s": least, "max_s": most})
         print(
             f"plan() {name}: {num_modules:,} modules, {len(result.units):,} units: "
-            f"median {median:.3f} s of {arguments.repeats} ({least:.3f} to {most:.3f})"
+            f"median {median:.3f} s of {options.repeats} ({least:.3f} to {most:.3f})"
         )
-    print(
-        json.dumps(
-            {
-                "benchmark": "plan",
-                "modules": num_modules,
-                "repeats": arguments.repeats,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "results": results,
-            }
-        )
-    )
+    return {"modules": num_modules, "repeats": options.repeats, "results": results}
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

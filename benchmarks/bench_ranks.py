@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import mmfsdp
+from benchmarks.measuring import sized
 from benchmarks.simulated import Work, counted_reads, run_threads
 from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint import convert
@@ -27,7 +28,7 @@ from mmfsdp.saving.stored import locate
 
 __all__ = ["main"]
 
-RANKS = (8, 64, 512, 2048)
+RANKS = sized((8, 64, 512, 2048), (2, 4))
 TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import spread, timed
+from benchmarks.measuring import sized, spread, timed
 
 __all__ = ["main"]
 
-RUNS = 11
+RUNS = sized(11, 1)
 
 
 def main() -> dict[str, Any]:

@@ -13,27 +13,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mmfsdp
-from benchmarks.measuring import Ratio, paired
+from benchmarks.measuring import Ratio, paired, sized
 from benchmarks.models import Transformer, global_batch
-from mmfsdp.testing import run_ranks
+from benchmarks.on_ranks import compared_on_ranks
 
 __all__ = ["main"]
 
-WIDTH, DEPTH, BATCH, TOKENS, PAIRS = 256, 6, 16, 32, 150
+WIDTH, DEPTH, BATCH, TOKENS, PAIRS = 256, 6, 16, 32, sized(150, 2)
 WRAP = {"kind": "module_class", "classes": "Block"}
 
 
 def main() -> dict[str, Any]:
     """Measure on 2 ranks and return the ratios."""
-    results = {}
-    for name, function in (
-        ("shard() over fully_shard", through_shard),
-        ("train_step over fully_shard", through_train_step),
-    ):
-        ratio = run_ranks(function, 2, timeout=300)[0]
-        results[name] = ratio.to_dict()
-        print(f"{name:30} ratio {ratio.ratio}; ours {ratio.ours} s, torch {ratio.theirs} s", flush=True)
-    return results
+    return compared_on_ranks(
+        {"shard() over fully_shard": through_shard, "train_step over fully_shard": through_train_step}
+    )
 
 
 def build() -> nn.Module:

@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 import mmfsdp
-from benchmarks.measuring import Ratio, paired
+from benchmarks.measuring import Ratio, paired, sized
 from benchmarks.models import Transformer
 from mmfsdp.testing import close_ranks, run_ranks
 
 __all__ = ["main"]
 
-WIDTH, DEPTH = 1024, 10  # 0.5 GB
-PAIRS = 15
+WIDTH, DEPTH = sized((1024, 10), (64, 2))  # 0.5 GB
+PAIRS = sized(15, 1)
 LIMIT = 1.15
 WRAP = {"kind": "module_class", "classes": "Block"}
 
@@ -25,8 +25,8 @@ def main() -> dict[str, Any]:
     """Measure on 2 ranks, print and return the figures."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-") as folder:
-        for kind in ("full", "local", "sharded"):
-            for savers in (2, 3):
+        for kind in sized(("full", "local", "sharded"), ("sharded",)):
+            for savers in sized((2, 3), (3,)):
                 path = Path(folder, f"{kind}_{savers}")
                 run_ranks(saving, savers, str(path), kind, timeout=300)
                 close_ranks()

@@ -1,17 +1,40 @@
-"""Timing two things side by side, in turn, so that a noisy machine is noisy for both; and the peak of memory."""
+"""Measures two functions in turn, so that a noisy machine slows both; and how far memory rises."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["MB", "Peak", "Ratio", "Spread", "memory", "paired", "peak_of", "spread", "timed"]
+__all__ = [
+    "MB",
+    "QUICK",
+    "Peak",
+    "Ratio",
+    "Spread",
+    "memory",
+    "paired",
+    "peak_of",
+    "sized",
+    "spread",
+    "timed",
+]
+
+T = TypeVar("T")
 
 MB = 1e6
+QUICK = "MMFSDP_BENCH_QUICK"
+"""Environment variable that ``--quick`` sets; the ranks that a benchmark starts inherit it."""
+
+
+def sized(full: T, quick: T) -> T:
+    """Return a benchmark's setting: ``full``, or ``quick`` where it only has to be shown that the benchmark runs."""
+    return quick if os.environ.get(QUICK) else full
 
 
 @dataclass(frozen=True)

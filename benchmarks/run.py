@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.measuring import QUICK  # noqa: E402 - found only now if this file is run by its path
 
 
-def main() -> None:
-    """Run those named on the command line, or all."""
-    names = sys.argv[1:] or sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
-    sys.path.insert(0, str(HERE.parent))
-    path = HERE / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}  # of those that do not run now
-    results |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    for name in names:
+def main(arguments: Sequence[str] = ()) -> None:
+    """Run the benchmarks that the command line names, or all.
+
+    A benchmark's own options are those of ``python -m benchmarks.bench_NAME``: here each runs with its defaults.
+    """
+    known = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+    parser = argparse.ArgumentParser(description="Run benchmarks and write benchmarks/results.json.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, to see that they run; writes no results")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
+    if options.quick:
+        os.environ[QUICK] = "1"
+    found = {}
+    for name in options.names or known:
         print(f"\n== {name} ==", flush=True)
-        results[name] = importlib.import_module(f"benchmarks.bench_{name}").main()
-    path.write_text(json.dumps(results, indent=1) + "\n")
+        found[name] = importlib.import_module(f"benchmarks.bench_{name}").main()
+    if not options.quick:
+        path = HERE / "results.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}  # of benchmarks that did not run now
+        system = {"torch": version("torch"), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+        path.write_text(json.dumps({**kept, **system, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

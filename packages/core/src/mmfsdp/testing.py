@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -105,6 +106,7 @@ class _Pool:
     def __init__(self, world_size: int) -> None:
         context = _context()
         self.calls = 0
+        self._idle = True
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -117,9 +119,12 @@ class _Pool:
             self._processes.append(process)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[_Answer]:
+        self._idle = False
         self._signal("SIGCONT")
         try:
-            return self._call(function, args, timeout)
+            answers = self._call(function, args, timeout)
+            self._idle = len(answers) == len(self._pipes)
+            return [answers.get(pipe, (None, None, "")) for pipe in self._pipes]
         finally:
             self._signal("SIGSTOP")  # gloo's threads take up to a twentieth of a core each while nobody calls
 
@@ -129,7 +134,7 @@ class _Pool:
             if number is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[_Answer]:
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[Connection, _Answer]:
         for pipe in self._pipes:
             pipe.send((function, args))
         answers: dict[Connection, _Answer] = {}
@@ -148,7 +153,7 @@ class _Pool:
         if len(answers) < len(self._pipes) and not any(error for error, _, _ in answers.values()):
             rank = next(rank for rank, pipe in enumerate(self._pipes) if pipe not in answers)
             raise RankError(f"{function.__name__} did not end on rank {rank} within {timeout:.0f} s.", rank=rank)
-        return [answers.get(pipe, (None, None, "")) for pipe in self._pipes]
+        return answers
 
     def _receive(self, pipe: Connection, function: Callable[..., Any]) -> _Answer:
         try:
@@ -159,7 +164,15 @@ class _Pool:
         return answer
 
     def close(self) -> None:
+        """Ask ranks that wait for a call to end, which lets coverage save what they ran, and kill the others."""
+        if self._idle:
+            self._signal("SIGCONT")
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):  # the rank has died
+                    pipe.send(None)
         for process in self._processes:
+            if self._idle:
+                process.join(timeout=_GRACE)
             process.kill()
             process.join()
         self._folder.cleanup()
@@ -195,9 +208,12 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     )
     while True:
         try:
-            function, args = pipe.recv()
+            call = pipe.recv()
         except EOFError:
             return
+        if call is None:
+            os._exit(0)  # gloo's threads may not end in order
+        function, args = call
         try:
             torch.manual_seed(0)
             answer: _Answer = (None, function(rank, *args), "")

@@ -1,0 +1,74 @@
+"""Runs every benchmark with its smallest sizes, through the commands that benchmarks/README.md gives."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "benchmarks/README.md").read_text()
+NAMES = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py"))
+SESSIONS = sorted({*re.findall(r"`nox -s bench(?: --)?([^`]*)`", README)})
+MODULES = sorted({*re.findall(r"`python -m (benchmarks\.bench_[^`]*)`", re.sub(r"\s+", " ", README))})
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"MMFSDP_BENCH_QUICK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+
+
+def test_the_documented_commands_are_known() -> None:
+    assert {"", " --quick", " step plan"} <= {*SESSIONS}
+    assert MODULES
+    for words in map(str.split, SESSIONS):
+        assert {word for word in words if not word.startswith("--")} <= {*NAMES}
+
+
+def test_nox_gives_run_py_the_words_of_the_command() -> None:
+    assert 'session.run(HERE, "benchmarks/run.py", *session.posargs)' in (ROOT / "noxfile.py").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["step plan", *(name for name in NAMES if name not in ("step", "plan"))])
+def test_runs(words: str) -> None:
+    done = run("benchmarks/run.py", "--quick", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^== (\w+) ==$", done.stdout, re.M) == words.split()
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_options_of_documented_modules_exist(command: str) -> None:
+    module, *options = shlex.split(command)
+    main = importlib.import_module(module).main
+    done = run("-m", module, "--help")
+    assert done.returncode == 0, done.stderr
+    assert callable(main)
+    for option in options:
+        assert not option.startswith("--") or option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stpe"], "there is no benchmark 'stpe'; there are clip, convert, "),
+        (["plan", "--depth"], "unrecognized arguments: --depth"),
+    ],
+)
+def test_mistakes_are_usage_errors(words: list[str], message: str) -> None:
+    done = run("benchmarks/run.py", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
