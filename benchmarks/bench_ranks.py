@@ -21,10 +21,10 @@ from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint import convert
 from mmfsdp.collective.steps import Scope, on_all_ranks
 from mmfsdp.runtime.dtensors import Box
+from mmfsdp.saving.archives import write_archive
 from mmfsdp.saving.load import open_shared
 from mmfsdp.saving.publishing import DirectorySave
-from mmfsdp.saving.rank_files import write_archive
-from mmfsdp.saving.stored import locate
+from mmfsdp.state.lazy_tensors import locate
 
 __all__ = ["main"]
 

@@ -21,7 +21,7 @@ from mmfsdp.checkpoint import open_layout
 from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, RankMismatchError
 from mmfsdp.saving.load import check_shared, open_shared
-from mmfsdp.saving.stored import StoredTensor
+from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.testing import run_ranks
 
 KINDS = ("full", "local", "sharded")
@@ -212,7 +212,7 @@ def from_a_broken_first(rank: int, folder: str) -> list[tuple[type, str]]:
     source, content = open_shared(Path(folder, "full"), scope)
     weights = content["state_dict"]
     if rank == 0:
-        weights["2.weight"] = StoredTensor("state_dict/absent", "float32", (701, 701), source)
+        weights["2.weight"] = LazyTensor("state_dict/absent", "float32", (701, 701), source)
     found.append(told(mmfsdp.load_model_state_dict, model, weights, from_rank0=True))
     return found
 

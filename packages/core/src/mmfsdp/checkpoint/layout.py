@@ -114,9 +114,7 @@ class ListedBoxes:
 
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
         """Return those that share an element with ``box``, or all of them."""
-        if box is None:
-            return self.listed
-        if not box[0]:
+        if box is None or not box[0]:
             return self.listed
         # Only rows decide which ones to look at: ranks mostly hold rows.
         first, tallest = self._rows

@@ -142,8 +142,9 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         What ``step`` returned on this rank.
 
     Raises:
-        MmfsdpError: This rank's own error, or one of the same type that names the rank that failed. Errors of other
-            kinds, and exits and interrupts, are raised as they are where they occurred.
+        MmfsdpError: An error of the same type on every rank, the type of the first rank's that failed. Where this rank
+            failed with an error of that type, its own is raised. Elsewhere the message names the rank that failed.
+            Errors that are no MmfsdpError, exits and interrupts are raised as they are where they occurred.
         LostRankError: A rank does not take part.
     """
     failure: BaseException | None = None
@@ -160,11 +161,13 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         if failure is not None:
             raise failure from None  # why the others could not be reached matters less
         raise
-    if failure is not None:
+    if told is None:
+        return result  # type: ignore[no-any-return]
+    is_own = scope.place == origin or type(failure) is type(told) or not isinstance(failure, MmfsdpError)
+    if failure is not None and is_own:
         raise failure
-    if told is not None:
-        raise type(told)(f"Rank {origin} failed: {told.message}", **{**told.context, "rank": origin})
-    return result  # type: ignore[no-any-return]
+    # Ranks that failed in different ways agree on the first one's error; a rank's own error is its cause.
+    raise type(told)(f"Rank {origin} failed: {told.message}", **{**told.context, "rank": origin}) from failure
 
 
 def shared(step: Callable[[], T | None], scope: Scope) -> T:

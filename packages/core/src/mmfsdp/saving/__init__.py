@@ -8,10 +8,9 @@ from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
+    from mmfsdp.saving.archives import write_archive
     from mmfsdp.saving.load import check_shared, open_shared, read_checkpoint, reference_of
-    from mmfsdp.saving.rank_files import write_archive
     from mmfsdp.saving.save import write_checkpoint
-    from mmfsdp.saving.stored import whole_value
 
 require_torch(__name__)
 
@@ -20,16 +19,14 @@ __all__ = [
     "open_shared",
     "read_checkpoint",
     "reference_of",
-    "whole_value",
     "write_archive",
     "write_checkpoint",
 ]
 
 _WHERE = {
     **dict.fromkeys(("check_shared", "open_shared", "read_checkpoint", "reference_of"), "mmfsdp.saving.load"),
-    "write_archive": "mmfsdp.saving.rank_files",
+    "write_archive": "mmfsdp.saving.archives",
     "write_checkpoint": "mmfsdp.saving.save",
-    "whole_value": "mmfsdp.saving.stored",
 }
 
 

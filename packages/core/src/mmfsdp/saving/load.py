@@ -21,10 +21,10 @@ from mmfsdp.checkpoint.tree import leaves, map_leaves
 from mmfsdp.collective.steps import Scope, on_all_ranks, scatter_objects, scope_of, shared
 from mmfsdp.errors import FormatError
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.loading import restricted_load, stored_content
+from mmfsdp.saving.content import restricted_load, stored_content
 from mmfsdp.saving.paths import same_path
-from mmfsdp.saving.source import Source
-from mmfsdp.saving.stored import StoredTensor, locate, stored_tensors, whole_box, whole_value
+from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
@@ -118,7 +118,7 @@ def read_checkpoint(
     Returns:
         The nested content, the weights under ``'state_dict'`` and the optimizer's state under ``'optimizer'``,
         whatever of the usual names they have in the checkpoint. Tensors of one ``.pth`` file are memory-mapped, and
-        not compared with their checksums (see `check_shared`); others are `mmfsdp.saving.stored.StoredTensor`, which
+        not compared with their checksums (see `check_shared`); others are `mmfsdp.state.lazy_tensors.LazyTensor`, which
         the loading functions take as they are.
 
     Raises:
@@ -192,7 +192,7 @@ def open_shared(
 
 def read_whole(content: Any, scope: Scope) -> Any:
     """Return content with its tensors read whole into CPU memory on every rank. Collective."""
-    stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, StoredTensor)]
+    stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, LazyTensor)]
     locate([(value, whole_box(value)) for value in stored], scope)
     return on_all_ranks(lambda: _read_now(content), scope)
 
@@ -210,7 +210,7 @@ def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> 
 def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
     layout = source.layout
     if layout.format.startswith("safetensors"):
-        return {"state_dict": dict(stored_tensors(source))}
+        return {"state_dict": dict(lazy_tensors(source))}
     if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
         # DCP's own metadata does not tell files of two saves apart; sizes often do, and cost nothing.
         check_manifest(layout.path, checksums=False)
@@ -227,7 +227,7 @@ def _named(content: Any, layout: Layout) -> dict[str, Any]:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, StoredTensor | torch.Tensor)
+    return isinstance(leaf, LazyTensor | torch.Tensor)
 
 
 def _stays_on_disk(key: str) -> bool:

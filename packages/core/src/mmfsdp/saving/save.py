@@ -1,4 +1,4 @@
-"""Saving a sharded model from all its ranks: whole or not at all."""
+"""Saves a sharded model from all its ranks; a checkpoint appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.files.atomic import atomic_output, make_parent
+from mmfsdp.checkpoint.files.atomic import atomic_output, make_parent, refuse_existing
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
+from mmfsdp.saving.archives import write_rank_file, write_whole
 from mmfsdp.saving.background import PendingSave, saver_of, settle_saves, staged
-from mmfsdp.saving.distributed_files import write_distributed
 from mmfsdp.saving.paths import same_path
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
-from mmfsdp.saving.rank_files import write_rank_file, write_whole
+from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict
 from mmfsdp.state.optimizer import optim_state_dict
 
@@ -43,26 +43,28 @@ def save_checkpoint(
 
     Args:
         path: ``sharded`` and ``local``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The same on
-            every rank. Directories above it are created.
+            every rank. Missing parent directories are created.
         model: A sharded model.
         optimizer: Built from its parameters.
-        kind: ``sharded`` writes on every rank what it holds, in the format of torch's distributed checkpoint (DCP),
-            with optimizer state by parameter name. ``local`` writes one file per rank. ``full`` gathers everything on
-            the first rank, which then needs memory for the whole model and writes it alone.
+        kind: ``sharded``: each rank writes its own part, in the format of torch's distributed checkpoint (DCP), with
+            optimizer state by parameter name. ``local``: one file per rank. ``full``: the first rank gathers the whole
+            model, needs memory for it, and writes it alone.
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
-        overwrite: Replace what is there, once the new one is complete.
-        blocking: ``False``, for ``sharded``: return once everything is copied to CPU memory, and write in the
-            background. Training may go on. The next save of these ranks waits for it first.
+        overwrite: Replace what is at ``path`` once the new checkpoint is complete.
+        blocking: ``False`` (``sharded`` only): return as soon as everything is copied to CPU memory, and write in the
+            background while training continues. The next save of these ranks first waits for this one.
 
     Returns:
-        The save: its ``result()`` waits until the checkpoint is complete, and raises what went wrong. With
-        ``blocking`` it is over already.
+        The save. Its ``result()`` waits until the checkpoint is complete, and raises if writing failed. With
+        ``blocking`` the save is complete already.
 
     Raises:
-        CheckpointError: It could not be written, or the save before it in the background; raised on every rank, and
-            what was at ``path`` is untouched.
-        RankMismatchError: Ranks gave different paths.
-        ConfigError: ``kind`` is none of these, does not go with the path, or cannot be saved in the background.
+        TargetExistsError: Something is at ``path``, and ``overwrite`` is False; raised on every rank before anything
+            is gathered.
+        CheckpointError: The checkpoint, or the one before it in the background, could not be written; raised on every
+            rank. What was at ``path`` is untouched.
+        RankMismatchError: Ranks gave different paths; raised before anything is gathered.
+        ConfigError: ``kind`` is unknown, does not fit the path, or cannot be saved in the background.
     """
     _check_kind(kind, blocking)
     if kind != "full" and Path(path).suffix in _FILES:
@@ -73,12 +75,14 @@ def save_checkpoint(
     extra = dict(extra or {})
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
+    state = find_sharded_model(model)
+    target = _free_target(path, state, overwrite)
     form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
     content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
     if optimizer is not None:
         by_name = kind == "sharded"
         content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
-    return write_checkpoint(path, {**content, **extra}, model, kind=kind, overwrite=overwrite, blocking=blocking)
+    return _write(target, {**content, **extra}, state, kind, overwrite, blocking)
 
 
 def write_checkpoint(
@@ -90,30 +94,43 @@ def write_checkpoint(
     overwrite: bool = True,
     blocking: bool = True,
 ) -> PendingSave:
-    """Write content that is gathered already. Collective: every rank of the model's mesh.
+    """Write content that the caller has gathered. Collective: every rank of the model's mesh.
 
     Args:
         path: A ``.pth`` file for ``full``, a directory for ``local`` and ``sharded``.
         content: Nested dicts and lists. ``full``: with whole tensors; only the first rank's is written. ``local``:
-            every rank's own, DTensors where a tensor is sharded; a file per rank holds the local tensors and, under
-            ``'mmfsdp'``, the box of the whole that each one is. ``sharded``: every rank's own, too; what is no DTensor
-            is taken from the first rank, and dict keys on the way to a DTensor must be strings.
-        model: The sharded model: its mesh says which ranks take part.
+            each rank's own content, with DTensors where tensors are sharded; each rank's file holds the local tensors
+            and, under ``'mmfsdp'``, the box of the whole tensor that each one is. ``sharded``: each rank's own content,
+            too; values other than DTensors are taken from the first rank, and all dict keys that lead to a DTensor must
+            be strings.
+        model: The sharded model, whose mesh says which ranks take part.
         kind: ``full``, ``local`` or ``sharded``.
-        overwrite: Replace what is there, once the new one is complete.
+        overwrite: Replace what is at ``path`` once the new checkpoint is complete.
         blocking: See `save_checkpoint`.
 
     Returns:
         See `save_checkpoint`.
 
     Raises:
-        CheckpointError: It could not be written, or the save before it in the background; raised on every rank, and
-            what was at ``path`` is untouched.
+        MmfsdpError: See `save_checkpoint`.
     """
     _check_kind(kind, blocking)
     state = find_sharded_model(model)
-    target = same_path(path, scope_of(state.mesh))
+    return _write(_free_target(path, state, overwrite), content, state, kind, overwrite, blocking)
+
+
+def _free_target(path: str | Path, state: ShardedModel, overwrite: bool) -> Path:
+    """Return the path once all ranks agree on it, the save before is over, and nothing is there. Collective."""
+    scope = scope_of(state.mesh)
+    target = same_path(path, scope)
     settle_saves(state.mesh)
+    on_all_ranks(lambda: None if overwrite or not scope.is_first else refuse_existing(target), scope)
+    return target
+
+
+def _write(
+    target: Path, content: Mapping[str, Any], state: ShardedModel, kind: Kind, overwrite: bool, blocking: bool
+) -> PendingSave:
     if kind == "sharded":
         return _write_sharded(target, content, state, overwrite, blocking)
     if kind == "full":
@@ -125,15 +142,18 @@ def write_checkpoint(
 
 def _check_kind(kind: str, blocking: bool) -> None:
     if kind not in ("full", "local", "sharded"):
-        raise ConfigError(f"A checkpoint is saved as 'full', 'local' or 'sharded', got {kind!r}.")
+        raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
     if not blocking and kind != "sharded":
-        raise ConfigError(f"blocking=False needs kind='sharded', got kind={kind!r}. Save that one with blocking=True.")
+        raise ConfigError(f"blocking=False needs kind='sharded', got kind={kind!r}. Save this kind with blocking=True.")
 
 
 def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> None:
     def check(path: str, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            raise StateDictError(f"{path!r} is a shard; a full checkpoint is of whole tensors.", file=str(target))
+            raise StateDictError(
+                f"{path!r} is a shard, but kind='full' needs whole tensors. Gather it, or save with kind='sharded'.",
+                file=str(target),
+            )
         return leaf
 
     with as_checkpoint_error(target):

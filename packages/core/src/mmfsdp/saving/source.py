@@ -1,4 +1,4 @@
-"""A checkpoint of which every rank reads its own part: one rank knows where everything lies, and tells the others."""
+"""An open checkpoint that ranks share: the first rank knows where everything lies, and each reads its own part."""
 
 from __future__ import annotations
 
@@ -18,45 +18,42 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mmfsdp.saving.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
+from mmfsdp.state.lazy_tensors import LazyTensor, Wanted
 
-__all__ = ["Found", "Source", "Wanted", "known_source", "save_at"]
-
-Wanted = tuple[str, Bounds]
-"""Name of a tensor, and a box of it."""
+__all__ = ["Found", "Source", "lazy_tensors", "save_at"]
 
 _SAVE_ID = re.compile(rb'"save_id": "([^"]*)"')
-_HEAD = 4096  # bytes of a manifest in which its save id is
+_HEAD = 4096  # bytes of a manifest that hold its save id
 _MARKS = (".metadata", "rank0.pth")
-_sources: weakref.WeakValueDictionary[str, Source] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank is told of the boxes that it asked for."""
+    """What the first rank tells another one about the boxes that it asked for."""
 
     entries: tuple[TensorEntry, ...]
-    """For each, the tensor with those of its chunks that meet it."""
+    """For each box, the tensor with the chunks that meet the box."""
     sums: Mapping[Path, Sums]
-    """Checksums of the blocks that they lie in, by file."""
+    """The checksums of the blocks that the chunks lie in, by file."""
     checks: tuple[TensorEntry, ...]
-    """Tensors with those of their chunks whose records this rank is to check whole, for all that read parts of them."""
+    """Tensors with the chunks whose whole records this rank checks, for all ranks that read parts of them."""
 
 
 class Source:
-    """Where a checkpoint's tensors are read from.
+    """An open checkpoint, from which ranks read tensors; a `TensorSource` of lazy tensors.
 
     Args:
         path: The checkpoint.
-        open: Reads its layout; called at once, and by other ranks only if they were not told what they need.
+        open: Reads its layout. It is called at once, and on other ranks only if they need more than they were told.
         verify: Compare what is read with its checksum.
 
     Attributes:
-        key: Tells it from other sources.
-        save: Tells the save that was opened from others at the same path.
+        key: Identifies the source; its copies on other ranks have the same.
+        save: Identifies the save that was opened among those at the same path.
         is_shared: Whether ranks ask the first one where things lie.
 
     Raises:
-        CheckpointError: It cannot be read, or parts of it are missing.
+        CheckpointError: The checkpoint cannot be read, or parts of it are missing.
     """
 
     def __init__(self, path: Path, open: Callable[[], Layout], *, verify: bool = True) -> None:
@@ -84,14 +81,13 @@ class Source:
         self._prepare(own_records=False)
 
     def attach(self, open: Callable[[], Layout]) -> None:
-        """Tell a source that came from another rank how the layout is read, should it need that."""
+        """Give a copy on another rank the function that reads the layout."""
         self._open = open
 
     def share(self) -> None:
-        """Let other ranks, which are sent a copy, ask this one where things lie."""
+        """Let the ranks that receive a copy ask this one where things lie."""
         self.is_shared = True
         self._files.own_records = False
-        _sources[self.key] = self
 
     @property
     def layout(self) -> Layout:
@@ -103,34 +99,35 @@ class Source:
         layout = self._open()
         check_coverage(layout, look_up=False)
         self._layout, self._sums = layout, _listed(layout) if self.verify else {}
-        self._files.add_sums({file: sums_of(entry) for file, entry in self._sums.items()})
+        self._files.add_files(self._sums)
         return layout
 
     def check_unchanged(self) -> None:
         """Compare the save that is at the path now with the one that was opened. Not collective.
 
         Raises:
-            CorruptCheckpointError: It is another one.
-            CheckpointNotFoundError: There is none, as where the first rank's file system is not this rank's.
+            CorruptCheckpointError: Another save is there.
+            CheckpointNotFoundError: Nothing is there: it was removed, or this host does not share the first rank's
+                file system.
         """
         try:
             save = save_at(self.path)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"There is nothing at {str(self.path)!r} on host {host_of()!r}; on host {self._first_host!r}, where it "
-                "was opened, there was. Every rank reads its own part: put the checkpoint on a file system that all "
-                "hosts share, or copy it to each.",
+                f"There is nothing at {str(self.path)!r} on host {host_of()!r}, but the checkpoint was opened there on "
+                f"host {self._first_host!r}. Every rank reads its own part: put the checkpoint on a file system that "
+                "all hosts share, or copy it to each host.",
                 file=str(self.path),
             ) from error
         if save != self.save:
             raise CorruptCheckpointError(
-                f"{self.path.name} was replaced while it was loaded: it was {self.save}, and is {save} on host "
-                f"{host_of()!r}. What was loaded may be of both. Load it again.",
+                f"{self.path.name} was replaced while it was loaded: {self.save} was opened, and on host {host_of()!r} "
+                f"there is now {save}. What was loaded may come from both. Load it again.",
                 file=str(self.path),
             )
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> list[Found]:
-        """Return what each rank needs to know to read the boxes that it wants. Not collective.
+        """Return what each rank must know to read the boxes that it wants. Not collective.
 
         Args:
             requests: What each rank wants.
@@ -143,7 +140,7 @@ class Source:
         ]
 
     def parts(self, count: int) -> list[list[TensorEntry]]:
-        """Return all tensors of the checkpoint, each once, in ``count`` lists of about equal size. Not collective."""
+        """Return all tensors of the checkpoint, each once, in ``count`` lists of similar size. Not collective."""
         found = {
             (entry.name, bounds): single
             for entry in self.layout.tensors.values()
@@ -152,16 +149,21 @@ class Source:
         largest_first = sorted(found.values(), key=lambda entry: -entry.nbytes)
         return [largest_first[place::count] for place in range(count)]
 
-    def learn(self, wanted: Iterable[Wanted], found: Found) -> None:
-        """Take what the first rank found for this one."""
+    def learn(self, wanted: Sequence[Wanted], found: Found) -> None:
+        """Take what the first rank found for this one, and check the records that it asks this rank to check.
+
+        Raises:
+            CorruptCheckpointError: The checksum of a record differs.
+        """
         self._told.update(zip(wanted, found.entries, strict=True))
         self._files.add_sums(found.sums)
+        self.check(found.checks)
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
         """Compare whole records with their checksums. Not collective.
 
         Raises:
-            CorruptCheckpointError: One differs.
+            CorruptCheckpointError: The checksum of a record differs.
         """
         self._files.check(
             (entry.name, chunk.record) for entry in entries for chunk in entry.chunks() if chunk.record is not None
@@ -171,7 +173,7 @@ class Source:
         """Read a box of a tensor into memory. Not collective.
 
         Raises:
-            CheckpointError: It is damaged, or cannot be read.
+            CheckpointError: The data is damaged, or cannot be read.
         """
         entry = self._told.get((name, box)) or self.layout.tensors[name].within(box)
         self._files.fill(entry, box, target)
@@ -179,7 +181,7 @@ class Source:
     def _in_parts(
         self, requests: Sequence[Sequence[Wanted]], told: Sequence[tuple[TensorEntry, ...]]
     ) -> list[TensorEntry]:
-        """Chunks whose blocks have no checksums and of which ranks read parts, so that none compares the whole."""
+        """Return the chunks that ranks read only in part and whose blocks have no checksums."""
         found: dict[tuple[str, Bounds], TensorEntry] = {}
         for wanted, entries in zip(requests, told, strict=True):
             for (name, box), entry in zip(wanted, entries, strict=True):
@@ -190,7 +192,7 @@ class Source:
 
     def _sums_for(self, entries: tuple[TensorEntry, ...]) -> dict[Path, Sums]:
         found: dict[Path, dict[int, tuple[int, int]]] = {}
-        # A rank's file is said once for all that is in it.
+        # The set lists a file that is read whole only once.
         for file, begin, end in {extent for entry in entries for extent in _extents(entry, self.path)}:
             listed = self._sums.get(file)
             if listed is not None:
@@ -199,16 +201,16 @@ class Source:
         return {**found}
 
 
-def known_source(key: str) -> Source:
-    """Return a source of this process by its key."""
-    return _sources[key]
+def lazy_tensors(source: Source) -> dict[str, LazyTensor]:
+    """Return a checkpoint's tensors by name; no data is read."""
+    return {name: LazyTensor(name, entry.dtype, entry.shape, source) for name, entry in source.layout.tensors.items()}
 
 
 def save_at(path: Path) -> str:
-    """Return what tells the save at a path from others: its id, or size and time of the file that describes it.
+    """Return text that identifies the save at a path: its id, or size and time of the file that describes it.
 
     Raises:
-        CheckpointNotFoundError: There is nothing.
+        CheckpointNotFoundError: Nothing is at the path.
     """
     try:
         if path.is_dir():
@@ -222,11 +224,11 @@ def save_at(path: Path) -> str:
         state = path.stat()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error
-    return f"of {state.st_size} bytes, written at {state.st_mtime_ns / 1e9:.6f}"
+    return f"a file of {state.st_size} bytes, written at {state.st_mtime_ns / 1e9:.6f}"
 
 
 def _listed(layout: Layout) -> dict[Path, FileEntry]:
-    """What is known of files' blocks, by file."""
+    """Return the files whose blocks have checksums."""
     if layout.path.is_dir() and (layout.path / MANIFEST_NAME).exists():
         files = {layout.path / name: entry for name, entry in read_manifest(layout.path).files.items()}
     else:
@@ -246,7 +248,7 @@ def _singles(entry: TensorEntry, directory: Path) -> Iterator[tuple[Bounds, Path
 
 
 def _extents(entry: TensorEntry, directory: Path) -> Iterable[tuple[Path, int, int | None]]:
-    """Yield the file, the first byte and the end (None for all of it) of everything that a tensor is in."""
+    """Yield the byte ranges that hold a tensor: file, first byte and end, which is None for a whole file."""
     if not isinstance(entry.stored, Unlocated):
         for chunk in entry.stored:
             yield chunk.file, chunk.offset, chunk.offset + chunk.span

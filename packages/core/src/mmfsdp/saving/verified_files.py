@@ -1,4 +1,4 @@
-"""Reads boxes of tensors from files that stay open, and compares what is read with its checksum."""
+"""Reads boxes of tensors from files that stay open, and compares what it reads with checksums."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ __all__ = ["Sums", "VerifiedFiles", "blocks_of", "sums_of"]
 _PIECE = 1 << 20  # bytes that are summed while the processor's cache still holds them
 
 Sums = Mapping[int, tuple[int, int]]
-"""Number of a block of `BLOCK` bytes in a file to its length in bytes (the last is shorter) and its CRC-32."""
+"""By number, the blocks of `BLOCK` bytes of a file: the length in bytes (the last is shorter) and the CRC-32."""
 
 
-def sums_of(entry: FileEntry, numbers: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
-    """Return the checksums of a file's blocks by their numbers, by default of all."""
-    blocks = entry.blocks or ()
-    wanted = range(len(blocks)) if numbers is None else numbers
-    return {n: (min(BLOCK, entry.size - n * BLOCK), blocks[n]) for n in wanted if n < len(blocks)}
+def sums_of(entry: FileEntry, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return the checksums of some blocks of a file by their numbers; a number past the end is ignored."""
+    found = {number: _block_sum(entry, number) for number in numbers}
+    return {number: pair for number, pair in found.items() if pair is not None}
 
 
 def blocks_of(begin: int, end: int) -> range:
@@ -38,28 +37,33 @@ def blocks_of(begin: int, end: int) -> range:
 
 
 class VerifiedFiles:
-    """Files that are read in parts. What has a checksum is compared with it before it is returned.
+    """Files that are read in parts, and verified where there are checksums.
 
-    A record of which all is wanted is compared with its own CRC-32. Of one that is wanted in part, the blocks around
-    the part are read and compared with those of the manifest. Without a manifest the whole record is read once.
+    A record that is read whole is compared with its own CRC-32. For a record that is read in part, the blocks around
+    the part are read and compared with the manifest's checksums. Without these, the whole record is read once.
 
     Args:
-        verify: Compare; otherwise bytes are taken as they are.
-        own_records: Also check records of which a part is wanted and no block has a checksum. Otherwise another rank
-            does: see `check`.
+        verify: Compare what is read with checksums.
+        own_records: Also check a record that is read in part and whose blocks have no checksums. Pass False where
+            another rank does so, see `check`.
     """
 
     def __init__(self, *, verify: bool, own_records: bool) -> None:
         self._verify, self.own_records = verify, own_records
         self._sums: dict[Path, dict[int, tuple[int, int]]] = {}
+        self._entries: dict[Path, FileEntry] = {}
         self._checked: set[Record] = set()
         self._block: tuple[Path | None, int, bytes] = None, -1, b""
         self._open = OpenFiles()
 
     def add_sums(self, sums: Mapping[Path, Sums]) -> None:
-        """Tell checksums of blocks, by file."""
+        """Add the checksums of some blocks, by file."""
         for file, blocks in sums.items():
             self._sums.setdefault(file, {}).update(blocks)
+
+    def add_files(self, entries: Mapping[Path, FileEntry]) -> None:
+        """Add the checksums of all blocks of some files; nothing is copied."""
+        self._entries.update(entries)
 
     def close(self) -> None:
         """Close all files."""
@@ -69,13 +73,13 @@ class VerifiedFiles:
         """Read a box of a tensor.
 
         Args:
-            entry: The tensor; those of its chunks that meet the box must cover it.
-            box: What to read, in elements.
-            target: Bytes of the box in row-major order, writable.
+            entry: The tensor; its chunks must cover the box.
+            box: Offsets and sizes of the box, in elements.
+            target: Writable memory for the box, in row-major order.
 
         Raises:
             CorruptCheckpointError: A checksum differs, or a file ends too early.
-            CheckpointError: A file is missing or cannot be read, or is not the one that was read before.
+            CheckpointError: A file is missing, cannot be read, or was replaced since it was opened.
         """
         for chunk in entry.chunks():
             if not chunk.numel or not meet(chunk.bounds, box):
@@ -88,10 +92,10 @@ class VerifiedFiles:
         """Read whole records and compare them with their CRC-32.
 
         Args:
-            records: Name of a tensor that is in it, and the record.
+            records: Each record, with the name of a tensor in it for messages.
 
         Raises:
-            CorruptCheckpointError: One differs, or its file ends too early.
+            CorruptCheckpointError: A record's checksum differs, or its file ends too early.
         """
         for name, record in records:
             if not self._verify or record in self._checked or record.crc32 is None:
@@ -115,7 +119,7 @@ class VerifiedFiles:
             begin, end = chunk.offset, chunk.offset + chunk.nbytes
             found = self._read_summed(chunk.file, begin, target[runs[0].target :][: chunk.nbytes], name)
             _compare(found, chunk.crc32, name, chunk.file, begin, end)
-        elif chunk.file in self._sums:
+        elif chunk.file in self._entries or chunk.file in self._sums:
             for run in sorted(runs, key=lambda run: run.source):
                 self._read_blocks(run, chunk, target, name)
         else:
@@ -138,7 +142,7 @@ class VerifiedFiles:
             raise truncated(run.file, name, run.source)
 
     def _read_summed(self, file: Path, begin: int, view: memoryview, name: str) -> int:
-        """Read in pieces that are still in the processor's cache when they are summed."""
+        """Read in pieces that are still in the processor's cache when their checksum is taken."""
         source, value = self._open.descriptor(file), 0
         for at in range(0, len(view), _PIECE):
             piece = view[at : at + _PIECE]
@@ -152,13 +156,13 @@ class VerifiedFiles:
                 self._verified_block(run.file, number, name)
             self._read(run, target, name)
             return
-        sums, at, end = self._sums[run.file], run.source, run.source + run.length
+        at, end = run.source, run.source + run.length
         while at < end:
             number = at // BLOCK
             begin = number * BLOCK
             until = min(begin + BLOCK, end)
             view = target[run.target + at - run.source :][: until - at]
-            length, expected = sums.get(number, (0, 0))
+            length, expected = self._sum_of(run.file, number) or (0, 0)
             if at == begin and until - begin == length:
                 found = self._read_summed(run.file, begin, view, name)
                 _compare(found, expected, name, run.file, begin, until)
@@ -172,12 +176,22 @@ class VerifiedFiles:
     def _verified_block(self, file: Path, number: int, name: str) -> bytes:
         if self._block[:2] != (file, number):
             source, begin = self._open.descriptor(file), number * BLOCK
-            length, expected = self._sums[file].get(number, (BLOCK, None))
-            data = os.pread(source, length, begin)
-            if expected is not None:
+            known = self._sum_of(file, number)
+            data = os.pread(source, BLOCK if known is None else known[0], begin)
+            if known is not None:
+                length, expected = known
                 _compare(crc32(data), expected, name, file, begin, begin + length)
             self._block = file, number, data
         return self._block[2]
+
+    def _sum_of(self, file: Path, number: int) -> tuple[int, int] | None:
+        entry = self._entries.get(file)
+        return self._sums[file].get(number) if entry is None else _block_sum(entry, number)
+
+
+def _block_sum(entry: FileEntry, number: int) -> tuple[int, int] | None:
+    blocks = entry.blocks or ()
+    return (min(BLOCK, entry.size - number * BLOCK), blocks[number]) if number < len(blocks) else None
 
 
 def _is_all_of(run: Run | StridedRun, chunk: Chunk) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.runtime.flat_params import FlatPiece
-from mmfsdp.saving.stored import StoredTensor
+from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["fill_piece", "piece_box"]
 
@@ -29,16 +29,16 @@ def fill_piece(piece: FlatPiece, value: Any) -> None:
 
     Args:
         piece: Where to.
-        value: A whole tensor, or a `StoredTensor`, of which only rows that are needed are read.
+        value: A whole tensor, or a `LazyTensor`, of which only rows that are needed are read.
     """
     count = piece.target.numel()
     if not count:
         return
     start = piece.start
-    if isinstance(value, StoredTensor) and piece.shape:
+    if isinstance(value, LazyTensor) and piece.shape:
         box = piece_box(piece)
         elements = value.read(box).flatten()
         start -= box.offsets[0] * piece.shape[1:].numel()
     else:
-        elements = (value.read() if isinstance(value, StoredTensor) else value).reshape(-1)
+        elements = (value.read() if isinstance(value, LazyTensor) else value).reshape(-1)
     piece.target.copy_(elements[start : start + count])

@@ -20,7 +20,7 @@ from mmfsdp.collective.steps import any_of, scope_of
 from mmfsdp.runtime.flat_params import flat_params
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.saving.stored import whole_value
+from mmfsdp.state.lazy_tensors import whole_value
 
 __all__ = ["groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
 

@@ -17,8 +17,8 @@ from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
 from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_value
 from mmfsdp.state.flat_load import fill_piece, piece_box
+from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_value
 from mmfsdp.state.report import LoadReport, agree, compare_shapes
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
@@ -93,7 +93,7 @@ def load_model_state_dict(
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
     else:
-        stored = [name for name in names if isinstance(state_dict[name], StoredTensor)]
+        stored = [name for name in names if isinstance(state_dict[name], LazyTensor)]
         locate([(state_dict[name], _held(target[name])) for name in stored], scope)
         if state.is_fsdp1 and not pieces:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
@@ -236,7 +236,7 @@ def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: boo
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor, FlatPiece)) else None
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, LazyTensor, FlatPiece)) else None
 
 
 def _dtype(value: Any) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.conversion.optimizer_forms import unflattened
+from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
 from mmfsdp.errors import StateDictError, closest
 
 __all__ = ["by_name", "by_place", "renamed", "with_names"]
 
 _REBUILD = "Build the optimizer as it was built when the state was saved."
-_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
 
 
 def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -28,11 +27,11 @@ def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> d
     """
     names: dict[Any, str] = {}
     named_groups = []
-    for group, own in zip(state_dict[_GROUPS], groups, strict=True):
+    for group, own in zip(state_dict[GROUPS], groups, strict=True):
         names |= dict(zip(group["params"], own, strict=True))
-        settings = {key: value for key, value in group.items() if key != _NAMES}
+        settings = {key: value for key, value in group.items() if key != NAMES}
         named_groups.append({**settings, "params": list(own)})
-    return {_STATE: {names[place]: value for place, value in state_dict[_STATE].items()}, _GROUPS: named_groups}
+    return {STATE: {names[place]: value for place, value in state_dict[STATE].items()}, GROUPS: named_groups}
 
 
 def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -42,8 +41,8 @@ def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -
         state_dict: By place. Not changed.
         groups: The names in each param group, in the order of the places.
     """
-    named = [{**group, _NAMES: list(own)} for group, own in zip(state_dict[_GROUPS], groups, strict=True)]
-    return {**state_dict, _GROUPS: named}
+    named = [{**group, NAMES: list(own)} for group, own in zip(state_dict[GROUPS], groups, strict=True)]
+    return {**state_dict, GROUPS: named}
 
 
 def by_place(
@@ -60,18 +59,18 @@ def by_place(
         StateDictError: It is of none of these forms, of other parameters, or says different things of one group.
     """
     state_dict = unflattened(state_dict)
-    for key in (_GROUPS, _STATE):
+    for key in (GROUPS, STATE):
         if key not in state_dict:
             raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
-    stored = state_dict[_GROUPS]
+    stored = state_dict[GROUPS]
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
-        placed_state = {**state_dict, _STATE: _numbered(state_dict[_STATE])}
-        named = [group.get(_NAMES) for group in stored]
+        placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
+        named = [group.get(NAMES) for group in stored]
         if named == [*map(list, groups)] or not _same_sizes(named, groups):
             known = {name for group in settings for name in group}
-            return {**placed_state, _GROUPS: [_without_unknown_names(group, known) for group in stored]}
+            return {**placed_state, GROUPS: [_without_unknown_names(group, known) for group in stored]}
         state_dict = by_name(placed_state, named)  # the same parameters in another order
-        stored = state_dict[_GROUPS]
+        stored = state_dict[GROUPS]
     said: dict[str, Mapping[str, Any]] = {}
     for group in stored:
         for name in group["params"]:
@@ -79,7 +78,7 @@ def by_place(
                 raise StateDictError(f"The state has {name!r} in two param groups.", fqn=name)
             said[name] = group
     own = [name for group in groups for name in group]
-    _check_names(own, {**said, **state_dict[_STATE]})
+    _check_names(own, {**said, **state_dict[STATE]})
     _check_names(own, said)
     placed: dict[str, int] = {}
     result = []
@@ -90,9 +89,9 @@ def by_place(
             _check_same(said[name], said[names[0]], name, names[0])
         result.append({**first, "params": [placed[name] for name in names]})
     return {
-        **{key: value for key, value in state_dict.items() if key not in (_STATE, _GROUPS)},
-        _STATE: {placed[name]: entries for name, entries in state_dict[_STATE].items()},
-        _GROUPS: result,
+        **{key: value for key, value in state_dict.items() if key not in (STATE, GROUPS)},
+        STATE: {placed[name]: entries for name, entries in state_dict[STATE].items()},
+        GROUPS: result,
     }
 
 
@@ -103,10 +102,10 @@ def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         return name.removeprefix(prefix) if isinstance(name, str) else name
 
     result = {**unflattened(state_dict)}
-    if _STATE in result:
-        result[_STATE] = {short(name): entries for name, entries in result[_STATE].items()}
-    if _GROUPS in result:
-        result[_GROUPS] = [{**group, "params": [*map(short, group["params"])]} for group in result[_GROUPS]]
+    if STATE in result:
+        result[STATE] = {short(name): entries for name, entries in result[STATE].items()}
+    if GROUPS in result:
+        result[GROUPS] = [{**group, "params": [*map(short, group["params"])]} for group in result[GROUPS]]
     return result
 
 
@@ -120,12 +119,7 @@ def _same_sizes(named: Sequence[Any], groups: Sequence[Sequence[str]]) -> bool:
 
 def _without_unknown_names(stored: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
     # An optimizer that was built without names would have them from now on.
-    return {key: value for key, value in stored.items() if key != _NAMES or _NAMES in known}
-
-
-def _numbered(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The places as numbers: where keys must be strings, they have become ``'0'``, ``'1'``, ..."""
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in state.items()}
+    return {key: value for key, value in stored.items() if key != NAMES or NAMES in known}
 
 
 def _check_names(own: Sequence[str], said: Mapping[str, Any]) -> None:

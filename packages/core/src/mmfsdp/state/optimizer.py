@@ -19,9 +19,9 @@ from mmfsdp.collective.steps import broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.stored import StoredTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state import named_optimizer
 from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
+from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, send_from_first, whole
 
 __all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
@@ -119,7 +119,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     fitting = on_all_ranks(check, scope_of(state.mesh))
     if state.is_fsdp1:
         stored = [value for entries in fitting["state"].values() for value in entries.values()]
-        locate([(value, whole_box(value)) for value in stored if isinstance(value, StoredTensor)], scope_of(state.mesh))
+        locate([(value, whole_box(value)) for value in stored if isinstance(value, LazyTensor)], scope_of(state.mesh))
         return lambda: load_flat_state(state, optimizer, fitting)
     at = dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
 
@@ -128,7 +128,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
             (value, box_of(at[place]) if value.shape == at[place].shape else whole_box(value))
             for place, entries in fitting["state"].items()
             for value in entries.values()
-            if isinstance(value, StoredTensor)
+            if isinstance(value, LazyTensor)
         ],
         scope_of(state.mesh),
     )
@@ -164,7 +164,7 @@ def _check_form(state_dict: Any) -> None:
 
 def _placed(value: Any, param: torch.Tensor) -> Any:
     """A whole tensor of the parameter's shape becomes a DTensor of its placement; all else stays."""
-    if not isinstance(value, (torch.Tensor, StoredTensor)):
+    if not isinstance(value, (torch.Tensor, LazyTensor)):
         return value
     if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.shape != param.shape:
         # Steps change state in place: never what the caller holds.
@@ -189,7 +189,7 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
             )
         shape = shapes[places[place]]
         for name, value in entries.items():
-            if not isinstance(value, (torch.Tensor, StoredTensor)) or tuple(value.shape) == shape:
+            if not isinstance(value, (torch.Tensor, LazyTensor)) or tuple(value.shape) == shape:
                 continue
             if value.numel() != 1 and value.dim() == len(shape):
                 raise StateDictError(

@@ -15,8 +15,7 @@ from mmengine.registry import MODELS
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.errors import ConfigError, StateDictError, closest
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import whole_value
-from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged
+from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged, whole_value
 from mmfsdp_mmengine.checkpoints.content import with_own_counters
 
 __all__ = ["ShardAverages", "averaged_model_class", "with_averages"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmfsdp.collective import gather_objects, place_in, scope_of
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import whole_value
+from mmfsdp.state import whole_value
 
 __all__ = ["own_random_state", "random_states"]
 

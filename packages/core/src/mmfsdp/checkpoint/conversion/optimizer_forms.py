@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
 from mmfsdp.checkpoint.conversion.parts import find_weights, is_ref
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.errors import FormatError
 
-__all__ = ["states_by_name", "states_by_place", "unflattened"]
+__all__ = ["states_by_name", "states_by_place"]
 
-_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: no parameters
 
 
@@ -44,32 +44,18 @@ def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
     return _mapped(tree, lambda state: _named(state, model, layout, notes)), tuple(dict.fromkeys(notes))
 
 
-def unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a flattened state by name; a state of another form as it is."""
-    dotted = (f"{_STATE}.", f"{_GROUPS}.")
-    if not state_dict or not all(isinstance(key, str) and key.startswith(dotted) for key in state_dict):
-        return state_dict
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in state_dict.items():
-        kind, _, rest = key.partition(".")
-        name, _, entry = rest.rpartition(".")
-        (state if kind == _STATE else groups).setdefault(name, {})[entry] = value
-    return {_STATE: state, _GROUPS: [{**settings, "params": [name]} for name, settings in groups.items()]}
-
-
 def _mapped(tree: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = 3) -> Any:
     if not isinstance(tree, dict) or not depth:
         return tree
     state = unflattened(tree)
-    if isinstance(state.get(_STATE), dict) and isinstance(state.get(_GROUPS), list):
+    if isinstance(state.get(STATE), dict) and isinstance(state.get(GROUPS), list):
         return change(dict(state))
     mapped = {key: _mapped(value, change, depth - 1) for key, value in tree.items()}
     return mapped if any(mapped[key] is not tree[key] for key in tree) else tree
 
 
 def _params(state: Mapping[str, Any]) -> list[list[Any]]:
-    return [list(group.get("params", ())) for group in state[_GROUPS]]
+    return [list(group.get("params", ())) for group in state[GROUPS]]
 
 
 def _placed(state: dict[str, Any]) -> dict[str, Any]:
@@ -78,14 +64,14 @@ def _placed(state: dict[str, Any]) -> dict[str, Any]:
     if not flat or not all(isinstance(name, str) for name in flat):
         return state
     place = {name: number for number, name in enumerate(flat)}
-    known = {name: entries for name, entries in state[_STATE].items() if name in place}
+    known = {name: entries for name, entries in state[STATE].items() if name in place}
     groups = [
-        {**group, "params": [place[name] for name in names], _NAMES: names}
-        for group, names in zip(state[_GROUPS], params, strict=True)
+        {**group, "params": [place[name] for name in names], NAMES: names}
+        for group, names in zip(state[GROUPS], params, strict=True)
     ]
     # Under their own keys what is of no group: such as a wrapper's own state.
-    rest = {name: entries for name, entries in state[_STATE].items() if name not in place}
-    return {**state, _STATE: {place[name]: known[name] for name in flat if name in known} | rest, _GROUPS: groups}
+    rest = {name: entries for name, entries in state[STATE].items() if name not in place}
+    return {**state, STATE: {place[name]: known[name] for name in flat if name in known} | rest, GROUPS: groups}
 
 
 def _named(state: dict[str, Any], model: Mapping[str, TensorRef], layout: Layout, notes: list[str]) -> dict[str, Any]:
@@ -99,19 +85,19 @@ def _named(state: dict[str, Any], model: Mapping[str, TensorRef], layout: Layout
         notes.append("which parameter a place of the optimizer's state is was told from the order and the shapes")
     name = dict(zip(places, names, strict=True))
     groups = [
-        {**{key: value for key, value in group.items() if key != _NAMES}, "params": [name[place] for place in own]}
-        for group, own in zip(state[_GROUPS], params, strict=True)
+        {**{key: value for key, value in group.items() if key != NAMES}, "params": [name[place] for place in own]}
+        for group, own in zip(state[GROUPS], params, strict=True)
     ]
     return {
         **state,
-        _STATE: {name.get(_number(key), key): entries for key, entries in state[_STATE].items()},
-        _GROUPS: groups,
+        STATE: {name.get(numbered(key), key): entries for key, entries in state[STATE].items()},
+        GROUPS: groups,
     }
 
 
 def _stored_names(state: Mapping[str, Any]) -> list[str] | None:
-    names = [name for group in state[_GROUPS] for name in group.get(_NAMES) or ()]
-    fits = all(len(group.get(_NAMES) or ()) == len(group.get("params", ())) for group in state[_GROUPS])
+    names = [name for group in state[GROUPS] for name in group.get(NAMES) or ()]
+    fits = all(len(group.get(NAMES) or ()) == len(group.get("params", ())) for group in state[GROUPS])
     return names if fits and all(isinstance(name, str) for name in names) else None
 
 
@@ -129,7 +115,7 @@ def _guessed_names(
             names.append(name)
     if len(names) != len(places):
         raise _unknown(layout, f"it is of {len(places)} parameters, and the weights hold {len(names)} tensors")
-    by_place = {_number(key): entries for key, entries in state[_STATE].items()}
+    by_place = {numbered(key): entries for key, entries in state[STATE].items()}
     for place, name in zip(sorted(places), names, strict=True):
         shape = layout.tensors[model[name].name].shape
         shapes = [layout.tensors[ref.name].shape for ref in _refs(by_place.get(place))]
@@ -137,11 +123,6 @@ def _guessed_names(
             raise _unknown(layout, f"that of place {place} is of shape {list(max(shapes))}, and {name!r} {list(shape)}")
     order = dict(zip(sorted(places), names, strict=True))
     return [order[place] for place in places]
-
-
-def _number(key: Any) -> Any:
-    # Where keys must be text, places have become '0', '1', ...
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def _refs(entries: Any) -> list[TensorRef]:

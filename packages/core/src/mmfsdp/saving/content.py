@@ -16,14 +16,14 @@ from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import CorruptCheckpointError, FormatError, UnsafePickleError
-from mmfsdp.saving.source import Source
-from mmfsdp.saving.stored import StoredTensor, stored_tensors
+from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["restricted_load", "stored_content"]
 
 
 def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
-    """Return a checkpoint's content, each tensor as a `StoredTensor`. Not collective.
+    """Return a checkpoint's content, each tensor as a `LazyTensor`. Not collective.
 
     Args:
         source: Its layout was opened with ``trust=True``.
@@ -33,7 +33,7 @@ def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
         UnsafePickleError: There is an object of another class.
         FormatError: There is a tensor inside of an object.
     """
-    return _Content(source.layout, stored_tensors(source), [*safe_globals]).value(source.layout.tree)
+    return _Content(source.layout, lazy_tensors(source), [*safe_globals]).value(source.layout.tree)
 
 
 def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[Any]) -> Any:
@@ -63,7 +63,7 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
 
 
 class _Content:
-    def __init__(self, layout: Layout, tensors: Mapping[str, StoredTensor], safe_globals: list[Any]) -> None:
+    def __init__(self, layout: Layout, tensors: Mapping[str, LazyTensor], safe_globals: list[Any]) -> None:
         self._layout = layout
         self._tensors = tensors
         self._safe_globals = safe_globals

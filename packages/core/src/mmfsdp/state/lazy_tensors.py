@@ -1,0 +1,166 @@
+"""Tensors that are not in memory yet: their shape and dtype are known, and each rank reads the box that it needs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.basics.boxes import Bounds
+from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.collective.steps import Scope, any_of, broadcast_object, gather_to_first, on_all_ranks, scatter_objects
+from mmfsdp.runtime.dtensors import Box, box_of, local_part
+
+__all__ = [
+    "LazyTensor",
+    "TensorSource",
+    "Wanted",
+    "check_unchanged",
+    "local_value",
+    "locate",
+    "whole_box",
+    "whole_value",
+]
+
+Wanted = tuple[str, Bounds]
+"""The name of a tensor, and the box of it that a rank will read."""
+
+
+class TensorSource(Protocol):
+    """Where lazy tensors are read from, such as a checkpoint.
+
+    If a source is shared, only the first rank knows where everything lies. Before ranks read, `locate` calls `find` on
+    the first rank and `learn` on every rank. No method is collective.
+    """
+
+    key: str
+    """Identifies the source; the same on every rank."""
+    is_shared: bool
+    """Whether ranks ask the first rank where things lie."""
+
+    def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:
+        """Return what each rank must know to read what it wants, one item per rank."""
+        ...
+
+    def learn(self, wanted: Sequence[Wanted], found: Any) -> None:
+        """Take the item of `find` that is for this rank, and check what it asks this rank to check."""
+        ...
+
+    def fill(self, name: str, box: Bounds, target: memoryview) -> None:
+        """Read a box of a tensor into memory, in row-major order."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise if the source was replaced after it was opened."""
+        ...
+
+
+class LazyTensor:
+    """A tensor that is read when asked for, whole or in part.
+
+    Args:
+        name: The tensor's name in its source.
+        dtype: Canonical dtype name.
+        shape: Shape of the whole tensor, in elements.
+        source: Where it is read from.
+    """
+
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], source: TensorSource) -> None:
+        self.name, self.source = name, source
+        self.shape = torch.Size(shape)
+        self.dtype: torch.dtype = to_torch(dtype)
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """Return a box of the tensor, by default all of it, as a new CPU tensor. Not collective.
+
+        Raises:
+            CorruptCheckpointError: The data is damaged, or a file ends before the tensor does.
+        """
+        box = box or whole_box(self)
+        result = torch.empty(box.sizes, dtype=self.dtype)
+        if result.numel():
+            size = result.numel() * result.element_size()
+            memory = memoryview((ctypes.c_char * size).from_address(result.data_ptr())).cast("B")
+            self.source.fill(self.name, box.bounds, memory)
+        return result
+
+
+def locate(wanted: Iterable[tuple[Any, Box]], scope: Scope) -> None:
+    """Tell every rank where the boxes lie that it will read, and check what several ranks read in part. Collective.
+
+    The first rank knows where everything lies; each rank receives only what meets its boxes, whatever the number of
+    ranks.
+
+    Args:
+        wanted: Values that this rank will read, each with the box. Values other than `LazyTensor` are ignored.
+        scope: The ranks that take part.
+
+    Raises:
+        CheckpointError: The source is damaged, or not the one that was opened; raised on every rank.
+    """
+    mine: dict[str, list[Wanted]] = {}
+    sources: dict[str, TensorSource] = {}
+    for value, box in wanted:
+        if isinstance(value, LazyTensor) and value.source.is_shared:
+            sources[value.source.key] = value.source
+            mine.setdefault(value.source.key, []).append((value.name, box.bounds))
+    if not any_of(scope, bool(mine)):
+        return
+    # The first rank's list, so that all ranks take the same sources in the same order.
+    for key in broadcast_object(scope, [*mine]):
+        _locate_in(sources.get(key), mine.get(key, []), scope)
+
+
+def _locate_in(source: TensorSource | None, wanted: list[Wanted], scope: Scope) -> None:
+    requests = gather_to_first(scope, wanted)
+    answers = on_all_ranks(lambda: source.find(requests) if source and requests is not None else None, scope)
+    found = scatter_objects(scope, answers)
+    on_all_ranks(lambda: source.learn(wanted, found) if source else None, scope)
+
+
+def check_unchanged(values: Iterable[Any]) -> None:
+    """Check that the sources of lazy tensors were not replaced after they were opened. Not collective.
+
+    Args:
+        values: What was read. Values other than `LazyTensor` are ignored.
+
+    Raises:
+        CorruptCheckpointError: A source was replaced.
+    """
+    for source in {id(value.source): value.source for value in values if isinstance(value, LazyTensor)}.values():
+        source.check_unchanged()
+
+
+def local_value(value: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of ``value`` that this rank holds of a tensor placed as ``like``. Not collective.
+
+    Args:
+        value: A whole tensor, a DTensor of the same placement, or a `LazyTensor`.
+        like: The tensor to be filled.
+    """
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, LazyTensor):
+        return value.read(box_of(like))
+    return local_part(value, like)
+
+
+def whole_box(value: LazyTensor) -> Box:
+    """Return the box that covers a tensor."""
+    return Box((0,) * value.dim(), tuple(value.shape))
+
+
+def whole_value(value: Any) -> Any:
+    """Return ``value``; a `LazyTensor` is read whole. Not collective."""
+    return value.read() if isinstance(value, LazyTensor) else value
