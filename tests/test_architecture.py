@@ -1,4 +1,4 @@
-"""Holds what DESIGN says about the repository itself: import direction, equal versions, one way to set up and test."""
+"""Tests of the repository itself: levels of rooms, import direction, equal versions, one way to set up and test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,15 +26,29 @@ PROJECTS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 # The half of core that must work without torch.
 TORCH_FREE = ("__init__.py", "errors.py", "basics", "config", "checkpoint")
 
-# What each part of the torch-free half may import of core, at any level of nesting.
-GROUND = ("mmfsdp.errors", "mmfsdp.basics.dtypes", "mmfsdp.basics.references", "mmfsdp.basics.text")
-MAY_IMPORT = {
-    "mmfsdp.errors": (),
-    "mmfsdp.basics.dtypes": ("mmfsdp.errors",),
-    "mmfsdp.basics.references": ("mmfsdp.errors",),
-    "mmfsdp.basics.text": ("mmfsdp.errors",),
-    "mmfsdp.config": (*GROUND, "mmfsdp.basics.lazy", "mmfsdp.config"),
-}
+# The rooms of core, ground level first. A room imports the rooms named beside it, and they all lie on lower levels.
+LEVELS: tuple[dict[str, str], ...] = (
+    {"errors": ""},
+    {"basics": "errors"},
+    {"config": "basics errors", "collective": "basics errors", "testing": "basics errors"},
+    {"checkpoint": "basics config errors", "planning": "basics config errors"},
+    {"runtime": "basics collective errors planning"},
+    {
+        "sharding": "basics collective config errors planning runtime",
+        "state": "basics collective errors runtime",
+    },
+    {
+        "saving": "basics checkpoint collective errors runtime state",
+        "torch_style": "basics collective config errors planning runtime sharding state",
+    },
+    {"frontends": "basics errors planning sharding torch_style"},
+)
+MAY_IMPORT = {room: allowed.split() for level in LEVELS for room, allowed in level.items()}
+MOST_ROOMS = 14
+WITH_CIRCLES = ("mmfsdp.checkpoint",)  # until its rooms have one direction
+
+# Of a room's modules, the adapter and the command line know only what its __init__ exports. These export names, too.
+OPEN_MODULES = ("mmfsdp", "mmfsdp.errors", "mmfsdp.testing")
 
 
 def module_name(path: Path) -> str:
@@ -76,6 +90,101 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
+def executed_names(path: Path, *, at_top: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield what a file imports when it runs, ``if TYPE_CHECKING`` left out.
+
+    Args:
+        path: The file.
+        at_top: Yield what is imported with the module; otherwise what its functions import when they are called.
+    """
+    inner: set[int] = set()
+    hidden: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text(), path)):
+        lines = range(node.lineno, (node.end_lineno or 0) + 1) if isinstance(node, ast.stmt) else ()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner.update(lines)
+        elif isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
+            hidden.update(lines)
+    for line, name in imported_names(path):
+        if line not in hidden and (line not in inner) is at_top:
+            yield line, name
+
+
+def module_graph(package: str) -> dict[str, set[str]]:
+    """Return for each module of a package the modules of it that it imports, in functions too."""
+    names = {module_name(path) for path in modules(package)}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for path in modules(package):
+        for at_top in (True, False):
+            for _, name in executed_names(path, at_top=at_top):
+                target = name if name in names else name.rpartition(".")[0]
+                if target in names:
+                    graph[module_name(path)].add(target)
+    return graph
+
+
+def room_graph(package: str, folder: str) -> dict[str, set[str]]:
+    """Return what the modules and folders in one folder import of each other.
+
+    What one module imports of another for annotations alone does not count; what a folder imports for them does.
+    """
+    rooms: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
+    for path in modules(package):
+        here = module_name(path)
+        if path.name == "__init__.py" or not here.startswith(f"{folder}."):
+            continue  # an __init__ only exports what its folder holds
+        own, *inside = here.removeprefix(f"{folder}.").split(".")
+        executed = {name for at_top in (True, False) for _, name in executed_names(path, at_top=at_top)}
+        for _, name in imported_names(path):
+            if not name.startswith(f"{folder}."):
+                continue
+            target = name.removeprefix(f"{folder}.").split(".")[0]
+            is_module = (SOURCES[package].parent / f"{folder.replace('.', '/')}/{target}.py").is_file()
+            if target != own and (inside or not is_module or name in executed):
+                graph.setdefault(own, set()).add(target)
+        rooms.setdefault(own, set())
+    return rooms | graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one node, and nodes that import themselves."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in order:
+                visit(target)
+            if target in stack:
+                lowest[node] = min(lowest[node], lowest[target])
+        if lowest[node] == order[node]:
+            place = stack.index(node)
+            group = stack[place:]
+            del stack[place:]
+            if len(group) > 1 or node in graph.get(node, ()):
+                found.append(sorted(group))
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return found
+
+
+def exported(module: str) -> set[str]:
+    """Return ``__all__`` of a module of core, without importing it."""
+    path = SOURCES["mmfsdp"].parent / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text(), path).body:
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
+            return {*ast.literal_eval(node.value)}
+    return set()
+
+
 def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
@@ -107,6 +216,18 @@ class TestImportDirection:
         assert found == []
 
     @pytest.mark.parametrize("package", ["mmfsdp_mmengine", "mmfsdp_cli"])
+    def test_adapter_and_cli_import_exported_names_of_rooms(self, package: str) -> None:
+        open_to_all = {*OPEN_MODULES, *(f"mmfsdp.{room}" for room in MAY_IMPORT)}
+        names = {module: exported(module) for module in open_to_all} | {"": {*open_to_all}}
+        found = []
+        for path in modules(package):
+            for line, name in imported_names(path):
+                module, _, attribute = name.rpartition(".")
+                if within(name, "mmfsdp") and name not in open_to_all and attribute not in names.get(module, ()):
+                    found.append(show(path, line, name))
+        assert found == []
+
+    @pytest.mark.parametrize("package", ["mmfsdp_mmengine", "mmfsdp_cli"])
     def test_nobody_reaches_into_private_core(self, package: str) -> None:
         found = []
         for path in modules(package):
@@ -119,17 +240,6 @@ class TestImportDirection:
                 for line, name in names
                 if within(name, "mmfsdp") and re.search(r"\._(?!_)", name)
             ]
-        assert found == []
-
-    @pytest.mark.parametrize("part", MAY_IMPORT)
-    def test_torch_free_layers(self, part: str) -> None:
-        found = [
-            show(path, line, name)
-            for path in modules("mmfsdp")
-            if within(module_name(path), part)
-            for line, name in imported_names(path)
-            if within(name, "mmfsdp") and not within(name, *MAY_IMPORT[part])
-        ]
         assert found == []
 
     def test_importing_the_torch_free_half_imports_no_torch(self) -> None:
@@ -145,6 +255,67 @@ class TestImportDirection:
         )
         done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+class TestRooms:
+    def test_every_room_has_its_level(self) -> None:
+        entries = {path.stem for path in SOURCES["mmfsdp"].iterdir() if path.suffix == ".py" or path.is_dir()}
+        rooms = entries - {"__init__", "__pycache__"}
+        assert rooms == {*MAY_IMPORT}
+        assert len(rooms) <= MOST_ROOMS
+
+    def test_rooms_lie_above_what_they_import(self) -> None:
+        below: set[str] = set()
+        for level in LEVELS:
+            for room in level:
+                assert {*MAY_IMPORT[room]} <= below, room
+            below |= {*level}
+
+    @pytest.mark.parametrize("room", MAY_IMPORT)
+    def test_imports_only_rooms_below(self, room: str) -> None:
+        allowed = ("mmfsdp.__version__", *(f"mmfsdp.{name}" for name in (room, *MAY_IMPORT[room])))
+        found = [
+            show(path, line, name)
+            for path in modules("mmfsdp")
+            if within(module_name(path), f"mmfsdp.{room}")
+            for line, name in imported_names(path)
+            if within(name, "mmfsdp") and not within(name, *allowed)
+        ]
+        assert found == []
+
+    @pytest.mark.parametrize("room", MAY_IMPORT)
+    def test_the_table_names_no_room_that_is_not_imported(self, room: str) -> None:
+        assert room_graph("mmfsdp", "mmfsdp")[room] | {"basics", "errors"} >= {*MAY_IMPORT[room]}
+
+    @pytest.mark.parametrize("package", SOURCES)
+    def test_modules_form_no_circle(self, package: str) -> None:
+        assert circles(module_graph(package)) == []
+
+    @pytest.mark.parametrize(
+        ("package", "folder"),
+        [
+            pytest.param(package, module_name(path), id=module_name(path))
+            for package in SOURCES
+            for path in modules(package)
+            if path.name == "__init__.py" and module_name(path) not in WITH_CIRCLES
+        ],
+    )
+    def test_folders_form_no_circle(self, package: str, folder: str) -> None:
+        assert circles(room_graph(package, folder)) == []
+
+    @pytest.mark.parametrize("package", SOURCES)
+    def test_functions_import_nothing_of_their_own_package(self, package: str) -> None:
+        found = [
+            show(path, line, name)
+            for path in modules(package)
+            for line, name in executed_names(path, at_top=False)
+            if within(name, package)
+        ]
+        assert found == []
+
+    def test_circles_are_found(self) -> None:
+        assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"d"}, "e": {"a"}}) == [["a", "b", "c"], ["d"]]
+        assert circles({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 class TestModules:

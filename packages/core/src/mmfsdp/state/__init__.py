@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmfsdp.state.lazy_tensors import LazyTensor, TensorSource, whole_value
+    from mmfsdp.state.lazy_tensors import whole_value
     from mmfsdp.state.local_view import LocalView, exchanged
     from mmfsdp.state.report import LoadReport, compare_shapes
 
 __all__ = [
-    "LazyTensor",
     "LoadReport",
     "LocalView",
-    "TensorSource",
     "compare_shapes",
     "exchanged",
     "whole_value",
 ]
 
 _WHERE = {
-    **dict.fromkeys(("LazyTensor", "TensorSource", "whole_value"), "mmfsdp.state.lazy_tensors"),
+    "whole_value": "mmfsdp.state.lazy_tensors",
     **dict.fromkeys(("LocalView", "exchanged"), "mmfsdp.state.local_view"),
     **dict.fromkeys(("LoadReport", "compare_shapes"), "mmfsdp.state.report"),
 }
