@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint.files.writing import write_files
-from mmfsdp.checkpoint.formats.flat_parameters import FlatUnit, cut, flat_unit, spans_of_views
-from mmfsdp.checkpoint.formats.safetensors_file import plan_safetensors
-from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.flat_parameters import (
+    FlatRange,
+    FlatUnit,
+    entry_of_ranges,
+    flat_boxes,
+    flat_unit,
+    spans_in_order,
+    spans_of_views,
+)
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.safetensors import plan_file
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange, entry_of_ranges, flat_boxes
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.errors import CorruptCheckpointError
 
@@ -56,17 +62,17 @@ def test_pieces_in_any_memory_order_make_the_tensor_again(shape: tuple[int, ...]
         ranges = [FlatRange(a, b, 4 + 4 * a, record) for a, b in itertools.pairwise(bounds)]
         entry = entry_of_ranges("w", "float32", shape, ranges, order)
         check_coverage(Layout(file, "test", 1, {"w": entry}, {}))
-        write_files(Path(folder) / "out", [plan_safetensors("", {"w": entry})])
+        write_files(Path(folder) / "out", [plan_file("", {"w": entry})])
         assert torch.equal(load_file(Path(folder) / "out")["w"], whole)
 
 
-def stored(numel: int, file: str = "rank0.pth", offset: int = 64, at: int = 0) -> StoredTensor:
-    return StoredTensor("float32", (numel,), offset + 4 * at, None, Record(Path(file), offset, 4096, None))
+def stored(numel: int, file: str = "rank0.pth", offset: int = 64, at: int = 0) -> PickledTensor:
+    return PickledTensor("float32", (numel,), offset + 4 * at, None, Record(Path(file), offset, 4096, None))
 
 
-def shards(rank: int, start: int, numel: int, shape: tuple[int, ...] = (10,), dtype: str = "float32") -> StoredShards:
+def shards(rank: int, start: int, numel: int, shape: tuple[int, ...] = (10,), dtype: str = "float32") -> PickledShards:
     parts = ((stored(numel, f"rank{rank}.pth"), (start,)),) if numel else ()
-    return StoredShards(dtype, shape, parts, rank, 2)
+    return PickledShards(dtype, shape, parts, rank, 2)
 
 
 def unit() -> FlatUnit:
@@ -75,7 +81,7 @@ def unit() -> FlatUnit:
 
 
 def test_parameters_are_cut_from_a_flat_parameter() -> None:
-    spans = cut(unit(), {"a.w": (2, 3), "a.b": (4,)})
+    spans = spans_in_order(unit(), {"a.w": (2, 3), "a.b": (4,)})
     assert spans is not None
     pieces = {
         name: [(r.start, r.stop, r.record.file.name, r.offset) for r in span.ranges] for name, span in spans.items()
@@ -84,7 +90,7 @@ def test_parameters_are_cut_from_a_flat_parameter() -> None:
         "a.w": [(0, 5, "rank0.pth", 64), (5, 6, "rank1.pth", 64)],
         "a.b": [(0, 4, "rank1.pth", 68)],
     }
-    assert cut(unit(), {"a.w": (2, 3)}) is None
+    assert spans_in_order(unit(), {"a.w": (2, 3)}) is None
 
 
 def test_parts_that_do_not_follow_each_other() -> None:

@@ -25,8 +25,8 @@ def formats_command(as_json: bool) -> None:
             return
         rows = [("format", "reads", "writes", "what it is")]
         for info in formats:
-            asked = ", ".join([*info.suffixes, *(f"--to {name}" for name in info.spellings[:1])])
-            what = f"{info.what} ({asked})" if info.writes else info.what
+            asked = ", ".join([*info.suffixes, f"--to {info.name}", *info.aliases])
+            what = f"{info.description} ({asked})" if info.writes else info.description
             rows.append((info.name, "yes" if info.reads else "no", "yes" if info.writes else "no", what))
         width = max(len(row[0]) for row in rows)
         for name, reads, writes, what in rows:

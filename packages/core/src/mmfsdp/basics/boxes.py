@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-__all__ = ["Bounds", "Placements", "boxes_meeting", "is_within", "meet", "rows_per_rank", "sharded_box"]
+from mmfsdp.errors import ConfigError
+
+__all__ = ["Bounds", "Placements", "Ranks", "boxes_meeting", "is_within", "meet", "rows_per_rank", "sharded_box"]
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box in a tensor, in elements, one of each per dimension."""
+
+_MOST_RANKS = 65_536
 
 Placements = Sequence[int | None]
 """Per mesh dimension the tensor dimension that it shards, or None where it replicates."""
@@ -100,3 +106,38 @@ def _places(box: Bounds, held: Bounds, dim: int, parts: int) -> range:
     first = max(box[0][dim] - held[0][dim], 0)
     last = min(box[0][dim] + box[1][dim] - held[0][dim], held[1][dim]) - 1
     return range(first // chunk, last // chunk + 1) if last >= first else range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A mesh of ranks, by its two sizes: (replicate, shard), as hybrid sharding uses."""
+
+    replicas: int
+    """Groups of ranks that each hold everything."""
+    shards: int
+    """Ranks in a group; they divide every tensor's rows."""
+
+    @classmethod
+    def parse(cls, given: int | str) -> Ranks:
+        """Return the mesh that ``8`` or ``'2x4'`` (two replicas of four shards) stands for.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        match = re.fullmatch(r"(?:(\d{1,7})x)?(\d{1,7})", str(given).strip())
+        replicas, shards = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+        if not 1 <= replicas * shards <= _MOST_RANKS:
+            raise ConfigError(
+                f"{given!r} is not a number of ranks. Write a number from 1 to {_MOST_RANKS}, or text such as '2x4' "
+                "for two replicas of four shards."
+            )
+        return cls(replicas, shards)
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return self.replicas * self.shards
+
+    def shard(self, rank: int) -> int:
+        """Return which part of every tensor a rank holds."""
+        return rank % self.shards

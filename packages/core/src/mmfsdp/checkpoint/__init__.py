@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.basics.lazy import lazy
+
 if TYPE_CHECKING:
+    from mmfsdp.basics.boxes import Ranks
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.model_layout import layout_of_model
     from mmfsdp.checkpoint.conversion.parts import find_tensor
-    from mmfsdp.checkpoint.conversion.ranks import Ranks
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
-    from mmfsdp.checkpoint.formats.catalogue import FormatInfo, known_formats
-    from mmfsdp.checkpoint.formats.detect import open_layout
+    from mmfsdp.checkpoint.formats.recognition import open_layout
+    from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats
     from mmfsdp.checkpoint.inspection.comparing import ValueDifference
     from mmfsdp.checkpoint.inspection.differing import Difference, DiffReport, diff
     from mmfsdp.checkpoint.inspection.statistics import TensorStatistics, tensor_statistics
@@ -51,40 +52,27 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "Chunk": "layout",
-    "Conversion": "conversion.settings",
-    "ConversionReport": "conversion.converting",
-    "DiffReport": "inspection.differing",
-    "Difference": "inspection.differing",
-    "FormatInfo": "formats.catalogue",
-    "Layout": "layout",
-    "Problem": "inspection.verifying",
-    "Ranks": "conversion.ranks",
-    "TargetExistsError": "files.atomic",
-    "TensorEntry": "layout",
-    "TensorStatistics": "inspection.statistics",
-    "TreeNode": "inspection.summarising",
-    "ValueDifference": "inspection.comparing",
-    "VerifyReport": "inspection.verifying",
-    "convert": "conversion.converting",
-    "diff": "inspection.differing",
-    "find_tensor": "conversion.parts",
-    "known_formats": "formats.catalogue",
-    "latest_checkpoint": "keeping",
-    "layout_of_model": "conversion.model_layout",
-    "open_layout": "formats.detect",
-    "remove_old_checkpoints": "keeping",
-    "tensor_statistics": "inspection.statistics",
-    "tensor_tree": "inspection.summarising",
-    "verify": "inspection.verifying",
+_WHERE = {
+    "Ranks": "mmfsdp.basics.boxes",
+    **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
+    "layout_of_model": "mmfsdp.checkpoint.conversion.model_layout",
+    "find_tensor": "mmfsdp.checkpoint.conversion.parts",
+    "Conversion": "mmfsdp.checkpoint.conversion.settings",
+    "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
+    "open_layout": "mmfsdp.checkpoint.formats.recognition",
+    **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
+    "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",
+    **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.differing"),
+    **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.statistics"),
+    **dict.fromkeys(("TreeNode", "tensor_tree"), "mmfsdp.checkpoint.inspection.summarising"),
+    **dict.fromkeys(("Problem", "VerifyReport", "verify"), "mmfsdp.checkpoint.inspection.verifying"),
+    **dict.fromkeys(("latest_checkpoint", "remove_old_checkpoints"), "mmfsdp.checkpoint.keeping"),
+    **dict.fromkeys(("Chunk", "Layout", "TensorEntry"), "mmfsdp.checkpoint.layout"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return lazy(__name__, __all__, _WHERE, name)
 
 
 def __dir__() -> list[str]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.formats.shard_index import inside
-from mmfsdp.checkpoint.strict_json import parse_json
+from mmfsdp.checkpoint.untrusted import inside, parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.conversion.parts import usual_content
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.tree import leaves, map_leaves

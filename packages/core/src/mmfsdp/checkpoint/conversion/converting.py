@@ -9,10 +9,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.conversion.checks import (
+    check_output,
+    check_replaceable,
+    check_save,
+    check_space,
+    free_bytes,
+    published_path,
+)
 from mmfsdp.checkpoint.conversion.intent import Intent, intended
-from mmfsdp.checkpoint.conversion.one_save import check_save
-from mmfsdp.checkpoint.conversion.output import check_output, check_replaceable, check_space, free_bytes
-from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import (
     commit,
     discard,
@@ -24,8 +30,8 @@ from mmfsdp.checkpoint.files.atomic import (
 from mmfsdp.checkpoint.files.file_errors import write_errors
 from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.files.writing import write_files
-from mmfsdp.checkpoint.formats.detect import open_layout
-from mmfsdp.checkpoint.formats.targets import Target, published_path, target_format
+from mmfsdp.checkpoint.formats.recognition import open_layout
+from mmfsdp.checkpoint.formats.registry import Format
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
@@ -180,16 +186,16 @@ def convert(
     )
 
 
-def _completed(chosen: Conversion, kind: Target, layout: Layout) -> Conversion:
+def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
     """Return the conversion with the settings filled in that were left to the target and the source."""
     by_default = "all" if chosen.drop or (kind.by_rank and not chosen.use_ema) else "model"
-    found: dict[str, Any] = {"to": kind.format, "keep": chosen.keep or by_default}
+    found: dict[str, Any] = {"to": kind.name, "keep": chosen.keep or by_default}
     if kind.by_rank and chosen.ranks is None:
         found["ranks"] = layout.world_size
     return chosen.changed(found)
 
 
-def _write(temporary: Path, intent: Intent, kind: Target, chosen: Conversion, progress: Progress | None) -> None:
+def _write(temporary: Path, intent: Intent, kind: Format, chosen: Conversion, progress: Progress | None) -> None:
     entries = write_files(
         temporary, intent.planned, verify=chosen.verify, progress=progress, jobs=chosen.jobs, fsync=chosen.fsync
     )

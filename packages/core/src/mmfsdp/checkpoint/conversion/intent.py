@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mmfsdp.basics.boxes import Ranks
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
-from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.conversion.renaming import NameRules
 from mmfsdp.checkpoint.conversion.selection import Selection, select
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.files.casting import CastEntry, chosen_dtypes
+from mmfsdp.checkpoint.files.casting import chosen_dtypes
 from mmfsdp.checkpoint.files.planned_files import PlannedFile
-from mmfsdp.checkpoint.formats.targets import Content, Target
+from mmfsdp.checkpoint.formats.registry import Content, Format
+from mmfsdp.checkpoint.geometry.views import CastEntry
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import named_tensors, tensor_free_paths
 
@@ -47,7 +48,7 @@ class Intent:
     """What one should know."""
 
 
-def intended(layout: Layout, target: Target, conversion: Conversion, *, overflow: Callable[[str, int], None]) -> Intent:
+def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow: Callable[[str, int], None]) -> Intent:
     """Decide what a conversion writes; touches no file.
 
     Args:
@@ -84,9 +85,9 @@ def intended(layout: Layout, target: Target, conversion: Conversion, *, overflow
     else:
         written = {name: tensors[source] for name, source in named_tensors(tree).items()}
     sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
-    planned = target.plan(content)
+    planned = target.plan_write(content)
     return Intent(
-        format=target.format,
+        format=target.name,
         planned=planned,
         save_id=content.save_id,
         world_size=ranks.count if target.by_rank else 1,
@@ -100,7 +101,7 @@ def intended(layout: Layout, target: Target, conversion: Conversion, *, overflow
     )
 
 
-def _with_states(selection: Selection, layout: Layout, target: Target) -> Selection:
+def _with_states(selection: Selection, layout: Layout, target: Format) -> Selection:
     """Give optimizer state the form that users of the target expect; a file of tensors alone keeps the source's."""
     if target.tensors_only:
         return selection

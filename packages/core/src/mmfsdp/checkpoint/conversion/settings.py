@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.basics.text import parse_bytes
-from mmfsdp.checkpoint.conversion.ranks import Ranks
-from mmfsdp.checkpoint.formats.targets import check_target_name
+from mmfsdp.checkpoint.formats.registry import FORMATS, Format, find_format, format_of_suffix
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.errors import ConfigError
 
-__all__ = ["Conversion"]
+__all__ = ["Conversion", "target_format"]
+
+_WRITTEN = [item for item in FORMATS if item.writer is not None]
 
 
 def _checked(check: Callable[[Any], Any]) -> BeforeValidator:
@@ -41,6 +44,16 @@ def _dtypes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {pattern: canonical_dtype(dtype) for pattern, dtype in value.items()}
     return canonical_dtype(value)
+
+
+def _written_format(value: Any) -> Any:
+    find_format(str(value), _WRITTEN, "format to write")
+    return value
+
+
+def _read_format(value: Any) -> Any:
+    find_format(str(value), what="format to read")
+    return value
 
 
 def _ranks(value: Any) -> Any:
@@ -90,12 +103,12 @@ class Conversion(ConfigModel):
     max_shard_size: Annotated[int | None, _checked(parse_bytes)] = None
     """Write a directory of safetensors files with at most this much tensor data each, such as ``'5GB'``, and their
     index. A number counts bytes; text needs a unit."""
-    to: Annotated[str | None, _checked(check_target_name)] = None
+    to: Annotated[str | None, _checked(_written_format)] = None
     """The format to write, by a name that `known_formats` lists; by default the suffix of the target says it."""
     ranks: Annotated[int | str | None, _checked(_ranks)] = None
     """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas
     of four shards. By default as many as wrote the source."""
-    source_format: str | None = None
+    source_format: Annotated[str | None, _checked(_read_format)] = None
     """The format of the source, by a name that `known_formats` lists, if its content does not show it."""
     overwrite: bool = False
     """Replace an existing target."""
@@ -132,3 +145,41 @@ class Conversion(ConfigModel):
         if not settings:
             return self
         return Conversion.from_dict({**self.model_dump(exclude_unset=True), **settings})
+
+
+def target_format(path: Path, conversion: Conversion) -> Format:
+    """Return the format to write.
+
+    Args:
+        path: Where to write.
+        conversion: The settings; ``to``, else ``max_shard_size``, else the suffix of ``path`` sets the format.
+
+    Raises:
+        ConfigError: The suffix does not name a format, or a setting does not fit the format.
+    """
+    by_suffix = format_of_suffix(path.suffix)
+    if conversion.to is not None:
+        target = find_format(conversion.to, _WRITTEN, "format to write")
+    elif conversion.max_shard_size is None and by_suffix is not None:
+        target = by_suffix
+    elif conversion.max_shard_size is None:
+        raise ConfigError(
+            f"The suffix {path.suffix!r} of {path.name!r} does not name a format. Use .safetensors, .pth or .pt, or "
+            "set 'to' to 'safetensors', 'pth', 'dcp' or 'local'."
+        )
+    elif by_suffix is not None:
+        raise ConfigError(
+            f"'max_shard_size' writes a directory of several files, but {path.name!r} has the suffix of a file. Leave "
+            "out the suffix."
+        )
+    else:
+        target = find_format("safetensors_index")
+    for setting, fits, needed in (
+        ("max_shard_size", target.name == "safetensors_index", "'safetensors_index'"),
+        ("publish", not target.directory, "of a single file"),
+        ("ranks", target.by_rank, "'dcp' or 'local'"),
+    ):
+        if getattr(conversion, setting) and not fits:
+            given = conversion.to or target.name
+            raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {given!r}.")
+    return target

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.exchanging import exchange, rename_new
 from mmfsdp.checkpoint.files.leases import Lease, writer
-from mmfsdp.checkpoint.files.opening import refuse_special
 from mmfsdp.checkpoint.files.siblings import Kind, claim_of, new_token, remove, remove_leftovers, sibling, token_of
+from mmfsdp.checkpoint.untrusted import refuse_special
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from mmfsdp.basics.text import compile_pattern
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import require_numpy, small_floats, values
 from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.geometry.views import CastEntry
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
@@ -19,25 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["CastEntry", "cast_block", "chosen_dtypes", "converted_blocks"]
+__all__ = ["cast_block", "chosen_dtypes", "converted_blocks"]
 
 _BLOCK = 1 << 19  # bytes of the source: what is made of it fits the second-level cache too
 _TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
-
-
-@dataclass(frozen=True, slots=True)
-class CastEntry(TensorEntry):
-    """A tensor as it will be: its dtype is the wanted one, its chunks are those of the source."""
-
-    source: TensorEntry
-    """The tensor as it is stored."""
-    overflow: Callable[[str, int], None]
-    """Called with the name and the number of elements that were too large for the dtype, if there are any."""
-
-    @classmethod
-    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[str, int], None]) -> CastEntry:
-        """Return a tensor cast to another dtype."""
-        return cls(source.name, dtype, source.shape, source.chunks(), source, overflow)
 
 
 def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:

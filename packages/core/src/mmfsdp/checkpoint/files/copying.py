@@ -13,12 +13,13 @@ from types import TracebackType
 
 from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.files.blocks import BlockWriter
-from mmfsdp.checkpoint.files.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.file_errors import read_errors, truncated
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.files.progress import Tracker
 from mmfsdp.checkpoint.geometry.extents import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry.views import CastEntry
 from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
 
 from mmfsdp.checkpoint.files.file_errors import read_errors
-from mmfsdp.errors import FormatError, IncompleteCheckpointError
+from mmfsdp.errors import IncompleteCheckpointError
 
-__all__ = ["OpenFiles", "refuse_special", "write_all"]
+__all__ = ["OpenFiles", "write_all"]
 
 _OPEN_FILES = 64
 
@@ -61,19 +60,3 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def refuse_special(path: Path, *, directory: bool = True) -> None:
-    """Raise ``FormatError`` for what is neither a file nor a directory, such as a pipe: opening one can wait for ever.
-
-    Args:
-        path: What will be opened; it need not exist.
-        directory: Whether it may be a directory.
-    """
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):  # whoever opens it says so
-        return
-    if not stat.S_ISREG(mode) and not (directory and stat.S_ISDIR(mode)):
-        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
-        raise FormatError(f"{path.name} is {kind}, and not a file.", file=str(path))

@@ -6,42 +6,40 @@ way are joined with dots; a list is a value, unless a tensor or a mapping lies i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mmfsdp.basics.boxes import sharded_box
-from mmfsdp.checkpoint.conversion.ranks import Ranks
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
 from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
-from mmfsdp.checkpoint.formats.tensor_archive import TensorArchive
+from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
-from mmfsdp.checkpoint.geometry.cutting import cut
+from mmfsdp.checkpoint.geometry.views import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError
 
-__all__ = ["plan_dcp"]
+__all__ = ["plan_write"]
 
 _ALIGNMENT = 64  # bytes, as that of the data within an archive
 
 Path = tuple[str | int, ...]
 
 
-def plan_dcp(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks) -> list[PlannedFile]:
+def plan_write(content: Content) -> list[PlannedFile]:
     """Plan the file of each rank that holds anything, and the metadata.
 
     Tensors are divided by rows, as ``fully_shard`` does; each row is written once, however many replicas there are.
-    What has no rows lies with the first rank.
-
-    Args:
-        tree: Nested content with a ``TensorRef`` for each tensor.
-        tensors: The tensors that the tree refers to.
-        ranks: How many ranks.
+    A tensor without rows is written by the first rank.
 
     Raises:
         FormatError: Two paths in the tree have the same name once their keys are joined, or a value cannot be pickled.
     """
+    tree, tensors, ranks = content.tree, content.tensors, content.ranks
     if not isinstance(tree, dict):
         raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
     names: dict[str, Path] = {}
@@ -67,7 +65,7 @@ def plan_dcp(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks) -> lis
             if boxes and 0 in box[1]:
                 continue
             boxes.append(box)
-            locations[name, box[0]] = files[file].add(TensorArchive(part), file)
+            locations[name, box[0]] = files[file].add(_TensorArchive(part), file)
         found[name] = WrittenTensor(entry.dtype, entry.shape, tuple(boxes))
     metadata = dcp_metadata(names, found, locations)
     planned = [file.planned(name) for name, file in files.items() if file.archives]
@@ -78,10 +76,10 @@ class _File:
     """The archives of one file, one after the other."""
 
     def __init__(self) -> None:
-        self.archives: list[tuple[int, Archive | TensorArchive]] = []
+        self.archives: list[tuple[int, Archive | _TensorArchive]] = []
         self._end = 0
 
-    def add(self, archive: Archive | TensorArchive, name: str) -> Location:
+    def add(self, archive: Archive | _TensorArchive, name: str) -> Location:
         base = self._end + -self._end % _ALIGNMENT
         self.archives.append((base, archive))
         self._end = base + archive.size
@@ -129,3 +127,64 @@ def _divides(value: Any) -> bool:
     return isinstance(value, list) and any(
         isinstance(child, TensorRef | dict) or (isinstance(child, list) and _divides(child)) for child in value
     )
+
+
+class _TensorArchive:
+    """One tensor as torch would save it, within a larger file.
+
+    Args:
+        entry: The tensor.
+    """
+
+    __slots__ = ("_entry", "_frame")
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+        self._frame = _frame(entry.dtype, entry.shape)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self._frame.before) + self._entry.nbytes + len(self._frame.after)
+
+    def pieces(self, base: int) -> tuple[Piece, ...]:
+        """Return the tensor data of an archive that begins at byte ``base`` of its file."""
+        return (Piece(self._entry, base + len(self._frame.before)),)
+
+    def blocks(self, base: int, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what lies before and after the data, given its CRC-32."""
+        frame, crc = self._frame, struct.pack("<I", crcs[0])
+        yield base, _patched(frame.before, frame.crc_before, crc)
+        yield base + len(frame.before) + self._entry.nbytes, _patched(frame.after, frame.crc_after, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    before: bytes
+    crc_before: int  # where the checksum goes, in bytes
+    after: bytes
+    crc_after: int
+
+
+@lru_cache(maxsize=4096)
+def _frame(dtype: str, shape: tuple[int, ...]) -> _Frame:
+    entry = TensorEntry("", dtype, shape, ())
+    archive = plan_archive(TensorRef(""), {"": entry})
+    [piece] = archive.pieces(0)
+    # The checksum goes where archives with different checksums differ.
+    (before, after), (other, another) = (
+        [
+            b"".join(block for at, block in archive.blocks(0, [crc]) if (at < piece.at) is first)
+            for first in (True, False)
+        ]
+        for crc in (0, 0xFFFFFFFF)
+    )
+    return _Frame(before, _first_difference(before, other), after, _first_difference(after, another))
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    return next(at for at, (left, right) in enumerate(zip(one, other, strict=True)) if left != right)
+
+
+def _patched(data: bytes, at: int, crc: bytes) -> bytes:
+    return data[:at] + crc + data[at + len(crc) :]

@@ -1,4 +1,4 @@
-"""Takes FSDP1's flat parameters apart: which elements of them are which parameter.
+"""Finds the parameters in FSDP1's flat parameters, and the boxes of a tensor that a range of its elements fills.
 
 The rule is FlatParamHandle's (torch/distributed/fsdp/_flat_param.py). With ``use_orig_params=True`` every parameter is
 padded to 16 bytes; the pieces of it in a rank's file are views of that rank's part of the flat parameter, which says
@@ -10,20 +10,43 @@ elements, later ones fewer or none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
+from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["FLAT", "FlatUnit", "Span", "cut", "flat_unit", "spans_of_views"]
+__all__ = [
+    "FLAT",
+    "FlatRange",
+    "FlatUnit",
+    "Span",
+    "entry_of_ranges",
+    "flat_boxes",
+    "flat_unit",
+    "spans_in_order",
+    "spans_of_views",
+]
 
 FLAT = "_flat_param"
 """What the key of a flat parameter ends with; the prefix of its unit stands before."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Consecutive elements of a flattened tensor, and where they are stored."""
+
+    start: int
+    """First element, counted from the start of the tensor."""
+    stop: int
+    """Element after the last."""
+    offset: int
+    """Offset of the first element in the file, in bytes."""
+    record: Record
+    """The record that holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +80,7 @@ class FlatUnit:
         return self.ranges[-1].stop if self.ranges else 0
 
 
-def flat_unit(key: str, shards: Sequence[StoredShards], files: Sequence[Path]) -> FlatUnit:
+def flat_unit(key: str, shards: Sequence[PickledShards], files: Sequence[Path]) -> FlatUnit:
     """Put a flat parameter together.
 
     Args:
@@ -89,7 +112,7 @@ def flat_unit(key: str, shards: Sequence[StoredShards], files: Sequence[Path]) -
     return FlatUnit(key.removesuffix(FLAT), shards[0].dtype, tuple(ranges))
 
 
-def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[StoredTensor | None]]) -> dict[str, Span]:
+def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[PickledTensor | None]]) -> dict[str, Span]:
     """Find the parameters whose pieces are views of a flat parameter (``use_orig_params=True``).
 
     Args:
@@ -128,7 +151,7 @@ def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[Stor
     return spans
 
 
-def cut(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
+def spans_in_order(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
     """Cut a flat parameter into parameters that follow each other (``use_orig_params=False``).
 
     Args:
@@ -157,3 +180,76 @@ def cut(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span
         spans[name] = Span(unit.dtype, end - begin, ranges, (unit.prefix, begin))
         begin = end
     return spans
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes that a range of elements of a row-major tensor is made of, in order.
+
+    Args:
+        shape: Sizes of the tensor.
+        start: First element.
+        stop: Element after the last.
+
+    Yields:
+        First element of the box, its offsets and its sizes: at most ``2 * len(shape) - 1`` of them.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield start, (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        yield from _within_row(shape, start, stop)
+        return
+    yield from _within_row(shape, start, first * row)
+    if first < last:
+        yield first * row, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _within_row(shape, last * row, stop)
+
+
+def _within_row(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    row = math.prod(shape[1:])
+    index = start // row if row else 0
+    for at, offsets, sizes in flat_boxes(shape[1:], start - index * row, stop - index * row):
+        yield index * row + at, (index, *offsets), (1, *sizes)
+
+
+def entry_of_ranges(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    ranges: Iterable[FlatRange],
+    order: tuple[int, ...] | None = None,
+) -> TensorEntry:
+    """Return a tensor whose flattened elements lie in the given ranges.
+
+    Args:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape.
+        ranges: Where its elements are.
+        order: The dimensions from the slowest to the fastest in memory, if they were not flattened in row-major order.
+    """
+    item = itemsize(dtype)
+    dims = tuple(range(len(shape))) if order is None else order
+    place = [dims.index(dim) for dim in range(len(shape))]
+    chunks = []
+    for held in ranges:
+        for at, offsets, sizes in flat_boxes(tuple(shape[dim] for dim in dims), held.start, held.stop):
+            strides = row_major_strides(sizes)
+            chunks.append(
+                Chunk(
+                    held.record.file,
+                    held.offset + (at - held.start) * item,
+                    math.prod(sizes) * item,
+                    tuple(offsets[dim] for dim in place),
+                    tuple(sizes[dim] for dim in place),
+                    None if place == sorted(place) else tuple(strides[dim] for dim in place),
+                    held.record,
+                )
+            )
+    return TensorEntry(name, dtype, shape, tuple(chunks))

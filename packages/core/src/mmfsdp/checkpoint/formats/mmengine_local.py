@@ -15,40 +15,45 @@ from typing import Any
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
-from mmfsdp.checkpoint.formats.flat_sections import Known, Section, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.flat_state_dicts import Known, Section, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
-from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["read_mmengine_local"]
+__all__ = ["read", "read_stock_files"]
 
 
 @dataclass(frozen=True)
 class _Rank:
     path: Path
     tree: dict[Any, Any]
-    shards: Mapping[str, StoredShards]  # by path in the tree
+    shards: Mapping[str, PickledShards]  # by path in the tree
 
 
-def read_mmengine_local(files: RankFiles, *, reference: Layout | None = None) -> Layout:
-    """Read the layout of a ``local`` checkpoint of stock MMEngine.
+def read(source: Source) -> Layout:
+    """Read the layout of a ``local`` checkpoint of stock MMEngine; errors as for `read_stock_files`."""
+    return read_stock_files(RankFiles(source.path, trust=source.trust), source)
+
+
+def read_stock_files(files: RankFiles, source: Source) -> Layout:
+    """Read the layout of rank files by stock MMEngine.
 
     Args:
-        files: Its files.
-        reference: A whole checkpoint of the same model, for shapes (and with ``use_orig_params=False`` the order of
-            parameters and tied names) that the files do not say.
+        files: The files.
+        source: Its ``reference`` has the shapes (and with ``use_orig_params=False`` the order of parameters and tied
+            names) that the files lack.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing, or shapes are unknown and ``reference`` does not say them.
-        CorruptCheckpointError: The files do not fit together.
+        IncompleteCheckpointError: A rank's file is missing, or shapes are unknown and the reference lacks them.
+        CorruptCheckpointError: The files contradict each other.
         FormatError: A file is something else.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     ranks = _read_ranks(files)
-    known = known_shapes(ranks[0].tree.get("optimizer"), reference)
+    known = known_shapes(ranks[0].tree.get("optimizer"), source.reference())
     tree: dict[Any, Any] = {}
     for key, value in ranks[0].tree.items():
         tree[key] = _resolved(key, value, ranks, known) if _is_section(value) else value
@@ -56,17 +61,17 @@ def read_mmengine_local(files: RankFiles, *, reference: Layout | None = None) ->
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, StoredShards):
+        if isinstance(leaf, PickledShards):
             entry = _sharded(name, ranks)
         elif isinstance(leaf, _Resolved):
             entry = leaf.entry
-        elif isinstance(leaf, StoredTensor):
+        elif isinstance(leaf, PickledTensor):
             entry = TensorEntry(name, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
         else:
             return leaf
         unique = unique_name(name, tensors)
         tensors[unique] = TensorEntry(unique, entry.dtype, entry.shape, entry.chunks())
-        return TensorRef(unique, leaf.parameter if isinstance(leaf, StoredTensor) else None)
+        return TensorRef(unique, leaf.parameter if isinstance(leaf, PickledTensor) else None)
 
     bound = map_leaves(tree, bind)
     return Layout(files.directory, "mmengine_local", len(ranks), tensors, bound)
@@ -110,10 +115,10 @@ def _rank(path: Path, tree: Any) -> _Rank:
         raise FormatError(
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
         )
-    shards: dict[str, StoredShards] = {}
+    shards: dict[str, PickledShards] = {}
 
     def collect(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, StoredShards):
+        if isinstance(leaf, PickledShards):
             shards[name] = leaf
         return leaf
 
@@ -162,7 +167,7 @@ def _resolved(key: Any, value: dict[Any, Any], ranks: list[_Rank], known: Known)
 
 def _sharded(name: str, ranks: list[_Rank]) -> TensorEntry:
     """Put a tensor together that is stored in shards of its true shape."""
-    first: StoredShards | None = None
+    first: PickledShards | None = None
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
     for rank in ranks:
         held = rank.shards.get(name)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.shard_index import inside
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
-from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.checkpoint.untrusted import inside
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 __all__ = ["RankFiles"]
 
@@ -25,20 +25,21 @@ class RankFiles:
         trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
 
     Raises:
-        FormatError: One is a link out of the directory, or no file.
-        CorruptCheckpointError: Two are of one rank.
+        CheckpointNotFoundError: There is none.
+        FormatError: One is a link out of the directory, or not a file.
+        CorruptCheckpointError: Two belong to the same rank.
     """
 
     def __init__(self, directory: Path, *, trust: bool = False) -> None:
         self.directory = directory
         self.paths: Mapping[int, Path] = _found(directory)
-        """Rank to file, in order; empty if the directory is no ``local`` checkpoint."""
+        """Rank to file, in order."""
         self.trust = trust
         """Whether unknown pickled objects are kept."""
 
     @functools.cached_property
     def first(self) -> tuple[Path, Any]:
-        """The file of the lowest rank, and its content: a ``StoredTensor`` for each tensor.
+        """The file of the lowest rank, and its content: a ``PickledTensor`` for each tensor.
 
         Raises:
             FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
@@ -73,4 +74,6 @@ def _found(directory: Path) -> dict[int, Path]:
         if number in found:
             raise CorruptCheckpointError(f"{found[number].name} and {name} are both of rank {number}.", file=str(path))
         found[number] = path
+    if not found:
+        raise CheckpointNotFoundError(f"{directory.name} holds no rank{{i}}.pth.", file=str(directory))
     return dict(sorted(found.items()))

@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
+from mmfsdp.checkpoint.formats.mmengine_local import read_stock_files
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledTensor
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
-from mmfsdp.checkpoint.formats.shard_index import inside
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.layout import Chunk, EvenBoxes, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
+from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["read_rank_local"]
+__all__ = ["read"]
 
 _MAX_RANKS = 1_000_000  # more is damage, or malice
 
@@ -42,7 +44,7 @@ class _RankFile:
     tree: Any
     save_id: str
     boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # path -> (global shape, box offsets)
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, PickledTensor]
     header: Mapping[str, Any]
 
 
@@ -98,13 +100,8 @@ class _RankItems:
         return self._known[rank]
 
 
-def read_rank_local(files: RankFiles, *, look_up: bool = True) -> Layout:
-    """Read the layout of a ``local`` checkpoint.
-
-    Args:
-        files: Its files.
-        look_up: Read every file. Otherwise only the first, if that says where each box is; others are read and checked
-            once a chunk of theirs is asked for.
+def read(source: Source) -> Layout:
+    """Read the layout of a directory of rank files; unless the format was chosen, stock MMEngine may have written it.
 
     Raises:
         IncompleteCheckpointError: Files of some ranks are missing; they are named.
@@ -112,6 +109,9 @@ def read_rank_local(files: RankFiles, *, look_up: bool = True) -> Layout:
         FormatError: The files were written by something else, such as stock MMEngine.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
+    files = RankFiles(source.path, trust=source.trust)
+    if not source.chosen and not files.of_mmfsdp:
+        return read_stock_files(files, source)
     directory, present = files.directory, files.paths
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
     first, tree = files.first
@@ -140,7 +140,7 @@ def read_rank_local(files: RankFiles, *, look_up: bool = True) -> Layout:
         check_manifest(directory, checksums=False)
     ranks = [_of_rank(first, tree, 0, world_size)]
     expected, origin = (ranks[0].save_id, "rank0.pth") if manifest is None else (manifest.save_id, MANIFEST_NAME)
-    if not look_up and (rules := _rules(ranks[0])) is not None:
+    if not source.look_up and (rules := _rules(ranks[0])) is not None:
         _check_save(ranks[0], expected, origin)
         return _described(directory, ranks[0], rules, world_size, files.trust)
     for number in range(1, world_size):
@@ -189,7 +189,7 @@ def _described(
     items = _RankItems(directory, world_size, first.save_id, trust)
 
     def bind(name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, StoredTensor):
+        if not isinstance(leaf, PickledTensor):
             return leaf
         if name not in rules:
             return _whole(name, leaf, tensors)
@@ -201,7 +201,7 @@ def _described(
     return Layout(directory, "rank_local", world_size, tensors, tree)
 
 
-def _whole(name: str, leaf: StoredTensor, tensors: dict[str, TensorEntry]) -> TensorRef:
+def _whole(name: str, leaf: PickledTensor, tensors: dict[str, TensorEntry]) -> TensorRef:
     unique = unique_name(name, tensors)
     tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
     return TensorRef(unique, leaf.parameter)
@@ -248,10 +248,10 @@ def _of_rank(path: Path, tree: Any, rank: int, world_size: int) -> _RankFile:
             raise FormatError(f"The box of tensor {name!r} in {path.name} is malformed.", file=str(path))
         boxes[name] = (shape, offsets)
     content = {key: value for key, value in tree.items() if key != "mmfsdp"}
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, PickledTensor] = {}
 
     def collect(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, StoredTensor):
+        if isinstance(leaf, PickledTensor):
             if name in tensors and name in boxes:
                 raise FormatError(f"{path.name} holds two tensors under the path {name!r}.", file=str(path))
             tensors[name] = leaf
@@ -273,7 +273,7 @@ def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, StoredTensor):
+        if not isinstance(leaf, PickledTensor):
             return leaf
         if any(name in rank.boxes for rank in ranks):
             tensors[name] = _sharded(name, ranks)

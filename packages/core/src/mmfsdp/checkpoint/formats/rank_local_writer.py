@@ -5,35 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmfsdp.basics.boxes import sharded_box
-from mmfsdp.checkpoint.conversion.ranks import Ranks
+from mmfsdp.basics.boxes import Ranks, sharded_box
 from mmfsdp.checkpoint.files.planned_files import PlannedFile
-from mmfsdp.checkpoint.formats.torch_zip_writer import plan_torch_zip
-from mmfsdp.checkpoint.geometry.cutting import cut
+from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
+from mmfsdp.checkpoint.geometry.views import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import FormatError
 
-__all__ = ["plan_rank_local"]
+__all__ = ["plan_write"]
 
 
-def plan_rank_local(tree: Any, tensors: Mapping[str, TensorEntry], ranks: Ranks, save_id: str) -> list[PlannedFile]:
+def plan_write(content: Content) -> list[PlannedFile]:
     """Plan the file of each rank.
 
     Tensors are divided by rows, as ``fully_shard`` does; those without a dimension are whole on every rank.
 
-    Args:
-        tree: Nested content with a ``TensorRef`` for each tensor.
-        tensors: The tensors that the tree refers to.
-        ranks: How many ranks, and how many of them share the rows.
-        save_id: What every file carries, so that files of two saves are told apart.
-
     Raises:
         FormatError: Two paths in the tree are the same text, so a file could not say which one it means.
     """
+    tree, ranks = content.tree, content.ranks
     if not isinstance(tree, dict) or "mmfsdp" in tree:
         raise FormatError("A checkpoint per rank is a mapping, and its key 'mmfsdp' says what each file is part of.")
-    return [_plan_rank(tree, tensors, rank, ranks, save_id) for rank in range(ranks.count)]
+    return [_plan_rank(tree, content.tensors, rank, ranks, content.save_id) for rank in range(ranks.count)]
 
 
 def _plan_rank(
@@ -71,4 +66,4 @@ def _plan_rank(
         "mesh": [ranks.replicas, ranks.shards],
         "tensors": boxes,
     }
-    return plan_torch_zip(f"rank{rank}.pth", content, held)
+    return plan_file(f"rank{rank}.pth", content, held)

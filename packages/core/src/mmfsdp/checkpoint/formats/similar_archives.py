@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledTensor
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL_CRC, DESCRIPTOR_CRC, LOCAL_CRC, ZipRecord
 from mmfsdp.checkpoint.layout import Record
 
@@ -38,10 +38,10 @@ class SimilarArchives:
     """Remembers archives that hold one tensor each, and answers for others that equal them but for their data."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[_Anatomy, dict[bytes, StoredTensor]]] = {}
+        self._known: dict[int, dict[_Anatomy, dict[bytes, PickledTensor]]] = {}
         self._count = 0
 
-    def find(self, source: int, path: Path, begin: int, end: int) -> StoredTensor | None:
+    def find(self, source: int, path: Path, begin: int, end: int) -> PickledTensor | None:
         """Return the tensor of an archive if one that was remembered equals it, and ``None`` otherwise.
 
         Args:
@@ -56,11 +56,11 @@ class SimilarArchives:
             if like is not None:
                 shift = begin + anatomy.data - like.record.offset
                 record = Record(path, begin + anatomy.data, like.record.nbytes, crc if like.record.nbytes else 0)
-                return StoredTensor(like.dtype, like.shape, like.offset + shift, like.strides, record, like.parameter)
+                return PickledTensor(like.dtype, like.shape, like.offset + shift, like.strides, record, like.parameter)
         return None
 
     def remember(
-        self, source: int, begin: int, end: int, records: Mapping[str, ZipRecord], tensor: StoredTensor
+        self, source: int, begin: int, end: int, records: Mapping[str, ZipRecord], tensor: PickledTensor
     ) -> None:
         """Remember an archive that was read in full.
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.formats.sharded_tensors import stored_shards
-from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, TensorBuilder
+from mmfsdp.checkpoint.formats.pickled_tensors import Storage, StorageClass, TensorBuilder
+from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import whole_layout
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["looks_like_torch_legacy", "read_torch_legacy", "read_torch_legacy_tree"]
+__all__ = ["looks_like_torch_legacy", "read"]
 
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # MAGIC_NUMBER, pickled with protocol 2
 _PROTOCOL_VERSION = 1001
@@ -32,26 +32,18 @@ def looks_like_torch_legacy(head: bytes) -> bool:
     return head.startswith(_MAGIC)
 
 
-def read_torch_legacy(path: Path, *, trust: bool = False) -> Layout:
+def read(source: Source) -> Layout:
     """Read the layout of a file of this format, which holds no checksums.
-
-    Args:
-        path: The file.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
 
     Raises:
         FormatError: It was written on a big-endian machine, or holds storages of an unknown kind.
         UnsafePickleError: It names something that is not on the list of safe names.
         CorruptCheckpointError: It is damaged.
     """
-    return whole_layout(path, "torch_legacy", read_torch_legacy_tree(path, trust=trust))
+    return whole_layout(source.path, "torch_legacy", _read_tree(source.path, source.trust))
 
 
-def read_torch_legacy_tree(path: Path, *, trust: bool = False) -> Any:
-    """Return the nested content of the file with each tensor replaced by a ``StoredTensor``.
-
-    Args and errors are those of ``read_torch_legacy``.
-    """
+def _read_tree(path: Path, trust: bool) -> Any:
     with path.open("rb") as file:
         read_pickle(file, file=path)
         version, machine = read_pickle(file, file=path), read_pickle(file, file=path)
@@ -86,7 +78,7 @@ def _read_content(file: BinaryIO, path: Path, trust: bool, storage: Callable[[st
             raise ValueError(f"storage {key!r} has the length {count!r}")
         return storage(str(key), kind.dtype, count)
 
-    functions = TensorBuilder(path, stored_shards).functions()
+    functions = TensorBuilder(path).functions()
     return read_pickle(file, file=path, trust=trust, functions=functions, persistent=persistent)
 
 

@@ -12,30 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.checksums import crc32
-from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards, stored_shards
-from mmfsdp.checkpoint.formats.stored_tensors import Storage, StorageClass, StoredTensor, TensorBuilder
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor, Storage, StorageClass, TensorBuilder
+from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["read_archive", "read_torch_zip", "read_tree", "whole_layout"]
+__all__ = ["read", "read_archive", "read_tree", "whole_layout"]
 
 
-def read_torch_zip(path: Path, *, trust: bool = False) -> Layout:
+def read(source: Source) -> Layout:
     """Read the layout of a ``.pth`` or ``.pt`` file.
-
-    Args:
-        path: The file.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
 
     Raises:
         FormatError: It is a zip archive but not a checkpoint, or a single rank's part of a ``local`` checkpoint.
         UnsafePickleError: It names something that is not on the list of safe names.
         CorruptCheckpointError: It is damaged.
     """
-    return whole_layout(path, "torch_zip", read_tree(path, trust=trust))
+    return whole_layout(source.path, "torch_zip", read_tree(source.path, trust=source.trust))
 
 
 def whole_layout(path: Path, kind: str, content: Any) -> Layout:
@@ -44,7 +40,7 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     Args:
         path: The file.
         kind: Name of its format.
-        content: Its nested content, with a ``StoredTensor`` for each tensor.
+        content: Its nested content, with a ``PickledTensor`` for each tensor.
 
     Raises:
         FormatError: It is a single rank's part of a ``local`` checkpoint.
@@ -54,9 +50,9 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, StoredShards):
+        if isinstance(leaf, PickledShards):
             raise _one_of_many(path)
-        if not isinstance(leaf, StoredTensor):
+        if not isinstance(leaf, PickledTensor):
             return leaf
         unique = unique_name(name, tensors)
         chunk = leaf.chunk((0,) * len(leaf.shape))
@@ -68,14 +64,14 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
 
 
 def read_tree(path: Path, *, trust: bool = False) -> Any:
-    """Return the nested content of a ``.pth`` file with each tensor replaced by a ``StoredTensor``.
+    """Return the nested content of a ``.pth`` file with each tensor replaced by a ``PickledTensor``.
 
     Args:
         path: The file.
         trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
 
     Raises:
-        FormatError, UnsafePickleError, CorruptCheckpointError: See ``read_torch_zip``.
+        FormatError, UnsafePickleError, CorruptCheckpointError: See `read`.
     """
     with path.open("rb", buffering=0) as file:
         return read_archive(path, file.fileno(), read_records(path, source=file.fileno()), trust=trust)
@@ -111,7 +107,7 @@ def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, t
         _read(path, source, records[pickled[0]]),
         file=path,
         trust=trust,
-        functions=TensorBuilder(path, stored_shards).functions(),
+        functions=TensorBuilder(path).functions(),
         persistent=storage,
     )
 

@@ -7,20 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.formats.stored_tensors import STORAGE_CLASSES
+from mmfsdp.checkpoint.formats.pickled_tensors import STORAGE_CLASSES
+from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.zip_writer import Placement, central_directory, local_header, place
+from mmfsdp.checkpoint.geometry.views import CastEntry
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
-__all__ = ["Archive", "plan_archive", "plan_torch_zip"]
+__all__ = ["Archive", "plan_archive", "plan_file", "plan_write"]
 
 _ROOT = "archive"
 
 
-def plan_torch_zip(name: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
+def plan_write(content: Content) -> list[PlannedFile]:
+    """Plan one ``.pth`` file; see `plan_archive`."""
+    return [plan_file("", content.tree, content.tensors)]
+
+
+def plan_file(name: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     """Plan a file that holds a tree as torch would save it; see ``plan_archive``.
 
     Args:

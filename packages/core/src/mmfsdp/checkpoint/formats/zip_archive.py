@@ -1,4 +1,8 @@
-"""Reads where the entries of a stored (uncompressed) zip archive lie."""
+"""Reads where the entries of a stored (uncompressed) zip archive lie.
+
+The structures are those of PKWARE's APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64):
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,37 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mmfsdp.checkpoint.formats.zip_structs import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
+    "CENTRAL",
     "CENTRAL_CRC",
     "DESCRIPTOR_CRC",
+    "END",
+    "END64",
+    "IN_ZIP64",
+    "LOCAL",
     "LOCAL_CRC",
+    "LOCATOR",
+    "UTF8",
     "ZipRecord",
     "read_records",
 ]
+
+LOCAL = struct.Struct("<4s5H3L2H")
+"""Local header of an entry, before its name."""
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+"""Entry of the central directory, before its name."""
+END = struct.Struct("<4s4H2LH")
+"""End record, before its comment."""
+END64 = struct.Struct("<4sQ2H2L4Q")
+"""End record of zip64."""
+LOCATOR = struct.Struct("<4sLQL")
+"""Where the end record of zip64 is."""
+IN_ZIP64 = 0xFFFFFFFF
+"""In place of a number that does not fit into 32 bits, and is in a zip64 field."""
+UTF8 = 0x800
+"""Flag: the name is in UTF-8."""
 
 LOCAL_CRC = 14
 """Bytes from the beginning of a local header to its CRC-32."""

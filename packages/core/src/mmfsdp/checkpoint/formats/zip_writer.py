@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmfsdp.checkpoint.formats.zip_structs import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
+from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 
 __all__ = ["Placement", "central_directory", "local_header", "place"]
 

@@ -10,7 +10,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import has_numpy, raw, values
 from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.geometry.expanded import without_repeats
+from mmfsdp.checkpoint.geometry.views import without_repeats
 from mmfsdp.checkpoint.layout import TensorEntry
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from mmfsdp.checkpoint.conversion.parts import part_tensors, weights_of
 from mmfsdp.checkpoint.files.numeric import require_numpy
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.files.progress import Progress
-from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import require_numpy, values
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.geometry.expanded import without_repeats
+from mmfsdp.checkpoint.geometry.views import without_repeats
 from mmfsdp.checkpoint.layout import Layout
 
 __all__ = ["TensorStatistics", "tensor_statistics"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.checksums import scan_file
 from mmfsdp.checkpoint.files.progress import Progress
-from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.inspection.checksums import Check, planned_checks
 from mmfsdp.checkpoint.layout import Layout

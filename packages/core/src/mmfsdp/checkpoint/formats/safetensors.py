@@ -18,12 +18,13 @@ from typing import Any
 
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.formats.registry import Content, Source
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
-from mmfsdp.checkpoint.strict_json import parse_json
+from mmfsdp.checkpoint.untrusted import parse_json
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
-__all__ = ["CHECKSUMS", "looks_like_safetensors", "plan_safetensors", "read_entries", "read_safetensors"]
+__all__ = ["CHECKSUMS", "plan_file", "plan_write", "read", "read_entries"]
 
 CHECKSUMS = "mmfsdp.crc32"
 """Key of ``__metadata__`` for checksums: eight hexadecimal digits each, without anything between. The first is the
@@ -33,20 +34,15 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _VALUES = 2_000_000  # in a header: 400,000 matrices; a value takes up to 200 bytes of memory
 
 
-def looks_like_safetensors(head: bytes) -> bool:
-    """Tell from its first nine bytes whether a file may be a safetensors file."""
-    return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack("<Q", head[:8])[0] <= _HEADER_LIMIT
-
-
-def read_safetensors(path: Path) -> Layout:
+def read(source: Source) -> Layout:
     """Read the layout of a safetensors file.
 
     Raises:
         FormatError: A dtype is unknown here.
         CorruptCheckpointError: The header is damaged, or the file shorter than it says.
     """
-    tensors = read_entries(path)[0]
-    return Layout(path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
+    tensors = read_entries(source.path)[0]
+    return Layout(source.path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
 
 
 def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -112,7 +108,12 @@ def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[di
     return tensors, metadata
 
 
-def plan_safetensors(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
+def plan_write(content: Content) -> list[PlannedFile]:
+    """Plan one safetensors file; see `plan_file`."""
+    return [plan_file("", content.named)]
+
+
+def plan_file(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     """Plan one safetensors file.
 
     A file of this format cannot say that two names share memory, and safetensors' own ``save_file`` refuses tied

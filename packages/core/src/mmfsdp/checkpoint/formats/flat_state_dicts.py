@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.flat_parameters import FLAT, FlatUnit, Span, cut, flat_unit, spans_of_views
-from mmfsdp.checkpoint.formats.sharded_tensors import StoredShards
-from mmfsdp.checkpoint.formats.stored_tensors import StoredTensor
-from mmfsdp.checkpoint.geometry.flat_ranges import FlatRange, entry_of_ranges
+from mmfsdp.checkpoint.formats.flat_parameters import (
+    FLAT,
+    FlatRange,
+    FlatUnit,
+    Span,
+    entry_of_ranges,
+    flat_unit,
+    spans_in_order,
+    spans_of_views,
+)
+from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
@@ -59,7 +66,7 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
             groups.update(dict.fromkeys(name for name in names if isinstance(name, str)))
         for name, values in state["state"].items():
             held = values.values() if isinstance(values, dict) else ()
-            candidates = {value.shape for value in held if isinstance(value, StoredShards)}
+            candidates = {value.shape for value in held if isinstance(value, PickledShards)}
             if len(candidates) == 1:  # factored state has other shapes than its parameter
                 shapes[name] = candidates.pop()
     found: dict[str, TensorEntry] = {}
@@ -78,14 +85,14 @@ def resolve_section(section: Section, known: Known) -> dict[str, Any]:
     """
     units = {}
     for key, value in section.parts[0].items():
-        if isinstance(value, StoredShards) and key.endswith(FLAT):
+        if isinstance(value, PickledShards) and key.endswith(FLAT):
             held = [part[key] for part in section.parts]
-            if any(not isinstance(shards, StoredShards) for shards in held):
+            if any(not isinstance(shards, PickledShards) for shards in held):
                 raise CorruptCheckpointError(f"{key!r} is not sharded on every rank.", file=str(section.files[0]))
             units[key] = flat_unit(key, held, section.files)
     plain = [key for key in section.parts[0] if key not in units]
     pieces = {
-        key: [part[key] if isinstance(part[key], StoredTensor) else None for part in section.parts] for key in plain
+        key: [part[key] if isinstance(part[key], PickledTensor) else None for part in section.parts] for key in plain
     }
     spans = spans_of_views(list(units.values()), pieces)
     shapes = _shapes_of_places(spans, known)
@@ -148,7 +155,7 @@ def _shapes_of_places(spans: Mapping[str, Span], known: Known) -> dict[str, tupl
 
 
 def _spans_of_copies(
-    pieces: Mapping[str, list[StoredTensor | None]], spans: Mapping[str, Span], known: Known, prefixes: list[str]
+    pieces: Mapping[str, list[PickledTensor | None]], spans: Mapping[str, Span], known: Known, prefixes: list[str]
 ) -> dict[str, Span]:
     """Find parameters whose pieces were copied before they were saved, and so are no views any more."""
     found: dict[str, Span] = {}
@@ -180,7 +187,7 @@ def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) 
         names = [name for name in names if not any(name.startswith(prefix) for prefix in prefixes)]
         shapes = {name: _shape(name, known) for name in names}
         whole = {name: shape for name, shape in shapes.items() if shape is not None}
-        if len(whole) == len(shapes) and (found := cut(unit, whole)) is not None:
+        if len(whole) == len(shapes) and (found := spans_in_order(unit, whole)) is not None:
             return found
     return None
 

@@ -1,24 +1,24 @@
-"""Tensors as one archive of ``torch.save`` holds them: stand-ins for what its pickle calls to rebuild them."""
+"""Tensors and shards as a pickle of ``torch.save`` describes them, and stand-ins for what rebuilds them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.layout import Chunk, Record, row_major_strides
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, integers
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
     "STORAGE_CLASSES",
+    "PickledShards",
+    "PickledTensor",
     "Storage",
     "StorageClass",
-    "StoredTensor",
     "TensorBuilder",
 ]
 
@@ -42,7 +42,7 @@ STORAGE_CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class PickledTensor:
     """A tensor as one archive holds it: a view of a storage record."""
 
     dtype: str
@@ -62,6 +62,22 @@ class StoredTensor:
         """Return it as the chunk of a tensor whose box begins at ``box_offsets``."""
         nbytes = math.prod(self.shape) * itemsize(self.dtype)
         return Chunk(self.record.file, self.offset, nbytes, box_offsets, self.shape, self.strides, self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class PickledShards:
+    """A ``ShardedTensor`` of ``torch.distributed`` as one rank's archive holds it."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    parts: tuple[tuple[PickledTensor, tuple[int, ...]], ...]
+    """The shards of this rank, each with the offsets of its box."""
+    rank: int
+    """Which rank wrote it."""
+    world_size: int
+    """Number of ranks that the tensor is spread over."""
 
 
 class Storage(NamedTuple):
@@ -88,12 +104,10 @@ class TensorBuilder:
 
     Args:
         path: The file that is read, for messages.
-        shards: Makes something of the state of a pickled ``ShardedTensor``.
     """
 
-    def __init__(self, path: Path, shards: Callable[[Any], Any]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._shards = shards
 
     def functions(self) -> dict[str, StandIn]:
         names: dict[str, StandIn] = {
@@ -111,35 +125,35 @@ class TensorBuilder:
             names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = StorageClass(dtype)
         return names
 
-    def _tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    def _tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> PickledTensor:
         return self._view(storage, storage.dtype, offset, size, stride)
 
     def _tensor_v2(
         self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
-    ) -> StoredTensor:
+    ) -> PickledTensor:
         return self._view(storage, storage.dtype, offset, size, stride, metadata)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, meta: Any = None
-    ) -> StoredTensor:
+    ) -> PickledTensor:
         named = isinstance(dtype, type) and issubclass(dtype, PickledObject) and dtype.module == "torch"
         return self._view(storage, dtype.qualname if named else None, offset, size, stride, meta)
 
-    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
-        return StoredTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))
+    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> PickledTensor:
+        return PickledTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, PickledObject) and kind.qualname == "ShardedTensor":
-            return self._shards(state)
+            return _shards(state)
         # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
         tensor = function(*args) if isinstance(function, StandIn) else None
-        if not isinstance(tensor, StoredTensor):
+        if not isinstance(tensor, PickledTensor):
             raise FormatError(f"{self._path.name} holds a tensor of an unknown kind.", file=str(self._path))
         return tensor
 
     def _view(
         self, storage: Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any = None
-    ) -> StoredTensor:
+    ) -> PickledTensor:
         if dtype not in DTYPES:
             raise FormatError(f"{self._path.name} holds a tensor of unknown dtype {dtype!r}.", file=str(self._path))
         if metadata and any(dict(metadata).values()):
@@ -159,7 +173,7 @@ class TensorBuilder:
             )
         first = record.offset + integers((offset,))[0] * item
         steps = _simplified(shape, strides)
-        stored = StoredTensor(dtype, shape, first, steps, record)
+        stored = PickledTensor(dtype, shape, first, steps, record)
         span = numel * item if steps is None else stored.chunk((0,) * len(shape)).span
         if numel and first + span > record.offset + record.nbytes:
             raise CorruptCheckpointError(
@@ -169,6 +183,26 @@ class TensorBuilder:
                 offset=record.offset,
             )
         return stored
+
+
+def _shards(state: Any) -> PickledShards:
+    """Read the state of a pickled ``ShardedTensor`` (torch/distributed/_shard/sharded_tensor/api.py, __getstate__)."""
+    shards, metadata, group, _spec, _rrefs = state
+    ranks = fields(group)
+    if ranks["local_world_size"] != ranks["global_world_size"]:
+        raise ValueError("a tensor is sharded over only some of the ranks")
+    described = fields(metadata)
+    properties = fields(described["tensor_properties"])
+    dtype = properties["dtype"] if "dtype" in properties else properties[0]
+    parts = []
+    for shard in shards:
+        held = fields(shard)
+        tensor, box = held["tensor"], fields(held["metadata"])
+        if not isinstance(tensor, PickledTensor) or tensor.shape != integers(box["shard_sizes"]):
+            raise ValueError("a shard does not have the size that its description says")
+        parts.append((tensor, integers(box["shard_offsets"])))
+    rank, world_size = integers((ranks["local_rank"], ranks["local_world_size"]))
+    return PickledShards(dtype.qualname, integers(described["size"]), tuple(parts), rank, world_size)
 
 
 def _nothing(*_: Any) -> None:

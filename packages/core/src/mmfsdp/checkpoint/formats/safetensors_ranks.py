@@ -1,4 +1,4 @@
-"""Reads checkpoints in several safetensors files: with Hugging Face's index, or one or more per rank as torch writes.
+"""Reads directories of safetensors files without an index: a single file, or one or more per rank as torch writes.
 
 ``HuggingFaceStorageWriter(save_distributed=True)`` leaves files that each hold boxes of the tensors; where a box begins
 is in the header, under ``DCP_SHARDING_INFO``: torch/distributed/checkpoint/_hf_utils.py
@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmfsdp.checkpoint.formats.safetensors_file import read_entries, read_safetensors
-from mmfsdp.checkpoint.formats.shard_index import combined, inside, read_index
+from mmfsdp.checkpoint.formats import safetensors
+from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.strict_json import parse_json
-from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+from mmfsdp.checkpoint.untrusted import inside, parse_json
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["SHARDING_INFO", "box_offsets", "read_safetensors_directory", "read_safetensors_index"]
+__all__ = ["box_offsets", "read"]
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
+_SHARDING_INFO = "DCP_SHARDING_INFO"
 """Key in the header's ``__metadata__`` under which the offsets of the boxes lie, as JSON."""
 
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -26,44 +26,31 @@ _PART_FILE = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_FILES = 1_000_000
 
 
-def read_safetensors_index(index: Path, path: Path) -> Layout:
-    """Read the layout of safetensors files with an index.
-
-    Args:
-        index: The index, such as ``model.safetensors.index.json``.
-        path: What was opened: the index, or the directory that holds it.
-
-    Raises:
-        IncompleteCheckpointError: A file or a tensor is missing; it is named.
-        CorruptCheckpointError: The index and the files do not fit together, or a file is damaged.
-        FormatError: A file is outside of the directory, or has a dtype that is unknown here.
-    """
-    files = read_index(index)
-    held = {file: read_safetensors(file) for file in dict.fromkeys(files.values())}
-    return combined(path, "safetensors_index", files, held)
-
-
-def read_safetensors_directory(path: Path) -> Layout:
+def read(source: Source) -> Layout:
     """Read the layout of a directory of safetensors files without an index.
 
     Either it is a single file, or the files of each rank that torch's DCP left. How many ranks there were is not
     written anywhere: if the files of the last ranks are missing altogether, only the boxes that are there are known.
 
     Raises:
+        CheckpointNotFoundError: There is no safetensors file.
         IncompleteCheckpointError: Files are missing, as far as the names of the others tell.
         CorruptCheckpointError: A file is damaged, or does not fit the others.
         FormatError: The files are something else.
     """
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
+    path = source.path
+    names = [name for name in source.names if name.endswith(".safetensors")]
+    if not names:
+        raise CheckpointNotFoundError(f"{path.name} holds no safetensors file.", file=str(path))
     files = [inside(path, name, path) for name in names]
     if len(files) == 1 and not _RANK_FILE.fullmatch(names[0]):
         _check_parts(path, names)
-        layout = read_safetensors(files[0])
+        layout = safetensors.read(Source(files[0]))
         return Layout(path, "safetensors", 1, layout.tensors, layout.tree)
     ranks = _check_ranks(path, names)
     tensors: dict[str, list[TensorEntry]] = {}
     for file in files:
-        entries, metadata = read_entries(file)
+        entries, metadata = safetensors.read_entries(file)
         offsets = box_offsets(file, metadata)
         for name, entry in entries.items():
             tensors.setdefault(name, []).append(_moved(entry, offsets))
@@ -82,20 +69,20 @@ def box_offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int,
         FormatError: It does not say.
         CorruptCheckpointError: What it says is malformed.
     """
-    if SHARDING_INFO not in metadata:
+    if _SHARDING_INFO not in metadata:
         raise FormatError(
             f"{file.name} is one of several safetensors files without an index, and its header does not say which part "
-            f"it holds ({SHARDING_INFO} is missing). Open the single file, or add model.safetensors.index.json.",
+            f"it holds ({_SHARDING_INFO} is missing). Open the single file, or add model.safetensors.index.json.",
             file=str(file),
         )
     try:
-        content = parse_json(metadata[SHARDING_INFO])
+        content = parse_json(metadata[_SHARDING_INFO])
         offsets = {name: tuple(value["saved_offsets"]) for name, value in content.items()}
         if any(type(number) is not int or not 0 <= number < 1 << 62 for value in offsets.values() for number in value):
             raise ValueError("offsets are not numbers")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{SHARDING_INFO} of {file.name} is damaged: {type(error).__name__}: {error}.", file=str(file)
+            f"{_SHARDING_INFO} of {file.name} is damaged: {type(error).__name__}: {error}.", file=str(file)
         ) from error
     return offsets
 

@@ -1,27 +1,60 @@
-"""Looks at the disk before a conversion, and at what it wrote before that appears at its final path."""
+"""Checks around a conversion: the source's files before, the disk of the target, and the output before it appears."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from mmfsdp.checkpoint.checksums import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.files.atomic import located, refuse_missing_parent
-from mmfsdp.checkpoint.files.casting import CastEntry, converted_blocks
+from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.files.progress import Progress
-from mmfsdp.checkpoint.formats.detect import open_layout
+from mmfsdp.checkpoint.formats.recognition import open_layout
+from mmfsdp.checkpoint.geometry.views import CastEntry
 from mmfsdp.checkpoint.inspection.verifying import verify
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["check_output", "check_replaceable", "check_space", "free_bytes"]
+__all__ = ["check_output", "check_replaceable", "check_save", "check_space", "free_bytes", "published_path"]
 
 # What directories of checkpoints hold, whoever wrote them.
 _OF_CHECKPOINTS = re.compile(
     r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
 )
+
+
+def check_save(layout: Layout) -> None:
+    """Compare every file of a directory with its manifest, if there is one, without reading the tensors.
+
+    The CRC-32 of a file follows from the checksums of its records and the bytes between them. So a file of another
+    save is detected by reading a few kilobytes; the records' own data is checked when it is copied.
+
+    Args:
+        layout: The checkpoint.
+
+    Raises:
+        IncompleteCheckpointError: A file that the manifest lists is missing.
+        CorruptCheckpointError: A file is of another save, or damaged outside of its records.
+    """
+    directory = layout.path
+    if not os.path.lexists(directory / MANIFEST_NAME):
+        return
+    manifest = check_manifest(directory, checksums=False)
+    records: dict[Path, dict[int, Record]] = {}
+    for entry in layout.tensors.values():
+        for chunk in entry.chunks():
+            if chunk.record is not None and chunk.record.crc32 is not None:
+                records.setdefault(chunk.file, {})[chunk.record.offset] = chunk.record
+    for name, listed in manifest.files.items():
+        path = directory / name
+        if listed.crc32 is not None and (found := _joined(path, records.get(path, {}).values())) != listed.crc32:
+            raise CorruptCheckpointError(damaged_file(path, found, listed.crc32), file=str(path))
 
 
 def free_bytes(target: Path) -> int:
@@ -108,6 +141,34 @@ def check_output(
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
+
+
+def published_path(path: Path, written: Path) -> Path:
+    """Return the path with the first eight digits of a file's SHA-256 in its name, as OpenMMLab publishes models.
+
+    Args:
+        path: Such as ``model.pth``.
+        written: The file to hash.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with written.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
+
+
+def _joined(path: Path, records: Iterable[Record]) -> int:
+    crc = position = 0
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        for record in sorted(records, key=lambda record: record.offset):
+            if record.offset < position:
+                continue  # overlapping views of one file
+            crc, _ = crc32_of_stretch(descriptor, position, record.offset, crc)
+            crc = crc32_combine(crc, record.crc32 or 0, record.nbytes)
+            position = record.offset + record.nbytes
+        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)[0]
 
 
 def _ignore(name: str, count: int) -> None:

@@ -1,0 +1,287 @@
+"""Lists every checkpoint format with its names, how to recognise it, and the module that reads and writes it.
+
+A new format is one module in this folder and one entry in ``FORMATS``. The module has ``read(source) -> Layout``, and
+``plan_write(content) -> list[PlannedFile]`` if the format can be written; it is imported only when it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.boxes import Ranks
+from mmfsdp.errors import ConfigError, closest
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint.files.planned_files import PlannedFile
+    from mmfsdp.checkpoint.layout import Layout, TensorEntry
+
+__all__ = [
+    "FORMATS",
+    "INDEX_SUFFIX",
+    "Content",
+    "Format",
+    "FormatInfo",
+    "Source",
+    "find_format",
+    "format_of_suffix",
+    "known_formats",
+    "looks_like_safetensors",
+]
+
+INDEX_SUFFIX = ".index.json"
+"""What the name of Hugging Face's index of several files ends with."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
+_RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A path to read a checkpoint from, and the caller's wishes."""
+
+    path: Path
+    """A file or a directory, which exists."""
+    trust: bool = False
+    """Keep unknown pickled objects as opaque placeholders instead of rejecting them."""
+    reference: Callable[[], Layout | None] = lambda: None
+    """Opens a complete checkpoint of the same model, for formats that do not hold all shapes."""
+    look_up: bool = True
+    """Read the files of all ranks now; otherwise only when a chunk in them is asked for."""
+    chosen: bool = False
+    """Whether the caller named the format."""
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The file names in a directory, sorted; empty for a file."""
+        return sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 16 bytes of a file; empty for a directory."""
+        if self.path.is_dir():
+            return b""
+        with self.path.open("rb") as file:
+            return file.read(16)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint to be written."""
+
+    tree: dict[Any, Any]
+    """Nested content with a ``TensorRef`` for each tensor."""
+    tensors: Mapping[str, TensorEntry]
+    """The tensors by the names of the ``TensorRef``s."""
+    named: Mapping[str, TensorEntry]
+    """The tensors by their names in a format that holds nothing else."""
+    max_shard_size: int | None = None
+    """Bytes of tensor data per file, for formats with several files."""
+    ranks: Ranks = field(default_factory=lambda: Ranks(1, 1))
+    """How many ranks, for formats with files per rank."""
+    save_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Identifies this checkpoint; every file of it carries the same id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of checkpoints: pure data, apart from recognising it by first bytes and file names."""
+
+    name: str
+    """Its name, as ``Layout.format`` reports it."""
+    description: str
+    """What it is, in a few words."""
+    module: str
+    """The module of this folder that reads it."""
+    sniff: Callable[[Source], bool] | None = None
+    """Tells from first bytes and file names whether a path is of this format; ``None`` if the reader of a related
+    format, listed before, tells them apart."""
+    reader: str = "read"
+    """The function of the module that reads it."""
+    writer: str | None = None
+    """The module that plans files of this format with its ``plan_write``; ``None`` if it cannot be written."""
+    aliases: tuple[str, ...] = ()
+    """Other names for it."""
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of a target that ask for it."""
+    directory: bool = False
+    """Whether it is a directory (or its index), which gets a manifest when it is written."""
+    tensors_only: bool = False
+    """Whether it holds nothing but tensors."""
+    by_rank: bool = False
+    """Whether it has a file per rank."""
+    flat: bool = False
+    """Whether bare weights lie at its top, without a key above."""
+    optimizer_names: bool = False
+    """Whether optimizer state is keyed by parameter names rather than by numbers."""
+
+    def read(self, source: Source) -> Layout:
+        """Read the layout of a checkpoint of this format; see the format's module for errors."""
+        layout: Layout = getattr(_module(self.module), self.reader)(source)
+        return layout
+
+    def plan_write(self, content: Content) -> list[PlannedFile]:
+        """Return the files that will hold the content; see the format's module for errors."""
+        assert self.writer is not None
+        planned: list[PlannedFile] = _module(self.writer).plan_write(content)
+        return planned
+
+
+def _module(name: str) -> Any:
+    return import_module(f"mmfsdp.checkpoint.formats.{name}")
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """Tell from its first nine bytes whether a file may be a safetensors file."""
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack("<Q", head[:8])[0] <= 100_000_000
+
+
+def _has_rank_files(source: Source) -> bool:
+    return any(_RANK_FILE.fullmatch(name) for name in source.names)
+
+
+def _has_index(source: Source) -> bool:
+    return source.head.lstrip().startswith(b"{") or any(name.endswith(INDEX_SUFFIX) for name in source.names)
+
+
+# The first whose `sniff` says yes reads a path: a directory may hold several.
+FORMATS: tuple[Format, ...] = (
+    Format(
+        "safetensors",
+        "a safetensors file",
+        "safetensors",
+        lambda source: looks_like_safetensors(source.head),
+        writer="safetensors",
+        suffixes=(".safetensors",),
+        tensors_only=True,
+    ),
+    Format(
+        "torch_zip",
+        "a file of torch.save",
+        "torch_zip",
+        lambda source: source.head.startswith(_ZIP_MAGIC),
+        writer="torch_zip_writer",
+        aliases=("pth", "pt"),
+        suffixes=(".pth", ".pt"),
+    ),
+    Format(
+        "rank_local",
+        "a directory with a file of torch.save per rank, and a manifest",
+        "rank_local",
+        _has_rank_files,
+        writer="rank_local_writer",
+        aliases=("local",),
+        directory=True,
+        by_rank=True,
+    ),
+    Format(
+        "dcp",
+        "a directory of torch's distributed checkpoint (DCP), with a manifest",
+        "dcp",
+        lambda source: ".metadata" in source.names,
+        writer="dcp_writer",
+        aliases=("sharded",),
+        directory=True,
+        by_rank=True,
+        flat=True,
+        optimizer_names=True,
+    ),
+    Format(
+        "safetensors_index",
+        "a directory of safetensors files with their index and a manifest",
+        "shard_indexes",
+        _has_index,
+        writer="shard_indexes",
+        directory=True,
+        tensors_only=True,
+    ),
+    Format(
+        "torch_index",
+        "a directory of torch.save files with Hugging Face's pytorch_model.bin.index.json",
+        "shard_indexes",
+        reader="read_torch",
+        directory=True,
+    ),
+    Format(
+        "safetensors_ranks",
+        "a directory of safetensors files per rank, as torch's HuggingFaceStorageWriter leaves them",
+        "safetensors_ranks",
+        lambda source: any(name.endswith(".safetensors") for name in source.names),
+        directory=True,
+    ),
+    Format(
+        "mmengine_local",
+        "a directory with a file per rank as stock MMEngine 0.8 to 0.10 saves it from FSDP1",
+        "mmengine_local",
+        directory=True,
+    ),
+    Format(
+        "torch_legacy",
+        "a file of torch.save before version 1.6",
+        "torch_legacy",
+        lambda source: source.head.startswith(_LEGACY_MAGIC),
+    ),
+)
+"""Every format, in the order in which they are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatInfo:
+    """A format of checkpoints, for people and for JSON."""
+
+    name: str
+    """Its name: what ``to`` and ``source_format`` accept."""
+    description: str
+    """What it is, in a few words."""
+    reads: bool
+    """Whether ``open_layout`` reads it. Whatever can be read can be converted to whatever can be written."""
+    writes: bool
+    """Whether ``convert`` writes it."""
+    suffixes: tuple[str, ...]
+    """Suffixes of a target that ask for it."""
+    aliases: tuple[str, ...]
+    """Other names that are accepted for it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def known_formats() -> list[FormatInfo]:
+    """Return the formats, those that can be written first. All of them can be read."""
+    infos = [
+        FormatInfo(item.name, item.description, True, item.writer is not None, item.suffixes, item.aliases)
+        for item in FORMATS
+    ]
+    return sorted(infos, key=lambda info: not info.writes)
+
+
+def find_format(name: str, among: Iterable[Format] = FORMATS, what: str = "format") -> Format:
+    """Return a format by its name or an alias.
+
+    Args:
+        name: The name.
+        among: The formats that are possible.
+        what: What those are, for the message: ``'format to write'``.
+
+    Raises:
+        ConfigError: There is no such format; the message suggests the nearest names.
+    """
+    names = {spelling: item for item in among for spelling in (item.name, *item.aliases)}
+    if name not in names:
+        hint = closest(name, names, count=1) or f" Accepted: {', '.join(map(repr, names))}."
+        raise ConfigError(f"{name!r} is not a {what}.{hint}")
+    return names[name]
+
+
+def format_of_suffix(suffix: str) -> Format | None:
+    """Return the format that a target's suffix, such as ``'.pth'``, asks for; ``None`` if there is none."""
+    return next((item for item in FORMATS if suffix.lower() in item.suffixes), None)

@@ -1,0 +1,177 @@
+"""Reads and writes folders with Hugging Face's index of which file holds which tensor.
+
+``{"metadata": {...}, "weight_map": {tensor: file name}}``: https://huggingface.co/docs/transformers/big_models
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mmfsdp.checkpoint.files.planned_files import PlannedFile
+from mmfsdp.checkpoint.formats import safetensors, torch_legacy, torch_zip
+from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, looks_like_safetensors
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.untrusted import inside, parse_json, refuse_special
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+__all__ = ["plan_write", "read", "read_torch"]
+
+_INDEX = "model.safetensors.index.json"
+_LIMIT = 200_000_000  # bytes; a million tensors take about half of it
+_DEFAULT_SHARD = 5 * 1000**3  # bytes, as transformers' save_pretrained
+
+
+def read(source: Source) -> Layout:
+    """Read the layout of files with an index; unless the format was chosen, they may be files of ``torch.save``.
+
+    Raises:
+        IncompleteCheckpointError: A file or a tensor is missing; it is named.
+        CorruptCheckpointError: The index and the files contradict each other, or a file is damaged.
+        FormatError: A file is outside of the directory, or of another kind.
+        UnsafePickleError: A file names something that is not on the list of safe names.
+    """
+    files = _read_index(_index(source, ".safetensors"))
+    first = next(iter(files.values()), None)
+    if not source.chosen and (first is None or not looks_like_safetensors(Source(first).head)):
+        return _read_torch(source, files)
+    held = {file: safetensors.read(Source(file)) for file in dict.fromkeys(files.values())}
+    return _combined(source.path, "safetensors_index", files, held)
+
+
+def read_torch(source: Source) -> Layout:
+    """Read the layout of files of ``torch.save`` with an index; errors as for `read`."""
+    return _read_torch(source, _read_index(_index(source, ".bin")))
+
+
+def _read_torch(source: Source, files: Mapping[str, Path]) -> Layout:
+    held = {file: _torch_file(Source(file, source.trust)) for file in dict.fromkeys(files.values())}
+    return _combined(source.path, "torch_index", files, held)
+
+
+def _torch_file(source: Source) -> Layout:
+    if source.head.startswith(b"PK\x03\x04"):
+        return torch_zip.read(source)
+    if torch_legacy.looks_like_torch_legacy(source.head):
+        return torch_legacy.read(source)
+    raise FormatError(
+        f"{source.path.name} is not a file of torch.save: it begins with {source.head[:8]!r}.", file=str(source.path)
+    )
+
+
+def _index(source: Source, suffix: str) -> Path:
+    path = source.path
+    if path.is_file():
+        return path
+    found = [name for name in source.names if name.endswith(f"{suffix}{INDEX_SUFFIX}")]
+    if source.chosen and len(found) != 1:
+        raise CheckpointNotFoundError(f"{path.name} holds {len(found)} files *{suffix}{INDEX_SUFFIX} (expected one).")
+    # Hugging Face's directories often hold the same weights twice: safetensors are preferred.
+    found = found or [name for name in source.names if name.endswith(INDEX_SUFFIX)]
+    if len(found) > 1:
+        raise FormatError(
+            f"{path.name} holds several checkpoints: {', '.join(found[:8])}. Open one of them.", file=str(path)
+        )
+    return inside(path, found[0], path)
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor.
+
+    Args:
+        path: A file such as ``model.safetensors.index.json``. The files that it names lie beside it.
+
+    Raises:
+        FormatError: It is not an index, or names a file outside of its directory.
+        CorruptCheckpointError: It is not JSON.
+        IncompleteCheckpointError: A file that it names is missing.
+    """
+    refuse_special(path, directory=False)
+    if path.stat().st_size > _LIMIT:
+        raise FormatError(f"{path.name} is too large to be an index of shards.", file=str(path))
+    try:
+        content = parse_json(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path.name} is damaged: {error}.", file=str(path)) from error
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise FormatError(
+            f"{path.name} is not an index of shards: it has no 'weight_map' of tensors to file names.", file=str(path)
+        )
+    files = {name: inside(path.parent, name, path) for name in dict.fromkeys(shards.values())}
+    for tensor, name in shards.items():
+        if not files[name].is_file():
+            raise IncompleteCheckpointError(
+                f"{name}, which holds tensor {tensor!r} by {path.name}, is missing.", file=str(files[name])
+            )
+    return {tensor: files[name] for tensor, name in shards.items()}
+
+
+def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Path, Layout]) -> Layout:
+    """Return the layout of a checkpoint in several files, each of which holds a bare state dict.
+
+    Args:
+        path: The path that was opened.
+        kind: Name of the format.
+        files: Tensor to file, as the index says.
+        held: The layout of each file.
+
+    Raises:
+        FormatError: A file holds anything but tensors by name.
+        IncompleteCheckpointError: A file lacks a tensor that the index expects in it.
+        CorruptCheckpointError: A file holds a tensor that the index does not expect in it.
+    """
+    for file, layout in held.items():
+        if layout.tensors and not layout.is_flat:
+            raise FormatError(f"{file.name} is not a bare state dict, as a shard should be.", file=str(file))
+        for name in layout.tensors:
+            if files.get(name) != file:
+                raise CorruptCheckpointError(
+                    f"{file.name} holds tensor {name!r}, which the index does not expect there: it is of another save.",
+                    file=str(file),
+                )
+    tensors: dict[str, TensorEntry] = {}
+    for name, file in files.items():
+        if name not in held[file].tensors:
+            raise IncompleteCheckpointError(
+                f"{file.name} lacks tensor {name!r}, which the index expects in it.", file=str(file)
+            )
+        tensors[name] = held[file].tensors[name]
+    return Layout(path, kind, 1, tensors, {name: TensorRef(name) for name in tensors})
+
+
+def plan_write(content: Content) -> list[PlannedFile]:
+    """Plan safetensors files of limited size and their index.
+
+    Raises:
+        ConfigError: The format cannot hold a dtype or a name.
+    """
+    tensors = content.named
+    shards = _divided(tensors, content.max_shard_size or _DEFAULT_SHARD)
+    files = [safetensors.plan_file(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in tensors.values())},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
+    }
+    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return [*files, PlannedFile(_INDEX, len(text), (), lambda _: [(0, text)])]
+
+
+def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict[str, list[str]]:
+    """Return which file holds which tensors, in the order of the checkpoint.
+
+    Args:
+        tensors: Name to tensor.
+        max_shard_size: Bytes of tensor data per file. A larger tensor gets a file of its own.
+    """
+    groups: list[list[str]] = []
+    size = 0
+    for name, entry in tensors.items():
+        if not groups or (size + entry.nbytes > max_shard_size and size > 0):
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += entry.nbytes
+    groups = groups or [[]]
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
