@@ -78,8 +78,8 @@ class VerifiedFiles:
             target: Writable memory for the box, in row-major order.
 
         Raises:
-            CorruptCheckpointError: A checksum differs, or a file ends too early.
-            CheckpointError: A file is missing, cannot be read, or was replaced since it was opened.
+            CorruptCheckpointError: A checksum differs, a file ends too early, or it changed while it was read.
+            CheckpointError: A file is missing or cannot be read.
         """
         for chunk in entry.chunks():
             if not chunk.numel or not meet(chunk.bounds, box):

@@ -1,0 +1,70 @@
+"""Files that stay open while a checkpoint is read, and are opened again when there are many."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mmfsdp.basics.boxes import Bounds
+from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.layout import Chunk, TensorEntry
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.saving.verified_files import VerifiedFiles
+
+COUNT = 100  # more than stay open
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    for number in range(COUNT):
+        (tmp_path / f"{number}").write_bytes(bytes([number]) * 8)
+    return [tmp_path / f"{number}" for number in range(COUNT)]
+
+
+def test_every_file_is_read_again_and_few_are_open(paths: list[Path]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with OpenFiles() as files:
+        for _ in range(2):
+            for number, path in enumerate(paths):
+                assert os.pread(files.descriptor(path), 1, 0) == bytes([number])
+        assert len(os.listdir("/proc/self/fd")) <= before + 64
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("how", ["replaced", "rewritten"])
+def test_a_file_that_changes_between_two_reads(paths: list[Path], how: str) -> None:
+    with OpenFiles() as files:
+        for path in paths:
+            files.descriptor(path)
+        if how == "replaced":
+            other = paths[3].with_name("other")
+            other.write_bytes(bytes(8))
+            os.replace(other, paths[3])
+        else:
+            paths[3].write_bytes(bytes(9))
+        for _ in range(2):
+            with pytest.raises(CorruptCheckpointError, match=r"3 changed while it was read: another process") as caught:
+                files.descriptor(paths[3])
+            assert caught.value.context["file"] == str(paths[3])
+        files.descriptor(paths[4])
+        paths[5].unlink()
+        with pytest.raises(IncompleteCheckpointError, match="5 is missing"):
+            files.descriptor(paths[5])
+
+
+def test_loading_notices_a_file_that_was_replaced(paths: list[Path]) -> None:
+    chunks = tuple(Chunk(path, 0, 8, (number, 0), (1, 8)) for number, path in enumerate(paths))
+    entry = TensorEntry("w", "uint8", (COUNT, 8), chunks)
+    box: Bounds = ((0, 0), (COUNT, 8))
+    target = memoryview(bytearray(8 * COUNT))
+    files = VerifiedFiles(verify=False, own_records=False)
+    files.fill(entry, box, target)
+    assert target == b"".join(bytes([number]) * 8 for number in range(COUNT))
+    other = paths[0].with_name("other")
+    other.write_bytes(bytes(8))
+    os.replace(other, paths[0])
+    with pytest.raises(CorruptCheckpointError, match="0 changed while it was read"):
+        files.fill(entry, box, target)
+    files.close()
