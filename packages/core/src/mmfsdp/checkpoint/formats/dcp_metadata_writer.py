@@ -1,24 +1,22 @@
-"""Writes the ``.metadata`` pickle of a torch DCP directory: which tensors there are, their boxes, and where each lies.
+"""Writes the ``.metadata`` pickle of a torch DCP directory: its tensors, their boxes, and where each one is stored.
 
-The classes that it names are those of torch/distributed/checkpoint/metadata.py and filesystem.py. The opcodes are put
-down one by one (https://docs.python.org/3/library/pickletools.html): a large model has hundreds of thousands of boxes.
+The classes that the pickle names are those of torch/distributed/checkpoint/metadata.py and filesystem.py. A large model
+has hundreds of thousands of boxes, so their opcodes are joined directly instead of building and walking objects
+(https://docs.python.org/3/library/pickletools.html, docs/adr/0006-mechanisms-removed-and-kept.md).
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
-from mmfsdp.checkpoint.pickles.safe_names import check_is_name
+from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
 
 __all__ = ["WrittenTensor", "dcp_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_NONE, _FALSE, _EMPTY_DICT, _EMPTY_LIST, _POP = b"N", b"\x89", b"}", b"]", b"0"
-_MARK, _TUPLE, _LIST_OF, _ITEMS, _BUILD, _CALL, _STOP = b"(", b"t", b"e", b"u", b"b", b"R", b"."
-_MADE = b")\x81"  # cls.__new__(cls)
+_NONE, _FALSE = b"N", b"\x89"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,116 +39,86 @@ def dcp_metadata(
     """Return the content of ``.metadata``.
 
     Args:
-        names: Flat name to the nested keys that it was made of.
-        tensors: Flat name to tensor; every other name is of a pickled object.
-        locations: Flat name and offsets of the box (``None`` for an object) to where it is stored.
+        names: The nested keys behind each flat name.
+        tensors: The tensors by flat name; every other name is that of a pickled object.
+        locations: Where each box is stored, by flat name and offsets of the box (``None`` for an object).
     """
-    pickle = _Pickle()
-    kind, text = pickle.kind, pickle.text
-    properties = {dtype: _properties(pickle, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
-    fields = [pickle.constant(text(name)) for name in ("properties", "size", "chunks", "offsets", "sizes")]
-    in_index = [pickle.constant(text(name)) for name in ("fqn", "offset", "index")]
-    in_place = [pickle.constant(text(name)) for name in ("relative_path", "offset", "length")]
-    files = {file: pickle.constant(text(file)) for file in dict.fromkeys(place.file for place in locations.values())}
-    size_of, chunk, index = (
-        kind("torch", "Size"),
-        kind(_METADATA, "ChunkStorageMetadata"),
-        kind(_METADATA, "MetadataIndex"),
-    )
-    tensor_kind, object_kind = kind(_METADATA, "TensorStorageMetadata"), kind(_METADATA, "BytesStorageMetadata")
-    place_kind = kind("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    writer = PickleWriter()
+
+    def kind(name: str, module: str = _METADATA) -> bytes:
+        return writer.keep(name_opcodes(module, name))
+
+    def keys(*texts: str) -> list[bytes]:
+        return [writer.keep(text_opcodes(text)) for text in texts]
+
+    properties = {dtype: _properties(writer, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    size_kind, index, chunk = kind("Size", "torch"), kind("MetadataIndex"), kind("ChunkStorageMetadata")
+    tensor_kind, object_kind = kind("TensorStorageMetadata"), kind("BytesStorageMetadata")
+    place_kind = kind("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    of_tensor, of_box = keys("properties", "size", "chunks"), keys("offsets", "sizes")
+    of_index, of_place = keys("fqn", "offset", "index"), keys("relative_path", "offset", "length")
+    files = dict.fromkeys(place.file for place in locations.values())
+    file_texts = dict(zip(files, keys(*files), strict=True))
 
     def size(numbers: Iterable[int]) -> bytes:
-        return size_of + _MARK + _MARK + b"".join(map(_integer, numbers)) + _TUPLE + _TUPLE + _CALL
-
-    def made(cls: bytes, keys: Iterable[bytes], values: Iterable[bytes]) -> bytes:
-        pairs = b"".join(part for pair in zip(keys, values, strict=True) for part in pair)
-        return cls + _MADE + _EMPTY_DICT + _MARK + pairs + _ITEMS + _BUILD
+        return _called(size_kind, _tuple(map(int_opcodes, numbers)))
 
     def described(tensor: WrittenTensor | None) -> bytes:
         if tensor is None:
-            return object_kind + _MADE + _EMPTY_DICT + _BUILD
-        boxes = b"".join(made(chunk, fields[3:], map(size, box)) for box in tensor.boxes)
-        chunks = _EMPTY_LIST + _MARK + boxes + _LIST_OF
-        return made(tensor_kind, fields[:3], (properties[tensor.dtype], size(tensor.shape), chunks))
+            return _restored(object_kind, _dict(()))
+        boxes = b"".join(_restored(chunk, _dict(zip(of_box, map(size, box), strict=True))) for box in tensor.boxes)
+        values = properties[tensor.dtype], size(tensor.shape), b"](" + boxes + b"e"
+        return _restored(tensor_kind, _dict(zip(of_tensor, values, strict=True)))
 
-    def stored() -> Iterable[bytes]:
+    def stored() -> Iterable[tuple[bytes, bytes]]:
         counts: dict[str, int] = {}
         for (name, offsets), place in locations.items():
             number = counts[name] = counts.get(name, -1) + 1  # boxes are listed in the order of their tensor
-            where = (_NONE, _NONE) if offsets is None else (size(offsets), _integer(number))
-            yield made(index, in_index, (text(name), *where))
-            yield made(place_kind, in_place, (files[place.file], _integer(place.offset), _integer(place.length)))
+            box = (_NONE, _NONE) if offsets is None else (size(offsets), int_opcodes(number))
+            where = file_texts[place.file], int_opcodes(place.offset), int_opcodes(place.length)
+            yield (
+                _restored(index, _dict(zip(of_index, (text_opcodes(name), *box), strict=True))),
+                _restored(place_kind, _dict(zip(of_place, where, strict=True))),
+            )
 
-    def key(part: str | int) -> bytes:
-        return text(part) if isinstance(part, str) else _integer(part)
+    def path(parts: Iterable[str | int]) -> bytes:
+        return _tuple(text_opcodes(part) if isinstance(part, str) else int_opcodes(part) for part in parts)
 
     content = {
-        "state_dict_metadata": _dict(part for name in names for part in (text(name), described(tensors.get(name)))),
-        "planner_data": _dict(
-            part for name, path in names.items() for part in (text(name), _MARK + b"".join(map(key, path)) + _TUPLE)
-        ),
+        "state_dict_metadata": _dict((text_opcodes(name), described(tensors.get(name))) for name in names),
+        "planner_data": _dict((text_opcodes(name), path(parts)) for name, parts in names.items()),
         "storage_data": _dict(stored()),
         "storage_meta": _NONE,
-        "version": text("1.0.0"),
+        "version": text_opcodes("1.0.0"),
     }
-    return pickle.complete(made(kind(_METADATA, "Metadata"), map(text, content), content.values()))
+    state = _dict((text_opcodes(name), value) for name, value in content.items())
+    return writer.complete(_restored(kind("Metadata"), state))
 
 
-class _Pickle:
-    """The beginning of a pickle: what is needed often is put into its memo once."""
-
-    def __init__(self) -> None:
-        self._begin = bytearray(b"\x80\x02")
-        self._count = 0
-
-    def constant(self, opcodes: bytes) -> bytes:
-        """Keep a value, and return the opcodes that push it again."""
-        number = struct.pack("<I", self._count)
-        self._begin += opcodes + b"r" + number + _POP
-        self._count += 1
-        return b"j" + number
-
-    def kind(self, module: str, name: str) -> bytes:
-        """Keep a class or function by name."""
-        check_is_name(module, name)
-        return self.constant(f"c{module}\n{name}\n".encode())
-
-    @staticmethod
-    def text(value: str) -> bytes:
-        """Return the opcodes that push a text."""
-        data = value.encode("utf-8", "surrogatepass")
-        return b"X" + struct.pack("<I", len(data)) + data
-
-    def complete(self, opcodes: bytes) -> bytes:
-        """Return the whole pickle of a value."""
-        return bytes(self._begin) + opcodes + _STOP
-
-
-def _properties(pickle: _Pickle, dtype: str) -> bytes:
-    def called(module: str, name: str, argument: bytes) -> bytes:
-        return pickle.kind(module, name) + _MARK + argument + _TUPLE + _CALL
-
+def _properties(writer: PickleWriter, dtype: str) -> bytes:
+    layout, memory = name_opcodes("torch.serialization", "_get_layout"), name_opcodes(_METADATA, "_MEM_FORMAT_ENCODING")
     parts = (
-        pickle.kind("torch", dtype),
-        called("torch.serialization", "_get_layout", pickle.text("torch.strided")),
+        name_opcodes("torch", dtype),
+        _called(layout, text_opcodes("torch.strided")),
         _FALSE,  # requires_grad
-        called(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0)),
+        _called(memory, int_opcodes(0)),
         _FALSE,  # pin_memory
     )
-    return pickle.constant(
-        pickle.kind(_METADATA, "TensorProperties") + _MADE + _MARK + b"".join(parts) + _TUPLE + _BUILD
-    )
+    return writer.keep(_restored(name_opcodes(_METADATA, "TensorProperties"), _tuple(parts)))
 
 
-def _dict(parts: Iterable[bytes]) -> bytes:
-    return _EMPTY_DICT + _MARK + b"".join(parts) + _ITEMS
+def _called(function: bytes, argument: bytes) -> bytes:
+    return function + b"(" + argument + b"tR"
 
 
-def _integer(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K" + bytes((value,))
-    if value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes((len(data),)) + data
+def _restored(kind: bytes, state: bytes) -> bytes:
+    # kind.__new__(kind), restored from the state
+    return kind + b")\x81" + state + b"b"
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def _dict(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(part for pair in pairs for part in pair) + b"u"

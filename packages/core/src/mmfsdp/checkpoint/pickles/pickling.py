@@ -16,37 +16,74 @@ from mmfsdp.checkpoint.pickles.safe_names import check_is_name
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.errors import FormatError
 
-__all__ = ["PickleWriter"]
+__all__ = ["PickleWriter", "int_opcodes", "name_opcodes", "text_opcodes"]
+
+
+def int_opcodes(value: int) -> bytes:
+    """Return the opcodes that push an integer."""
+    if 0 <= value < 256:
+        return b"K" + _BYTES[value]
+    if -(2**31) <= value < 2**31:
+        return b"J" + _INT32(value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + _BYTES[len(data)] if len(data) < 256 else b"\x8b" + _INT32(len(data))) + data
+
+
+def name_opcodes(module: str, name: str) -> bytes:
+    """Return the opcodes that push a class or function by its name.
+
+    Raises:
+        UnsafePickleError: The name is not one, and would be read as opcodes.
+    """
+    check_is_name(module, name)
+    return f"c{module}\n{name}\n".encode("ascii")
+
+
+def text_opcodes(value: str) -> bytes:
+    """Return the opcodes that push a text."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + _UINT32(len(data)) + data
 
 
 class PickleWriter:
     """Turns one tree into a pickle; shared objects stay shared.
 
     Args:
-        write_tensor: Called as ``write_tensor(writer, ref)`` for each ``TensorRef``; writes the opcodes that leave the
-            tensor on the stack.
+        write_tensor: Called as ``write_tensor(writer, ref)`` for each ``TensorRef``; writes the opcodes that push the
+            tensor. Without it, a tree with tensors is an error.
     """
 
-    def __init__(self, write_tensor: Callable[[PickleWriter, TensorRef], None]) -> None:
+    def __init__(self, write_tensor: Callable[[PickleWriter, TensorRef], None] | None = None) -> None:
         self._write_tensor = write_tensor
-        self._out = bytearray()
-        self._memo: dict[Any, int] = {}
-        self._alive: list[Any] = []  # keeps ids in the memo from being reused
+        self._out = bytearray(b"\x80\x02")
+        # Place of each name (module, name), text, object (by its id) and value of `keep` (by its opcodes).
+        self._memo: dict[tuple[str, str] | str | bytes | int, int] = {}
+        self._alive: list[Any] = []  # an id must not be reused by another object
 
     def dumps(self, tree: Any) -> bytes:
         """Return the pickle of a tree.
 
         Raises:
-            FormatError: It holds an object that a checkpoint cannot hold, or is nested too deeply.
-            UnsafePickleError: It holds a class whose name is not one.
+            FormatError: The tree holds an object that a checkpoint cannot hold, or is nested too deeply.
+            UnsafePickleError: The tree holds a class whose name is not one.
         """
-        self.raw(b"\x80\x02")
         try:
             self.save(tree)
         except RecursionError as error:
             raise FormatError("The content is nested too deeply to be pickled.") from error
-        self.raw(b".")
-        return bytes(self._out)
+        return self.complete()
+
+    def complete(self, opcodes: bytes = b"") -> bytes:
+        """Return the whole pickle, whose value is what ``opcodes``, or else the last call of ``save``, pushes."""
+        return bytes(self._out) + opcodes + b"."
+
+    def keep(self, opcodes: bytes) -> bytes:
+        """Store the value that opcodes push in the memo, and return opcodes that push it again, any number of times."""
+        if opcodes not in self._memo:
+            self._out += opcodes
+            self._remember(opcodes)
+            self._out += b"0"
+        return self._pushing(self._memo[opcodes])
 
     def raw(self, opcodes: bytes) -> None:
         """Append opcodes as they are."""
@@ -58,10 +95,10 @@ class PickleWriter:
         Raises:
             UnsafePickleError: It is not a name, and would be taken for opcodes.
         """
-        check_is_name(module, name)
-        key = ("name", module, name)
+        key = (module, name)
         if self._recall(key):
             return
+        check_is_name(module, name)
         owner, _, attribute = name.rpartition(".")
         if owner:  # protocol 2 has no other way
             self.name("__builtin__", "getattr")
@@ -70,12 +107,15 @@ class PickleWriter:
             self.save(attribute)
             self.raw(b"tR")
         else:
-            self.raw(b"c" + f"{module}\n{name}\n".encode("ascii"))
+            self._out += name_opcodes(module, name)
         self._remember(key)
 
     def save(self, value: Any) -> None:
         """Push any value of a tree."""
-        if isinstance(value, TensorRef):
+        saver = _SAVERS.get(type(value))
+        if saver is not None:
+            saver(self, value)
+        elif isinstance(value, TensorRef) and self._write_tensor is not None:
             self._write_tensor(self, value)
         elif isinstance(value, PickledObject):
             self._save_pickled(value)
@@ -83,8 +123,6 @@ class PickleWriter:
             self.name(value.module, value.qualname)
         elif value is None:
             self.raw(b"N")
-        elif type(value) in _SAVERS:
-            _SAVERS[type(value)](self, value)
         else:
             raise FormatError(
                 f"A value of type {type(value).__module__}.{type(value).__qualname__} cannot be written to a .pth file "
@@ -97,46 +135,41 @@ class PickleWriter:
         self.save(args)
         self.raw(b"R")
 
-    def _recall(self, key: Any) -> bool:
+    def _recall(self, key: tuple[str, str] | str | bytes | int) -> bool:
         index = self._memo.get(key)
         if index is None:
             return False
-        self.raw(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        self._out += self._pushing(index)
         return True
 
-    def _remember(self, key: Any) -> None:
+    @staticmethod
+    def _pushing(index: int) -> bytes:
+        return b"h" + _BYTES[index] if index < 256 else b"j" + _UINT32(index)
+
+    def _remember(self, key: tuple[str, str] | str | bytes | int) -> None:
         index = self._memo[key] = len(self._memo)
-        self.raw(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+        self._out += b"q" + _BYTES[index] if index < 256 else b"r" + _UINT32(index)
 
     def _recall_object(self, value: object) -> bool:
-        return self._recall(("id", id(value)))
+        return self._recall(id(value))
 
     def _remember_object(self, value: object) -> None:
         self._alive.append(value)
-        self._remember(("id", id(value)))
+        self._remember(id(value))
 
     def _save_bool(self, value: bool) -> None:
         self.raw(b"\x88" if value else b"\x89")
 
     def _save_int(self, value: int) -> None:
-        if 0 <= value < 256:
-            self.raw(b"K" + bytes([value]))
-        elif -(2**31) <= value < 2**31:
-            self.raw(b"J" + struct.pack("<i", value))
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.raw(b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data)))
-            self.raw(data)
+        self._out += int_opcodes(value)
 
     def _save_float(self, value: float) -> None:
         self.raw(b"G" + struct.pack(">d", value))
 
     def _save_str(self, value: str) -> None:
-        key = ("str", value)
-        if not self._recall(key):
-            data = value.encode("utf-8", "surrogatepass")
-            self.raw(b"X" + struct.pack("<I", len(data)) + data)
-            self._remember(key)
+        if not self._recall(value):
+            self._out += text_opcodes(value)
+            self._remember(value)
 
     def _save_bytes(self, value: bytes) -> None:
         self.reduce("_codecs", "encode", (value.decode("latin1"), "latin1"))
@@ -214,6 +247,9 @@ class PickleWriter:
                 self.save(value)
             self.raw(b"u")
 
+
+_BYTES = [bytes([value]) for value in range(256)]
+_INT32, _UINT32 = struct.Struct("<i").pack, struct.Struct("<I").pack
 
 _SAVERS: dict[type, Callable[[PickleWriter, Any], None]] = {
     bool: PickleWriter._save_bool,
