@@ -27,7 +27,7 @@ CLI = str(Path(sys.executable).with_name("mmfsdp-cli"))
 MODES = {  # options, whether cp is followed by sync, at most so many times cp
     "default": ((), True, 1.3),
     "no-fsync": (("--no-fsync",), False, 1.4),
-    "no-fsync no-verify": (("--no-fsync", "--no-verify"), False, 1.15),
+    "no-fsync no-checksums": (("--no-fsync", "--no-checksums"), False, 1.15),
 }
 STARTUP = 0.5  # seconds that are allowed on top below 4 GB
 PEERS_RATIO = 0.2  # of the time of other tools

@@ -1,67 +1,159 @@
-"""The commands as a whole: their parameters, and what makes shells complete them."""
+"""The commands as a whole: parameters, help, completion, and what is not imported."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from tests.cli.support import invoke, run
 
+from mmfsdp.checkpoint import Conversion
+from mmfsdp_cli import __version__
 from mmfsdp_cli.main import app
 
-runner = CliRunner()
 CONTEXT = click.Context(app)
+COMMANDS = app.list_commands(CONTEXT)
 
 
-def test_a_command_is_imported_when_it_is_run_and_not_before() -> None:
+def parameters(name: str) -> dict[str, click.Parameter]:
+    command = app.get_command(CONTEXT, name)
+    assert command is not None
+    return {parameter.name or "": parameter for parameter in command.params}
+
+
+def test_a_command_is_imported_only_when_it_is_run() -> None:
     code = "import sys; from mmfsdp_cli.main import app; app(['formats'], standalone_mode=False); print([*sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'mmfsdp_cli.formats'" in done.stdout
     assert "'mmfsdp_cli.converting'" not in done.stdout
 
 
-def test_a_misspelt_command_is_told_the_right_one() -> None:
-    run = runner.invoke(app, ["inspct", "x"])
-    assert run.exit_code == 2
-    assert "No such command 'inspct'. Did you mean 'inspect'?" in run.output
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["convert", "--help"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    heavy = "sorted({'torch', 'pydantic', 'numpy', 'mmfsdp.checkpoint', 'mmfsdp.config'} & set(sys.modules))"
+    code = f"import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: print({heavy}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
 
 
-@pytest.mark.parametrize("name", app.list_commands(CONTEXT))
-def test_each_parameter_has_an_option(name: str) -> None:
+def test_a_misspelt_command_suggests_the_right_one() -> None:
+    result = invoke("inspct", "x")
+    assert result.exit_code == 2
+    assert "No such command 'inspct'. Did you mean 'inspect'?" in result.output
+
+
+def test_usage() -> None:
+    assert run("inspect").returncode == 2
+    assert run("--version").stdout == f"mmfsdp-cli {__version__}\n"
+    text = run("--help").stdout
+    assert all(re.search(rf"^  {name} ", text, re.M) for name in COMMANDS)
+    assert "..." not in text.partition("Commands:")[2], "summaries are not cut off"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_parameter_has_an_option_and_a_help_text(name: str) -> None:
     command = app.get_command(CONTEXT, name)
     assert command is not None
     assert command.callback is not None
-    taken = [parameter.name for parameter in command.params]
     declared = inspect.signature(inspect.unwrap(command.callback)).parameters
-    assert taken == [parameter for parameter in declared if parameter != "context"]
-    assert command.get_short_help_str(), "described"
-    assert all(parameter.help for parameter in command.params)  # type: ignore[attr-defined]
+    taken = set(parameters(name))
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared.values()):
+        # What is not declared is a field of Conversion, or the opposite of one.
+        fields = {*Conversion.model_fields} - {"verify", "fsync"} | {"no_checksums", "no_fsync"}
+        assert taken - {*declared} == fields
+    else:
+        assert taken == {*declared} - {"context"}
+    assert all(getattr(parameter, "help", None) for parameter in command.params)
+    text = invoke(name, "--help").output
+    for parameter in command.params:
+        assert (max(parameter.opts, key=len) if isinstance(parameter, click.Option) else "Arguments:") in text
+
+
+def test_options_are_called_the_same_in_every_command() -> None:
+    spelled: dict[str, set[str]] = {}
+    for name in COMMANDS:
+        for parameter in parameters(name).values():
+            if isinstance(parameter, click.Option):
+                spelled.setdefault(parameter.name or "", set()).update(parameter.opts)
+    assert [options for options in spelled.values() if len(options) > 1] == []
+    for option, commands in {
+        "as_json": {*COMMANDS} - {"completion"},
+        "limit": {"inspect", "convert", "verify", "diff", "plan", "doctor"},
+        "keep": {"convert", "diff"},
+        "jobs": {"convert", "verify"},
+        "ranks": {"convert", "plan", "doctor"},
+        "config": {"convert", "plan"},
+        "every_unit": {"plan", "doctor"},
+        "trust": {"inspect", "convert", "verify", "diff"},
+        "reference": {"inspect", "convert", "verify", "diff"},
+    }.items():
+        having = {name for name in COMMANDS if isinstance(parameters(name).get(option), click.Option)}
+        assert having == commands, option
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run/epoch_1", "gs://b/x.pth", "hf://org/model", "https://host/x.pth"])
+def test_remote_paths_are_not_supported_yet(path: str, tmp_path: Path) -> None:
+    for words in (["inspect", path], ["convert", path, tmp_path / "x.pth"], ["convert", tmp_path, path]):
+        result = invoke(*words)
+        assert result.exit_code == 2
+        said = " ".join(result.stderr.split())
+        assert f"is not supported yet: copy '{path}' to a local directory first." in said
+    assert "is not supported yet" in invoke("diff", tmp_path, path).stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_prints_a_script_for_the_shell(shell: str) -> None:
-    run = runner.invoke(app, ["completion", shell])
-    assert run.exit_code == 0
-    assert f"_MMFSDP_CLI_COMPLETE={shell}_complete" in run.stdout
+    result = invoke("completion", shell)
+    assert result.exit_code == 0
+    assert f"_MMFSDP_CLI_COMPLETE={shell}_complete" in result.stdout
 
 
-def test_the_script_of_bash_completes(tmp_path: Path) -> None:
-    asks = 'COMP_WORDS=(mmfsdp-cli convert --max); COMP_CWORD=2; _mmfsdp_cli_completion mmfsdp-cli; echo "$COMPREPLY"'
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("convert --max", "--max-shard-size"),
+        ("convert a b --dtype bf", "bfloat16"),
+        ("convert a b --to saf", "safetensors"),
+        ("convert a b --from torch_l", "torch_legacy"),
+        ("diff a b --keep m", "model"),
+    ],
+)
+def test_bash_completes(tmp_path: Path, words: str, completed: str) -> None:
+    count = len(words.split())
+    asks = f"COMP_WORDS=(mmfsdp-cli {words}); COMP_CWORD={count}; _mmfsdp_cli_completion mmfsdp-cli; echo $COMPREPLY"
     program = tmp_path / "mmfsdp-cli"
     program.write_text(f"#!{sys.executable}\nfrom mmfsdp_cli.main import main\nmain()\n")
     program.chmod(0o755)
-    (tmp_path / "script").write_text(runner.invoke(app, ["completion", "bash"]).stdout + asks)
+    (tmp_path / "script").write_text(invoke("completion", "bash").stdout + asks)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(["bash", str(tmp_path / "script")], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["--max-shard-size"], done.stderr
+    assert done.stdout.split()[:1] == [completed], done.stderr
 
 
 def test_an_unknown_shell() -> None:
-    run = runner.invoke(app, ["completion", "tcsh"])
-    assert run.exit_code == 2
-    assert "'bash', 'zsh', 'fish'" in run.stderr
+    result = invoke("completion", "tcsh")
+    assert result.exit_code == 2
+    assert "'bash', 'zsh', 'fish'" in result.stderr
+
+
+def test_plan_and_doctor_without_torch_say_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "config.py").touch()
+    missing = "import sys; sys.modules['torch'] = None\n"
+    code = f"{missing}from mmfsdp_cli.main import main; main()"
+    for words, said in (
+        (["plan", "package.module:factory"], "mmfsdp-cli plan needs torch 2.6 or newer, which is not installed."),
+        (["plan", str(tmp_path / "config.py")], "Install it with: pip install 'mmfsdp[torch]'"),
+        (["inspect", str(tmp_path), "--model", "a:b"], "--model needs torch 2.6 or newer"),
+        (["doctor", str(tmp_path / "config.py")], "pip install "),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("error: ")
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1

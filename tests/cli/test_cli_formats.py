@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import struct
 from pathlib import Path
 
-import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
-
-from mmfsdp_cli.main import app
-
-runner = CliRunner()
+from tests.cli.support import golden, invoke, read_safetensors, run, write_safetensors
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    content = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3}
-    dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    return tmp_path / "dcp"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_distributed_checkpoint(directory: Path) -> None:
-    found = json.loads(runner.invoke(app, ["inspect", str(directory), "--json"]).stdout)
-    assert (found["format"], found["num_tensors"], found["content"]["epoch"]) == ("dcp", 1, "3")
-    target = directory.parent / "out.safetensors"
-    code = "import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    words = [sys.executable, "-c", code, "convert", str(directory), str(target)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def test_a_distributed_checkpoint_of_torch(tmp_path: Path) -> None:
+    directory = golden("dcp", tmp_path)
+    found = json.loads(run("inspect", directory, "--json").stdout)
+    assert (found["format"], found["num_tensors"], found["content"]["epoch"]) == ("dcp", 1, {"value": 3})
+    done = run("convert", directory, tmp_path / "out.safetensors")
     assert done.returncode == 0, done.stderr
-    assert torch.equal(load_file(target)["w"], torch.arange(6.0).reshape(2, 3))
+    assert read_safetensors(tmp_path / "out.safetensors") == {"w": ("F32", [2, 3], struct.pack("<6f", *range(6)))}
+    assert run("verify", directory).returncode == 0
+    assert run("diff", directory, tmp_path / "out.safetensors").returncode == 0
     (directory / "__0_0.distcp").unlink()
-    result = runner.invoke(app, ["convert", str(directory), str(directory.parent / "other.pth")])
+    result = invoke("convert", directory, tmp_path / "other.pth")
     assert result.exit_code == 1
     assert "__0_0.distcp, which holds 'epoch', is missing" in result.stderr
 
 
+def test_resharding_a_distributed_checkpoint(tmp_path: Path) -> None:
+    directory = golden("dcp", tmp_path)
+    done = run("convert", directory, tmp_path / "two", "--to", "dcp", "--ranks", 2)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(run("inspect", tmp_path / "two", "--tensor", "w", "--json").stdout)["chunks"]) == 2
+    assert run("diff", directory, tmp_path / "two").returncode == 0
+
+
 def test_an_index(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", {"w": [1.0, 1.0]})
     index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = runner.invoke(app, ["inspect", str(tmp_path)])
+    result = invoke("inspect", tmp_path)
     assert result.exit_code == 0
-    assert "safetensors_index: 1 tensors, 8 B" in result.stdout
+    assert "safetensors_index: 1 tensor, 8 B" in result.stdout

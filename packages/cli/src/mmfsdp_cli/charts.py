@@ -1,50 +1,53 @@
-"""Bars of text, where a picture tells more than a table."""
+"""Draws the sizes of a plan's units as bars of text."""
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
+
+from mmfsdp.basics.text import human_bytes
 
 if TYPE_CHECKING:
     from mmfsdp import ShardPlan
 
-from mmfsdp_cli.console import human_bytes
-
 __all__ = ["bar_chart"]
 
-_LIMIT = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_LONGEST = 40  # characters of a name
 
 
-def bar_chart(plan: ShardPlan) -> str:
+def bar_chart(plan: ShardPlan, *, every_unit: bool, limit: int, width: int) -> str:
     """Return bars of what each shard unit takes while it is gathered, and of what ranks keep between steps.
 
-    Units come in the order of the plan, ranks as the different sizes that there are.
+    Args:
+        plan: The plan.
+        every_unit: Draw each unit; by default equal layers share a bar.
+        limit: Bars to draw, the largest units; 0 draws all.
+        width: Characters that a line may have.
     """
-    units = [(" + ".join(fqn or "(root)" for fqn in unit.fqns), unit.nbytes) for unit in plan.units]
-    left_out = len(units) - _LIMIT
-    if left_out > 0:
-        largest = sorted(units, key=lambda item: -item[1])[:_LIMIT]
-        units = [item for item in units if item in largest][:_LIMIT]
+    units = [(name, members[0].nbytes) for name, members in plan.equal_units(every_unit=every_unit)]
+    hidden = len(units) - (limit or len(units))
+    if hidden > 0:
+        largest = sorted(range(len(units)), key=lambda place: -units[place][1])[:limit]
+        units = [units[place] for place in sorted(largest)]
     sizes: dict[int, list[int]] = {}
     for coordinate in range(plan.mesh.shard):
         sizes.setdefault(plan.param_bytes(coordinate), []).append(coordinate)
     kept = [(f"{len(ranks)} ranks" if ranks[1:] else f"rank {ranks[0]}", n) for n, ranks in sizes.items()]
-    lines = [f"parameters of a unit, gathered (the largest is the least that a step needs), {len(plan.units)} units:"]
-    lines += _bars(units)
-    if left_out > 0:
-        lines.append(f"... and {left_out} smaller units")
-    lines += ["", f"parameters that a rank keeps between steps, {plan.mesh}:", *_bars(kept)]
+    lines = [f"Parameters of a unit while it is gathered ({len(plan.units)} units):", *_bars(units, width)]
+    if hidden > 0:
+        lines.append(f"... and {hidden} smaller units (--limit 0 shows all)")
+    lines += ["", f"Parameters that a rank keeps between steps ({plan.mesh}):", *_bars(kept, width)]
     return "\n".join(lines)
 
 
-def _bars(rows: list[tuple[str, int]]) -> list[str]:
+def _bars(rows: list[tuple[str, int]], width: int) -> list[str]:
+    rows = [(label if len(label) <= _LONGEST else f"...{label[3 - _LONGEST :]}", count) for label, count in rows]
     largest = max((count for _, count in rows), default=0) or 1
     name = max((len(label) for label, _ in rows), default=0)
     size = max((len(human_bytes(count)) for _, count in rows), default=0)
-    width = max(shutil.get_terminal_size().columns - name - size - 4, 10)
+    longest = max(width - name - size - 4, 10)
     lines = []
     for label, count in rows:
-        whole, part = divmod(round(8 * width * count / largest), 8)
+        whole, part = divmod(round(8 * longest * count / largest), 8)
         lines.append(f"{label:{name}}  {human_bytes(count):>{size}}  {'█' * whole}{_EIGHTHS[part].strip()}".rstrip())
     return lines

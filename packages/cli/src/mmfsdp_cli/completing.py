@@ -1,22 +1,24 @@
-"""``mmfsdp-cli completion``: commands and options completed by the shell."""
+"""``mmfsdp-cli completion``: prints the script with which a shell completes commands, options and values."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
+from mmfsdp_cli.help import Command, argument
+
 __all__ = ["completion_command"]
 
 _PROGRAM = "mmfsdp-cli"
 
 
-@click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), help="The shell to write for.")
+@click.command("completion", cls=Command)
+@argument("shell", type=click.Choice(["bash", "zsh", "fish"]), help="bash, zsh or fish.")
 @click.pass_context
 def completion_command(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands and options.
+    """Print the script with which a shell completes commands, options and values.
 
-    For bash, put it into ~/.bashrc with: eval "$(mmfsdp-cli completion bash)"
+    For bash, put this into ~/.bashrc: eval "$(mmfsdp-cli completion bash)"
     """
     kind = get_completion_class(shell)
     if kind is None:

@@ -1,61 +1,150 @@
-"""What the commands print with: one red line per error, sizes for people, a progress bar on terminals."""
+"""Prints for people: lines, tables and lists that fit the terminal, and one line for an error."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.exceptions import Exit
 
-__all__ = ["byte_progress", "count_progress", "human_bytes", "reporting_errors", "say", "shown_name"]
+if TYPE_CHECKING:
+    from mmfsdp.basics.tables import Column
+
+__all__ = [
+    "may_colour",
+    "reporting_errors",
+    "say",
+    "say_lines",
+    "say_list",
+    "say_table",
+    "shown_name",
+    "terminal_width",
+]
 
 _FAILED = 1
 _USAGE = 2
-_SECONDS_PER_LINE = 5.0
 _NAME = 200  # characters
+_NEGATED = {"verify": "--no-checksums", "fsync": "--no-fsync"}
 
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn errors of the library and of the operating system into a line on stderr and an exit code."""
-    from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError, MmfsdpError, PlanError
+    from mmfsdp.errors import (
+        CheckpointNotFoundError,
+        ConfigError,
+        FormatError,
+        MissingTorchError,
+        MmfsdpError,
+        PlanError,
+    )
 
+    usage = (ConfigError, PlanError, CheckpointNotFoundError, FormatError, MissingTorchError)
     try:
         yield
     except MmfsdpError as error:
-        usage = isinstance(error, ConfigError | PlanError | CheckpointNotFoundError | FormatError) or _target_exists(
-            error
-        )
-        _complain(str(error), _USAGE if usage else _FAILED)
+        known = _option_names()
+        context = {key: value for key, value in error.context.items() if key != "config" or value not in known}
+        where = ", ".join(f"{key}: {value}" for key, value in context.items())
+        message = _with_option_names(error.message) + (f" ({where})" if where else "")
+        _complain(message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(0) from None
     except OSError as error:
-        _complain(f"{error.strerror or error} [file={error.filename!r}]" if error.filename else str(error), _FAILED)
+        _complain(f"{error.strerror or error} (file: {error.filename})" if error.filename else str(error), _FAILED)
     except KeyboardInterrupt:
         _complain("Interrupted; nothing was written.", 130)
 
 
-def say(text: str, *, colour: str | None = None, err: bool = False) -> None:
-    """Print lines; what in them would move a terminal's cursor or change its colours is shown, and not done.
+def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool = False, indent: int = 0) -> None:
+    """Print lines, wrapped between words where the terminal is narrower.
+
+    Control characters in them are shown as escapes, so that a name cannot move the cursor or change colours.
 
     Args:
         text: The lines.
         colour: Colour on a terminal.
+        bold: Print bold on a terminal.
+        err: Print to stderr.
+        indent: Spaces before each line, and two more before those that continue one.
+    """
+    width = terminal_width(sys.stderr if err else sys.stdout)
+    for line in text.split("\n"):
+        line = " " * indent + _visible(line)
+        if width is not None and len(line) > width:
+            rest = " " * (len(line) - len(line.lstrip()) + 2)
+            options = {"break_long_words": False, "break_on_hyphens": False}
+            line = textwrap.fill(line, width, subsequent_indent=rest, **options)  # type: ignore[arg-type]
+        click.secho(line, fg=colour, bold=bold or None, err=err)
+
+
+def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidden: int = 0) -> None:
+    """Print a table that fits the terminal, its titles in bold.
+
+    Args:
+        columns: The columns.
+        rows: The rows.
+        hidden: How many rows more there are, which ``--limit`` leaves out.
+    """
+    from mmfsdp.basics.tables import format_table
+
+    lines = format_table(columns, [[shown_name(cell) for cell in row] for row in rows], terminal_width())
+    for place, line in enumerate(lines):
+        click.secho(line, bold=place == 0 or None, dim=place == 1 or None)
+    _say_hidden(hidden)
+
+
+def say_lines(lines: Sequence[str], limit: int, *, err: bool = False, indent: int = 0) -> None:
+    """Print lines, and how many more ``limit`` leaves out; 0 shows all."""
+    for line in lines[: limit or None]:
+        say(line, err=err, indent=indent)
+    _say_hidden(len(lines) - limit if limit else 0, indent=indent, err=err)
+
+
+def say_list(title: str, lines: Sequence[str], limit: int, *, colour: str | None = None, err: bool = False) -> None:
+    """Print a title with the number of lines, and the first of them; nothing if there are none.
+
+    Args:
+        title: The title.
+        lines: The lines.
+        limit: How many to show; 0 shows all.
+        colour: Colour of the title on a terminal.
         err: Print to stderr.
     """
-    click.secho("\n".join(map(_visible, text.split("\n"))), fg=colour, err=err)
+    if lines:
+        say(f"{title} ({len(lines)}):", colour=colour, bold=True, err=err)
+        say_lines(lines, limit, err=err, indent=2)
+
+
+def _say_hidden(count: int, *, indent: int = 0, err: bool = False) -> None:
+    if count > 0:
+        say(f"... and {count} more (--limit 0 shows all)", err=err, indent=indent)
 
 
 def shown_name(name: str) -> str:
-    """Return a tensor's name as a table shows it: in one line, and not longer than a line can be."""
+    """Return a tensor's name for a table: in one line, its middle left out if it is very long."""
     name = _visible(name)
     return name if len(name) <= _NAME else f"{name[: _NAME // 2]}...{name[-_NAME // 2 :]}"
+
+
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Return how many characters a line may have on a terminal; None for pipes and files, which have no width."""
+    stream = sys.stdout if stream is None else stream
+    return max(shutil.get_terminal_size().columns, 20) if stream is not None and stream.isatty() else None
+
+
+def may_colour() -> bool:
+    """Tell whether the environment allows colours on terminals; see https://no-color.org."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _visible(text: str) -> str:
@@ -64,75 +153,23 @@ def _visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def human_bytes(count: int) -> str:
-    """Return a number of bytes in decimal units, such as ``'1.23 GB'``."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{int(value)} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
+def _with_option_names(message: str) -> str:
+    """Return a message of the library with options in place of the settings that they stand for."""
+    names = _option_names()
+    pattern = r"Conversion\.(\w+)|'(\w+)'|\b(\w+)=(?:True|False)\b"
+
+    def option(match: re.Match[str]) -> str:
+        return names.get(next(filter(None, match.groups())), match[0])
+
+    return re.sub(pattern, option, message)
 
 
-@contextmanager
-def byte_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a progress callback: a bar with rate and time left on a terminal, a line every few seconds otherwise.
-
-    Args:
-        quiet: Show nothing.
-    """
-    with _progress(quiet, human_bytes) as progress:
-        yield progress
-
-
-@contextmanager
-def count_progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a progress callback for things that are counted one by one; see ``byte_progress``."""
-    with _progress(quiet, None) as progress:
-        yield progress
-
-
-@contextmanager
-def _progress(quiet: bool, text: Callable[[int], str] | None) -> Iterator[Callable[[int, int], None] | None]:
-    if quiet:
-        yield None
-    elif sys.stderr is not None and sys.stderr.isatty():  # None: closed by who started this
-        with _bar(in_bytes=text is not None) as advance:
-            yield advance
-    else:
-        yield _line_printer(text or str)
-
-
-@contextmanager
-def _bar(in_bytes: bool) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    shown = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    console = Console(stderr=True)
-    with Progress(BarColumn(), *shown, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _line_printer(text: Callable[[int], str]) -> Callable[[int, int], None]:
-    printed = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= _SECONDS_PER_LINE:
-            printed = now
-            click.echo(f"{100 * done // total} %  {text(done)} of {text(total)}", err=True)
-
-    return show
+def _option_names() -> dict[str, str]:
+    """Return the options of the command that runs, by the settings that they stand for."""
+    context = click.get_current_context(silent=True)
+    params = [] if context is None else context.command.params
+    names = {param.name or "": max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
+    return names | {name: option for name, option in _NEGATED.items() if option in names.values()}
 
 
 def _target_exists(error: Exception) -> bool:

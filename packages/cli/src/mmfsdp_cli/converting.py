@@ -1,162 +1,197 @@
-"""``mmfsdp-cli convert``: any checkpoint into another format, in part or whole."""
+"""``mmfsdp-cli convert``: writes a checkpoint, or a part of it, in another format."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
+from mmfsdp_cli.console import reporting_errors, say, say_list
+from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import PATH, checkpoint_argument, flag, json_report, several, shapes_from, trust
+from mmfsdp_cli.options import (
+    PATH,
+    checkpoint_argument,
+    completing,
+    config_file,
+    flag,
+    json_report,
+    keep,
+    limit,
+    option,
+    ranks,
+    several,
+    shapes_from,
+    trust,
+)
+from mmfsdp_cli.progress import byte_progress
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport
 
 __all__ = ["convert_command"]
 
+_TAKE, _NAMES, _WRITE, _CARE = "What to take", "Names", "What to write", "How carefully, how fast"
 
-@click.command("convert")
+
+def _dtypes() -> Iterable[str]:
+    return ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
+
+
+def _formats(*, written: bool) -> Iterable[str]:
+    from mmfsdp.checkpoint import known_formats
+
+    return [info.name for info in known_formats() if info.writes or not written]
+
+
+@click.command("convert", cls=Command)
 @checkpoint_argument("source")
-@click.argument("target", type=PATH, help="What to write: .safetensors, .pth or .pt, or a directory.")
-@click.option(
-    "--only",
-    "--keep",
-    "keep",
-    metavar="model|all|KEY",
-    help="The weights, everything, or one top-level key. By default everything for dcp and local, else model.",
+@argument("target", type=PATH, help="The path to write: .safetensors, .pth or .pt, or a directory.")
+@config_file("Settings as YAML, JSON or TOML, as --dry-run prints them; options win over them.")
+@keep("everything for dcp and local, else the weights")
+@several("--drop", section=_TAKE, metavar="KEY", help="Take everything but this top-level key, such as optimizer.")
+@several("--include", section=_TAKE, metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
+@several("--exclude", section=_TAKE, metavar="PATTERN", help="Leave out tensors and values with such names.")
+@flag("--use-ema", section=_TAKE, help="Take the averaged weights as the model's.")
+@flag("--publish", section=_TAKE, help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
+@option("--strip-prefix", section=_NAMES, metavar="TEXT", help="Remove this prefix from names, before --rename.")
+@several("--rename", section=_NAMES, metavar="REGEX=REPL", help="Rewrite names as Python's re.sub does; in order.")
+@option(
+    "--to",
+    section=_WRITE,
+    metavar="FORMAT",
+    shell_complete=completing(lambda: _formats(written=True)),
+    help="Format to write, if the target's suffix does not say it; see mmfsdp-cli formats.",
 )
-@several("--drop", metavar="KEY", help="Everything but this top-level key, such as optimizer.")
-@several("--include", metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
-@several("--exclude", metavar="PATTERN", help="Leave out such names.")
-@several("--rename", metavar="REGEX=REPL", help="Rewrite names, as Python's re.sub; in order.")
-@click.option("--strip-prefix", metavar="TEXT", help="Take this off the beginning of names, before renaming.")
-@several("--dtype", metavar="[PATTERN=]DTYPE", help="Cast floating point tensors, all or by name.")
-@flag("--use-ema", help="Take the averaged weights as the model's.")
-@flag("--publish", help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
-@click.option("--max-shard-size", metavar="SIZE", help="Write a directory of safetensors files up to, say, 5GB each.")
-@click.option("--from", "source_format", metavar="FORMAT", help="What the source is, if not what it looks like.")
-@click.option(
-    "--to", metavar="FORMAT", help="safetensors, pth, safetensors_index, dcp or local, where the suffix does not say."
+@several(
+    "--dtype",
+    section=_WRITE,
+    metavar="[PATTERN=]DTYPE",
+    shell_complete=completing(_dtypes),
+    help="Cast floating point tensors, all or by name, to float32, bfloat16, float16...",
 )
-@click.option("--ranks", metavar="N|RxS", help="dcp, local: among how many ranks; 2x4 is two replicas of four shards.")
-@flag("--force", help="Replace an existing target.")
-@flag("--verify-output", help="Read the output again and compare it with the source.")
-@flag("--no-verify", help="Do not compare the source's stored checksums with its data.")
-@flag("--no-fsync", help="Do not wait until the output is on disk.")
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Threads that copy; one per processor by default, four at most."
+@option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each.")
+@ranks(_WRITE, "For dcp and local: number of ranks")
+@option(
+    "--from",
+    "source_format",
+    section="Reading",
+    metavar="FORMAT",
+    shell_complete=completing(lambda: _formats(written=False)),
+    help="Format of the source, if it is not recognised.",
 )
-@flag("--dry-run", help="Check everything and say what would be written; write nothing.")
 @trust
 @shapes_from
+@flag("--no-checksums", section=_CARE, help="Do not compare the source with its stored checksums.")
+@flag("--verify-output", section=_CARE, help="Read the output again and compare it with the source.")
+@flag("--no-fsync", section=_CARE, help="Do not wait until the output is on disk.")
+@option(
+    "--jobs",
+    section=_CARE,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Threads that copy; by default one per processor, four at most.",
+)
+@flag("--force", "overwrite", section="Output", help="Replace an existing target.")
+@flag("--dry-run", section="Output", help="Check everything and show what would be written; write nothing.")
+@limit
 @json_report
 def convert_command(
     source: Path,
     target: Path,
-    keep: str | None,
-    drop: tuple[str, ...],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: tuple[str, ...],
-    strip_prefix: str | None,
-    dtype: tuple[str, ...],
-    use_ema: bool,
-    publish: bool,
-    max_shard_size: str | None,
-    source_format: str | None,
-    to: str | None,
-    ranks: str | None,
-    force: bool,
-    verify_output: bool,
-    no_verify: bool,
-    no_fsync: bool,
-    jobs: int | None,
-    dry_run: bool,
-    trust: bool,
+    config: Path | None,
     reference: Path | None,
     model: str | None,
     model_arguments: tuple[str, ...],
+    dry_run: bool,
+    limit: int,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
 
     Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or cannot be written; 2 a path or argument
     is wrong.
     """
-    rewrites = [_pair(text, "--rename", "REGEX=REPL") for text in rename]
-    if len(dtype) == 1 and "=" not in dtype[0]:
-        dtypes: str | dict[str, str] | None = dtype[0]
-    else:
-        dtypes = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtype) or None
+    settings = _settings(given)
     with reporting_errors():
-        from mmfsdp.checkpoint import convert
+        from mmfsdp.checkpoint import Conversion, convert
 
+        conversion = None if config is None else Conversion.from_file(config)
         with byte_progress(quiet=as_json) as progress:
             report = convert(
                 source,
                 target,
-                keep=keep,
-                drop=drop,
-                include=include,
-                exclude=exclude,
-                rename=rewrites,
-                strip_prefix=strip_prefix,
-                dtype=dtypes,
-                use_ema=use_ema,
-                publish=publish,
-                max_shard_size=max_shard_size,
-                overwrite=force,
-                trust=trust,
-                verify=not no_verify,
-                verify_output=verify_output,
-                fsync=not no_fsync,
-                jobs=jobs,
+                conversion,
+                reference=reference_of(reference, model, model_arguments),
                 dry_run=dry_run,
                 progress=progress,
-                source_format=source_format,
-                to=to,
-                ranks=ranks,
-                reference=reference_of(reference, model, model_arguments),
+                **settings,
             )
         if as_json:
             click.echo(json.dumps(report.describe(), indent=1))
         else:
-            _print(report)
+            _print(report, limit)
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``Conversion`` that options set."""
+    settings = {name: value for name, value in given.items() if value not in (None, (), False)}
+    for negated, name in (("no_checksums", "verify"), ("no_fsync", "fsync")):
+        if settings.pop(negated, False):
+            settings[name] = False
+    if "rename" in settings:
+        settings["rename"] = [_pair(text, "--rename", "REGEX=REPL") for text in settings["rename"]]
+    match settings.get("dtype"):
+        case (dtype,) if "=" not in dtype:
+            settings["dtype"] = dtype
+        case dtypes if dtypes:
+            settings["dtype"] = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtypes)
+    return settings
 
 
 def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    # The last sign counts: a regular expression may hold one, as in (?=...), a replacement or dtype hardly does.
+    # Split at the last sign: a regular expression may hold others, as in (?=...); a replacement or dtype hardly does.
     left, sign, right = text.rpartition("=")
     if not sign or not left:
         raise click.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
     return left, right
 
 
-def _print(report: ConversionReport) -> None:
-    what = f"{report.tensors} tensors, {human_bytes(report.bytes)}"
+def _print(report: ConversionReport, limit: int) -> None:
+    from mmfsdp.basics.text import human_bytes
+
+    what = f"{report.tensors} tensor{'s' * (report.tensors != 1)}, {human_bytes(report.bytes)}"
     if report.dry_run:
-        say(f"Would write {report.path} ({report.format}): {what}.")
-        for name, size in report.files.items():
-            if name:
-                say(f"  {name}: {human_bytes(size)}")
+        say(f"Would write {report.path} ({report.format}): {what}.", bold=True)
+        say_list("Files", [f"{name}: {human_bytes(size)}" for name, size in report.files.items() if name], limit)
         say(f"To read: {human_bytes(report.bytes_read)}. Free on the disk: {human_bytes(report.free_bytes)}.")
+        say_list("New names", [f"{old} -> {new}" for old, new in report.renamed.items()], limit)
+        say_list("New dtypes", [f"{name}: {dtype}" for name, dtype in report.casts.items()], limit)
     else:
         rate = human_bytes(int(report.bytes / report.seconds)) if report.seconds else "?"
         checked = ", verified" if report.verified else ""
-        say(f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.")
-    if report.casts:
-        say(f"Cast: {len(report.casts)} tensors.")
-    for name, count in report.overflowed.items():
-        lost = "448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinite"
-        say(f"warning: {count} elements of {name} became {lost}.", colour="yellow", err=True)
+        say(
+            f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.",
+            colour="green",
+        )
+        if report.casts:
+            say(f"Cast: {len(report.casts)} tensors.")
+    lost = [
+        f"{count} elements of {name}, to "
+        + ("448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinity")
+        for name, count in report.overflowed.items()
+    ]
+    say_list("warning: too large for the new dtype", lost, limit, colour="yellow", err=True)
     for note in report.notes:
         say(f"Note: {note}.")
     if report.dropped:
-        say(f"Not written: {_listed(report.dropped)}.")
-
-
-def _listed(paths: tuple[str, ...]) -> str:
-    return ", ".join(paths[:20]) + (f" and {len(paths) - 20} more" if len(paths) > 20 else "")
+        shown, more = report.dropped[: limit or None], len(report.dropped) - (limit or len(report.dropped))
+        say(f"Not written: {', '.join(shown)}" + (f" and {more} more (--limit 0 shows all)." if more > 0 else "."))
+    if report.dry_run:
+        say("Settings, for --config:", bold=True)
+        changed = report.conversion.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        click.echo(json.dumps(changed, indent=2))

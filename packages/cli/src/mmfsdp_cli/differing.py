@@ -1,4 +1,4 @@
-"""``mmfsdp-cli diff``: how two checkpoints differ."""
+"""``mmfsdp-cli diff``: shows how two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -9,42 +9,58 @@ from typing import TYPE_CHECKING
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.console import count_progress, reporting_errors, say
+from mmfsdp_cli.console import reporting_errors, say, say_list
+from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import PATH, checkpoint_argument, flag, json_report, shapes_from, trust
+from mmfsdp_cli.options import (
+    PATH,
+    checkpoint_argument,
+    flag,
+    json_report,
+    keep,
+    limit,
+    option,
+    shapes_from,
+    trust,
+)
+from mmfsdp_cli.progress import count_progress
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import DiffReport
 
 __all__ = ["diff_command"]
 
+_EQUAL = "What counts as equal"
 
-@click.command("diff")
+
+@click.command("diff", cls=Command)
 @checkpoint_argument("a")
-@click.argument("b", type=PATH, help="Another, of any format.")
-@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
-@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
-@click.option("--keep", metavar="model|all|KEY", help="What to compare; as much as both have, by default.")
-@flag("--ignore-dtypes", help="Compare values of different dtypes as numbers.")
-@click.option("--limit", type=click.IntRange(min=0), default=20, help="Lines per kind of difference; 0 shows all.")
+@argument("b", type=PATH, help="Another checkpoint, of any format.")
+@keep("as much as both have")
+@option("--rtol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Relative tolerance.")
+@option("--atol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Absolute tolerance.")
+@flag("--ignore-dtypes", section=_EQUAL, help="Compare tensors of different dtypes as numbers.")
 @trust
 @shapes_from
+@limit
 @json_report
 def diff_command(
     a: Path,
     b: Path,
+    keep: str | None,
     rtol: float,
     atol: float,
-    keep: str | None,
     ignore_dtypes: bool,
-    limit: int,
     trust: bool,
     reference: Path | None,
     model: str | None,
     model_arguments: tuple[str, ...],
+    limit: int,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
+
+    By default it compares as much as both have; --keep names a part.
 
     Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
     """
@@ -72,28 +88,22 @@ def diff_command(
 
 
 def _print(report: DiffReport, limit: int) -> None:
-    kinds = {
-        f"Only in {report.a}": [*report.only_in_a],
-        f"Only in {report.b}": [*report.only_in_b],
-        "Shapes": [f"{item.name}: {item.a} and {item.b}" for item in report.shapes],
-        "Dtypes": [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes],
-        "Values": [
-            f"{item.name}: "
-            + ("differs" if item.differing is None else f"{item.differing} of {item.elements} elements differ")
-            + ("" if item.max_abs is None else f", by up to {item.max_abs:.3g}")
-            + ("" if item.max_rel is None else f" ({item.max_rel:.3g} of the value)")
-            for item in report.values
-        ],
-        "Not tensors": [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other],
-    }
-    for title, lines in kinds.items():
-        if lines:
-            say(f"{title} ({len(lines)}):")
-            for line in lines[: limit or None]:
-                say(f"  {line}")
-            if limit and len(lines) > limit:
-                say(f"  ... and {len(lines) - limit} more (--limit 0 shows all)")
+    say_list(f"Only in {report.a}", report.only_in_a, limit)
+    say_list(f"Only in {report.b}", report.only_in_b, limit)
+    say_list("Shapes", [f"{item.name}: {item.a} and {item.b}" for item in report.shapes], limit)
+    say_list("Dtypes", [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes], limit)
+    if report.dtypes:
+        say("  To compare these as numbers, add --ignore-dtypes.")
+    values = [
+        f"{item.name}: "
+        + ("differs" if item.differing is None else f"{item.differing} of {item.elements} elements differ")
+        + ("" if item.max_abs is None else f", by up to {item.max_abs:.3g}")
+        + ("" if item.max_rel is None else f" ({item.max_rel:.3g} of the value)")
+        for item in report.values
+    ]
+    say_list("Values", values, limit)
+    say_list("Not tensors", [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other], limit)
     if report.left_out:
         say(f"Not compared: {', '.join(report.left_out)}.")
-    verdict = "the same" if report.same else "different"
-    say(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.")
+    verdict, colour = ("the same", "green") if report.same else ("different", "red")
+    say(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.", colour=colour)

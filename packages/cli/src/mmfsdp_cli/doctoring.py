@@ -1,4 +1,4 @@
-"""``mmfsdp-cli doctor``: what there is to know about an MMEngine config before it trains sharded."""
+"""``mmfsdp-cli doctor``: checks an MMEngine config before it trains sharded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.console import reporting_errors
+from mmfsdp_cli.console import reporting_errors, say
+from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import running_user_code
-from mmfsdp_cli.options import PATH, flag
-from mmfsdp_cli.planning import mesh_of
+from mmfsdp_cli.options import PATH, flag, json_report, limit, ranks
+from mmfsdp_cli.planning import mesh_of, print_plan
 
 if TYPE_CHECKING:
     from mmfsdp.frontends import Diagnosis, Finding, Level
@@ -27,13 +28,15 @@ _TITLES: dict[Level, tuple[str, str]] = {
 }
 
 
-@click.command("doctor")
-@click.argument("config", type=PATH, help="An MMEngine config. Its imports are run.")
-@click.option("--ranks", metavar="N|RxS", help="For how many ranks to plan; by default what device_mesh says, else 8.")
-@flag("--no-plan", help="Do not show the plan.")
-@flag("--json", "as_json", help="Print findings and plan as JSON.")
-def doctor_command(config: Path, ranks: str | None, no_plan: bool, as_json: bool) -> None:
-    """Say how an MMEngine config will train sharded, what differs from stock MMEngine, and what to change.
+@click.command("doctor", cls=Command)
+@argument("config", type=PATH, help="An MMEngine config. Its imports are run.")
+@ranks("Model", "Number of ranks to plan for; by default as device_mesh says, else 8")
+@flag("--no-plan", section="What to show", help="Do not show the plan.")
+@flag("--all", "every_unit", section="What to show", help="Show each unit; by default equal layers share a row.")
+@limit
+@json_report
+def doctor_command(config: Path, ranks: str | None, no_plan: bool, every_unit: bool, limit: int, as_json: bool) -> None:
+    """Check an MMEngine config: how it trains sharded, what differs from MMEngine, what to change. Needs torch.
 
     The model's weights take no memory; no device is used, and no process is started.
 
@@ -48,47 +51,39 @@ def doctor_command(config: Path, ranks: str | None, no_plan: bool, as_json: bool
         if as_json:
             click.echo(json.dumps(diagnosis.describe(), indent=1))
         else:
-            _print(diagnosis, with_plan=not no_plan)
+            _print(diagnosis, with_plan=not no_plan, every_unit=every_unit, limit=limit)
         if not diagnosis.ok:
             raise Exit(1)
 
 
-def _print(diagnosis: Diagnosis, *, with_plan: bool) -> None:
-    from mmfsdp.frontends import LEVELS
+def _print(diagnosis: Diagnosis, *, with_plan: bool, every_unit: bool, limit: int) -> None:
+    from mmfsdp.frontends.findings import LEVELS
 
     if with_plan and diagnosis.plan is not None:
         if diagnosis.suggested:
-            click.echo("The config shards nothing. With what is advised below:\n")
-        click.echo(f"{diagnosis.plan.table()}\n")
+            say("The config shards nothing. With the advice below:\n")
+        print_plan(diagnosis.plan, every_unit=every_unit, limit=limit)
+        say("")
         if diagnosis.memory is not None:
-            click.echo(f"{diagnosis.memory.table()}\n")
+            say(f"{diagnosis.memory.table()}\n")
     groups = {level: [item for item in diagnosis.findings if item.level == level] for level in LEVELS}
     for level, findings in groups.items():
         if findings:
             title, colour = _TITLES[level]
-            click.secho(f"{title} ({len(findings)})", fg=colour, bold=True)
-            for finding in findings:
+            say(f"{title} ({len(findings)})", colour=colour, bold=True)
+            for finding in findings[: limit or None]:
                 _print_finding(finding, colour)
-            click.echo()
+            if limit and len(findings) > limit:
+                say(f"  ... and {len(findings) - limit} more (--limit 0 shows all)")
+            say("")
     counts = ", ".join(f"{len(groups[level])} {level}" for level in LEVELS if groups[level])
-    click.echo(f"{diagnosis.path}: {counts or 'nothing to say'}.")
+    say(f"{diagnosis.path}: {counts or 'no findings'}.")
 
 
 def _print_finding(finding: Finding, colour: str) -> None:
-    click.secho(f"  {finding.path}", fg=colour)
+    say(finding.path, colour=colour, indent=2)
     for label, text in (("here", finding.here), ("stock", finding.stock)):
         if text:
-            click.echo(_wrapped(f"{label}: {text}", 4))
+            say(f"{label}: {text}", indent=4)
     for index, line in enumerate(finding.advice.splitlines()):
         click.echo(f"    {'write: ' if not index else '       '}{line}")
-
-
-def _wrapped(text: str, indent: int) -> str:
-    import shutil
-    import textwrap
-
-    width = max(min(shutil.get_terminal_size().columns, 120), 40)
-    prefix = " " * indent
-    return textwrap.fill(
-        text, width, initial_indent=prefix, subsequent_indent=prefix + "       ", break_long_words=False
-    )

@@ -1,4 +1,4 @@
-"""``mmfsdp-cli formats``: what can be read and written."""
+"""``mmfsdp-cli formats``: lists the formats that can be read and written."""
 
 from __future__ import annotations
 
@@ -6,28 +6,46 @@ import json
 
 import click
 
-from mmfsdp_cli.console import reporting_errors
-from mmfsdp_cli.options import flag
+from mmfsdp_cli.console import reporting_errors, say_table
+from mmfsdp_cli.help import Command
+from mmfsdp_cli.options import json_report
 
 __all__ = ["formats_command"]
 
 
-@click.command("formats")
-@flag("--json", "as_json", help="Print the list as JSON.")
+@click.command("formats", cls=Command)
+@json_report
 def formats_command(as_json: bool) -> None:
-    """List the formats. Whatever can be read can be converted to whatever can be written."""
+    """List the formats. Every format that can be read converts to every format that can be written."""
     with reporting_errors():
+        from mmfsdp.basics.tables import Column
         from mmfsdp.checkpoint import known_formats
 
         formats = known_formats()
         if as_json:
             click.echo(json.dumps([info.describe() for info in formats], indent=1))
             return
-        rows = [("format", "reads", "writes", "what it is")]
-        for info in formats:
-            asked = ", ".join([*info.suffixes, f"--to {info.name}", *info.aliases])
-            what = f"{info.description} ({asked})" if info.writes else info.description
-            rows.append((info.name, "yes" if info.reads else "no", "yes" if info.writes else "no", what))
-        width = max(len(row[0]) for row in rows)
-        for name, reads, writes, what in rows:
-            click.echo(f"{name:{width}}  {reads:5}  {writes:6}  {what}")
+        columns = (
+            Column("format"),
+            Column("reads"),
+            Column("writes"),
+            Column("suffix", wraps=True, rank=1),
+            Column("also called", wraps=True),
+            Column("what it is", wraps=True),
+        )
+        rows = [
+            (
+                info.name,
+                _yes(info.reads),
+                _yes(info.writes),
+                ", ".join(info.suffixes) or "-",
+                ", ".join(info.aliases) or "-",
+                info.description,
+            )
+            for info in formats
+        ]
+        say_table(columns, rows)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,37 +1,47 @@
-"""``mmfsdp-cli inspect``: what a checkpoint holds, from its metadata alone."""
+"""``mmfsdp-cli inspect``: shows what a checkpoint holds, from its metadata alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say, shown_name
+from mmfsdp_cli.console import reporting_errors, say, say_lines, say_list, say_table, shown_name
+from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import checkpoint_argument, flag, shapes_from, trust
+from mmfsdp_cli.options import checkpoint_argument, flag, json_report, limit, option, shapes_from, trust
+from mmfsdp_cli.progress import byte_progress
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import Layout, TensorEntry
 
 __all__ = ["inspect_command"]
 
+_VIEW = "What to show"
 
-@click.command("inspect")
+
+@click.command("inspect", cls=Command)
 @checkpoint_argument("path")
-@flag("--json", "as_json", help="Print JSON, with every tensor.")
-@click.option("--limit", type=click.IntRange(min=0), default=40, help="Rows of the table; 0 shows all.")
-@flag("--tree", help="Sum up along the parts of the names.")
-@click.option("--depth", type=click.IntRange(min=0), default=3, help="Levels of the tree; 0 shows all.")
-@click.option("--tensor", metavar="NAME", help="Show where the parts of one tensor lie.")
-@flag("--stats", help="With --tensor: read it, and show its minimum, mean, norm...")
+@flag("--tree", section=_VIEW, help="Sum up along the parts of the names.")
+@option(
+    "--depth",
+    section=_VIEW,
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=3,
+    help="Levels of --tree; 0 shows all.",
+)
+@option("--tensor", section=_VIEW, metavar="NAME", help="Show where the parts of one tensor are stored.")
+@flag("--stats", section=_VIEW, help="With --tensor: read it, and show its minimum, mean, norm...")
 @trust
 @shapes_from
+@limit
+@json_report
 def inspect_command(
     path: Path,
-    as_json: bool,
-    limit: int,
     tree: bool,
     depth: int,
     tensor: str | None,
@@ -40,6 +50,8 @@ def inspect_command(
     reference: Path | None,
     model: str | None,
     model_arguments: tuple[str, ...],
+    limit: int,
+    as_json: bool,
 ) -> None:
     """Show the tensors of a checkpoint and what else it holds. Without --stats no tensor data is read.
 
@@ -54,9 +66,9 @@ def inspect_command(
         if stats and tensor is not None:
             _print_statistics(layout, tensor, as_json)
         elif tensor is not None:
-            _print_tensor(find_tensor(layout, tensor), as_json)
+            _print_tensor(find_tensor(layout, tensor), limit, as_json)
         elif tree:
-            _print_tree(layout, depth, as_json)
+            _print_tree(layout, depth, limit, as_json)
         elif as_json:
             click.echo(json.dumps(layout.describe(), indent=1))
         else:
@@ -76,73 +88,95 @@ def _print_statistics(layout: Layout, name: str, as_json: bool) -> None:
         say(f"{key:9}{shown}")
 
 
-def _print_tensor(entry: TensorEntry, as_json: bool) -> None:
-    chunks = [
-        {
-            "file": str(chunk.file),
-            "offset": chunk.offset,
-            "bytes": chunk.nbytes,
-            "box_offsets": list(chunk.box_offsets),
-            "box_sizes": list(chunk.box_sizes),
-            "crc32": chunk.crc32,
-        }
-        for chunk in entry.chunks()
-    ]
+def _print_tensor(entry: TensorEntry, limit: int, as_json: bool) -> None:
+    from mmfsdp.basics.text import human_bytes
+
+    chunks = entry.chunks()
     if as_json:
-        content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+        places = [
+            {
+                "file": str(chunk.file),
+                "offset": chunk.offset,
+                "bytes": chunk.nbytes,
+                "box_offsets": list(chunk.box_offsets),
+                "box_sizes": list(chunk.box_sizes),
+                "crc32": chunk.crc32,
+            }
+            for chunk in chunks
+        ]
+        content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": places}
         click.echo(json.dumps(content, indent=1))
         return
-    say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}")
-    for chunk in entry.chunks():
-        say(
-            f"  {list(chunk.box_offsets)} of size {list(chunk.box_sizes)}: {chunk.file} at byte {chunk.offset}, "
-            f"{chunk.nbytes} bytes" + ("" if chunk.crc32 is None else f", CRC-32 {chunk.crc32:08x}")
-        )
+    say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}", bold=True)
+    lines = [
+        f"{list(chunk.box_offsets)} of size {list(chunk.box_sizes)}: {chunk.file} at byte {chunk.offset}, "
+        f"{human_bytes(chunk.nbytes)}" + ("" if chunk.crc32 is None else f", CRC-32 {chunk.crc32:08x}")
+        for chunk in chunks
+    ]
+    say_list("Chunks", lines, limit)
 
 
-def _print_tree(layout: Layout, depth: int, as_json: bool) -> None:
+def _print_tree(layout: Layout, depth: int, limit: int, as_json: bool) -> None:
+    from mmfsdp.basics.tables import Column
+    from mmfsdp.basics.text import human_bytes
     from mmfsdp.checkpoint import tensor_tree
 
     root = tensor_tree(layout)
     if as_json:
         click.echo(json.dumps(root.describe(), indent=1))
         return
+    nodes = [*root.walk(depth or None)]
     rows = []
-    for level, node in root.walk(depth or None):
-        what = f"{node.tensors} tensors" if node.entry is None else f"{node.entry.dtype} {_shape(node.entry.shape)}"
+    for level, node in nodes[: limit or None]:
+        what = f"{node.tensors} tensor{'s' * (node.tensors != 1)}"
+        if node.entry is not None:
+            what = f"{node.entry.dtype} {_shape(node.entry.shape)}"
         rows.append(("  " * level + shown_name(node.name), what, human_bytes(node.nbytes)))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    for name, what, size in rows:
-        say(f"{name:{widths[0]}}  {what:{widths[1]}}  {size:>{widths[2]}}")
-    _print_totals(layout)
-
-
-def _print_tables(layout: Layout, limit: int) -> None:
-    entries = list(layout.tensors.values())
-    shown = entries[: limit or None]
-    rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
-    for entry in shown:
-        chunks = str(entry.num_chunks)
-        rows.append((shown_name(entry.name), entry.dtype, _shape(entry.shape), chunks, human_bytes(entry.nbytes)))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for name, dtype, shape, chunks, size in rows:
-        line = (
-            f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}  {chunks:>{widths[3]}}  {size:>{widths[4]}}"
-        )
-        say(line)
-    if len(shown) < len(entries):
-        say(f"... and {len(entries) - len(shown)} more (--limit 0 shows all)")
+    columns = (Column("name", wraps=True), Column("holds", wraps=True), Column("bytes", right=True))
+    say_table(columns, rows, hidden=len(nodes) - len(rows))
     _print_totals(layout, limit)
 
 
-def _print_totals(layout: Layout, limit: int = 0) -> None:
+def _print_tables(layout: Layout, limit: int) -> None:
+    from mmfsdp.basics.tables import Column
+    from mmfsdp.basics.text import human_bytes
+
+    entries = list(layout.tensors.values())
+    rows = [
+        (entry.name, entry.dtype, _shape(entry.shape), str(entry.num_chunks), human_bytes(entry.nbytes))
+        for entry in entries[: limit or None]
+    ]
+    columns = (
+        Column("tensor", wraps=True),
+        Column("dtype", once=True, rank=1),
+        Column("shape", wraps=True),
+        Column("chunks", right=True, once=True, rank=2),
+        Column("bytes", right=True),
+    )
+    say_table(columns, rows, hidden=len(entries) - len(rows))
+    _print_totals(layout, limit)
+
+
+def _print_totals(layout: Layout, limit: int) -> None:
+    from mmfsdp.basics.text import human_bytes
+
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
-    say(f"\n{layout.format}{ranks}: {len(layout.tensors)} tensors, {human_bytes(layout.nbytes)}")
-    content = list(layout.content().items())
-    for key, summary in content[: limit or None]:
-        say(f"  {shown_name(key) or '(at the top)'}: {summary}")
-    if limit and len(content) > limit:
-        say(f"  ... and {len(content) - limit} more (--limit 0 shows all)")
+    count = len(layout.tensors)
+    say(f"\n{layout.format}{ranks}: {count} tensor{'s' * (count != 1)}, {human_bytes(layout.nbytes)}", bold=True)
+    content = [f"{shown_name(key) or '(at the top)'}: {_summary(found)}" for key, found in layout.content().items()]
+    say_lines(content, limit, indent=2)
+
+
+def _summary(found: Mapping[str, Any]) -> str:
+    from mmfsdp.basics.text import human_bytes
+
+    if "tensors" in found:
+        return f"{found['tensors']} tensor{'s' * (found['tensors'] != 1)}, {human_bytes(found['bytes'])}"
+    if "values" not in found:
+        return repr(found["value"])
+    names = found.get("names", ())
+    more = ", ..." * (len(names) < found["values"])
+    return f"{found['values']} value{'s' * (found['values'] != 1)}" + (f": {', '.join(names)}{more}" if names else "")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,16 +1,18 @@
-"""Entry point of ``mmfsdp-cli``: its commands, and how errors become exit codes."""
+"""Entry point of ``mmfsdp-cli``: imports the command that is run."""
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import signal
 import sys
 
 import click
-from click.exceptions import NoSuchCommand
 
 from mmfsdp_cli import __version__
+from mmfsdp_cli.console import may_colour
+from mmfsdp_cli.help import formatter_class, summary
 
 __all__ = ["app", "main"]
 
@@ -26,8 +28,14 @@ _MODULES = {
 }
 
 
+class _Context(click.Context):
+    formatter_class = formatter_class
+
+
 class _Commands(click.Group):
     """Imports a command when it is run, and all of them only for the help."""
+
+    context_class = _Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -42,10 +50,16 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except NoSuchCommand as error:
-            raise NoSuchCommand(error.command_name, possibilities=_MODULES, ctx=ctx) from None
+        name = args[0]
+        if name not in _MODULES and not name.startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(name, _MODULES, n=1, cutoff=0.5)
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary(command)) for name, command in commands if command is not None])
 
 
 @click.group(
@@ -56,17 +70,20 @@ class _Commands(click.Group):
     "or argument is wrong.",
 )
 @click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
-def app() -> None:
-    """Inspect, convert, verify and compare checkpoints, without torch; look at plans and configs, without ranks."""
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Inspect, convert, verify and compare checkpoints, without torch; plan how a model is sharded, without ranks."""
+    if not may_colour():
+        context.color = False
 
 
 def main() -> None:
     """Run the command line."""
-    # As an interrupt does, SIGTERM must not leave half an output: what ends the process is raised where it is at work.
+    # SIGTERM must not leave half an output: raise, as an interrupt does, so that the conversion cleans up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    # Metadata is many objects and no garbage: looking for cycles among them takes as long as reading them.
+    # Metadata is many objects and no garbage: searching them for cycles takes as long as reading them.
     gc.disable()
     try:
         app()
     finally:
-        gc.freeze()  # nor are they looked through as the process ends
+        gc.freeze()  # do not search them as the process ends either

@@ -1,4 +1,4 @@
-"""Models on the command line: what a name, its arguments and the current directory make of it."""
+"""Builds the model that the command line names, from a factory or a config."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmfsdp.basics.torch_version import require_torch
+
 if TYPE_CHECKING:
     import torch.nn as nn
 
@@ -23,10 +25,10 @@ __all__ = ["key_values", "model_of", "reference_of", "running_user_code"]
 
 
 def key_values(texts: Sequence[str], option: str) -> dict[str, Any]:
-    """Return ``KEY=VALUE`` texts as a dict; a value is JSON where it can be read as such, else text.
+    """Return ``KEY=VALUE`` texts as a dict; a value that is not JSON is text.
 
     Raises:
-        BadParameter: One has no sign, or no key.
+        BadParameter: A text has no ``=`` or no key.
     """
     found: dict[str, Any] = {}
     for text in texts:
@@ -39,8 +41,8 @@ def key_values(texts: Sequence[str], option: str) -> dict[str, Any]:
 
 @contextmanager
 def running_user_code() -> Iterator[None]:
-    """Let modules in the current directory be imported, as ``python -m`` does, and what they print go to stderr."""
-    gc.enable()  # frameworks make garbage, unlike metadata
+    """Import modules from the current directory too, as ``python -m`` does, and send what they print to stderr."""
+    gc.enable()  # unlike reading metadata, frameworks leave garbage
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     with redirect_stdout(sys.stderr):
@@ -57,13 +59,14 @@ def model_of(name: str, arguments: Sequence[str]) -> tuple[nn.Module, ReadConfig
 
 
 def reference_of(reference: Path | None, model: str | None, arguments: Sequence[str]) -> Path | Layout | None:
-    """Return where shapes come from: a checkpoint, a model, or nowhere."""
+    """Return the checkpoint or model that gives the shapes, or None."""
     if reference is not None and model is not None:
         raise click.BadParameter("give --reference or --model, not both", param_hint="--model")
     if model is None:
         if arguments:
             raise click.BadParameter("needs --model", param_hint="--model-arg")
         return reference
+    require_torch("--model")
     built, _ = model_of(model, arguments)
     from mmfsdp.checkpoint import layout_of_model
 

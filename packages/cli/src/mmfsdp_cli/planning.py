@@ -1,17 +1,31 @@
-"""``mmfsdp-cli plan``: how a model would be sharded, for any number of ranks, without any."""
+"""``mmfsdp-cli plan``: shows how a model would be sharded, for any number of ranks, without starting one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmfsdp.basics.torch_version import require_torch
 from mmfsdp_cli.charts import bar_chart
-from mmfsdp_cli.console import reporting_errors
+from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
+from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import key_values, model_of
-from mmfsdp_cli.options import PATH, flag, model_arguments, several
+from mmfsdp_cli.options import (
+    PATH,
+    completing,
+    config_file,
+    flag,
+    json_report,
+    limit,
+    model_arguments,
+    option,
+    ranks,
+    several,
+)
 from mmfsdp_cli.settings import with_settings
 
 if TYPE_CHECKING:
@@ -22,67 +36,101 @@ if TYPE_CHECKING:
     from mmfsdp.planning import MemoryEstimate
     from mmfsdp.torch_style import Translated
 
-__all__ = ["mesh_of", "plan_command"]
+__all__ = ["mesh_of", "plan_command", "print_plan"]
+
+_VIEW = "What to show"
 
 
-@click.command("plan")
-@click.argument("model", help="package.module:factory, or the path of an MMEngine config.")
-@click.option("--ranks", metavar="N|RxS", default="8", help="For how many ranks; 2x4 is two replicas of four shards.")
-@click.option(
-    "--config",
-    type=PATH,
-    help="Settings as JSON, TOML or YAML. By default those of an MMEngine config, if MODEL is one.",
-)
-@several("--set", "changes", metavar="PATH=VALUE", help="One setting, such as sharding.strategy=SHARD_GRAD_OP.")
+def _optimizers() -> Iterable[str]:
+    from mmfsdp.planning import OPTIMIZERS
+
+    return OPTIMIZERS
+
+
+@click.command("plan", cls=Command)
+@argument("model", help="package.module:factory, or the path of an MMEngine config.")
 @model_arguments
-@click.option(
+@ranks("Model", "Number of ranks to plan for, 8 by default")
+@config_file("Settings as JSON, TOML or YAML; by default those of an MMEngine config, if MODEL is one.")
+@several("--set", "changes", section="Settings", metavar="PATH=VALUE", help="One setting: sharding.strategy=NO_SHARD.")
+@option(
     "--optimizer",
+    section="Settings",
     metavar="NAME|N",
+    shell_complete=completing(_optimizers),
     help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config.",
 )
-@flag("--tree", help="Show the units as a tree of modules.")
-@flag("--chart", help="Show the bytes of units as bars.")
-@click.option("--diff", "other", type=PATH, metavar="FILE", help="Show what other settings would change.")
-@flag("--json", "as_json", help="Print the plan as JSON.")
+@flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
+@flag("--chart", section=_VIEW, help="Show the bytes of units as bars.")
+@option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
+@flag("--all", "every_unit", section=_VIEW, help="Show each unit; by default equal layers share a row.")
+@limit
+@json_report
 def plan_command(
     model: str,
-    ranks: str,
+    model_arguments: tuple[str, ...],
+    ranks: str | None,
     config: Path | None,
     changes: tuple[str, ...],
-    model_arguments: tuple[str, ...],
     optimizer: str | None,
     tree: bool,
     chart: bool,
     other: Path | None,
+    every_unit: bool,
+    limit: int,
     as_json: bool,
 ) -> None:
-    """Show how a model would be sharded, and the memory of a step. Weights take none here; no process is started.
+    """Show how a model would be sharded and the memory of a step, for any number of ranks. Needs torch.
 
-    Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong.
+    The weights take no memory here, and no process is started.
+
+    Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong, or torch is missing.
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
-        raise click.BadParameter("give one of --tree, --chart, --json and --diff")
+        raise click.UsageError("Give one of --tree, --chart, --json and --diff.")
     if optimizer is not None and (chart or other is not None):
-        raise click.BadParameter(
-            "not with --chart and --diff, which show no memory of a step", param_hint="--optimizer"
-        )
+        raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     wanted = key_values(changes, "--set")
     with reporting_errors():
+        require_torch("mmfsdp-cli plan")
         built, source = model_of(model, model_arguments)
         if optimizer is None and source is not None:
             optimizer = source.optimizer()
+        ranks = ranks or "8"
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
         if other is not None:
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
-            click.echo(difference or "The plans are the same.")
+            say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
             click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe()}, indent=2))
         elif chart:
-            click.echo(bar_chart(plan))
+            click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            click.echo(f"{plan.tree() if tree else plan.table()}\n\n{_memory(plan, optimizer)}")
+            memory = _memory(plan, optimizer)
+            print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
+            say(f"\n{memory}")
             if optimizer is None:
-                click.echo("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
+                say("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
+
+
+def print_plan(plan: ShardPlan, *, tree: bool = False, every_unit: bool = False, limit: int = 0) -> None:
+    """Print a plan as a table or tree that fits the terminal.
+
+    Args:
+        plan: The plan.
+        tree: Print a tree.
+        every_unit: Show each unit; by default equal layers share a row.
+        limit: Rows to show; 0 shows all.
+    """
+    shown = plan.tree(every_unit=every_unit) if tree else plan.table(every_unit=every_unit, width=terminal_width())
+    head, body, end = (part.splitlines() for part in (*shown.split("\n\n", 2), "", "")[:3])
+    titles = 0 if tree else 2  # the titles of the table and a rule
+    rows = body[titles:]
+    say("\n".join(head), bold=True)
+    say("")
+    say("\n".join(body[:titles]), bold=True) if titles else None
+    say_lines(rows, limit)
+    say("\n" + "\n".join(end))
 
 
 def _memory(plan: ShardPlan, optimizer: str | None) -> MemoryEstimate:

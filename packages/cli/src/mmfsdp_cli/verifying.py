@@ -1,4 +1,4 @@
-"""``mmfsdp-cli verify``: whether a checkpoint is whole and undamaged."""
+"""``mmfsdp-cli verify``: checks whether a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -8,33 +8,45 @@ from pathlib import Path
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.console import byte_progress, human_bytes, reporting_errors, say
+from mmfsdp_cli.console import reporting_errors, say, say_list
+from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import checkpoint_argument, json_report, shapes_from, trust
+from mmfsdp_cli.options import checkpoint_argument, json_report, limit, option, shapes_from, trust
+from mmfsdp_cli.progress import byte_progress
 
 __all__ = ["verify_command"]
 
 
-@click.command("verify")
+@click.command("verify", cls=Command)
 @checkpoint_argument("path")
-@json_report
-@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Files, or parts of one, to read at the same time.")
 @trust
 @shapes_from
+@option(
+    "--jobs",
+    section="How carefully, how fast",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Threads that read files, or parts of one.",
+)
+@limit
+@json_report
 def verify_command(
     path: Path,
-    as_json: bool,
-    jobs: int,
     trust: bool,
     reference: Path | None,
     model: str | None,
     model_arguments: tuple[str, ...],
+    jobs: int,
+    limit: int,
+    as_json: bool,
 ) -> None:
-    """Check structure, coverage of every tensor, file sizes, checksums and manifest.
+    """Check structure, coverage of every tensor, file sizes, checksums and manifest of a checkpoint.
 
     Exit codes: 0 nothing is wrong as far as it could be checked; 1 damaged, incomplete or unsafe; 2 no checkpoint.
     """
     with reporting_errors():
+        from mmfsdp.basics.text import human_bytes
         from mmfsdp.checkpoint import verify
 
         with byte_progress(quiet=as_json) as progress:
@@ -48,15 +60,17 @@ def verify_command(
         if as_json:
             click.echo(json.dumps(report.describe(), indent=1))
         else:
-            for problem in report.problems:
+            for problem in report.problems[: limit or None]:
                 say(f"error: {problem.message}", colour="red", err=True)
-            for what in report.unchecked:
-                say(f"Not checked: {what}.")
+            if limit and len(report.problems) > limit:
+                say(f"... and {len(report.problems) - limit} more (--limit 0 shows all)", err=True)
+            say_list("Not checked", [*report.unchecked], limit, colour="yellow")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
             say(
                 f"{path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
                 f"{human_bytes(report.bytes)} compared with checksums"
-                f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s."
+                f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s.",
+                colour="green" if report.ok else "red",
             )
         if not report.ok:
             raise Exit(1)

@@ -283,15 +283,17 @@ class Layout:
         prefix = f"{key}/"
         return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
 
-    def content(self) -> dict[str, str]:
-        """Return one line about what lies under each top-level key; empty for a bare state dict.
+    def content(self) -> dict[str, dict[str, Any]]:
+        """Return what lies under each top-level key, as plain values; empty for a bare state dict.
 
-        Tensors without a key of their own have one line together, under an empty key.
+        ``{'tensors': 12, 'bytes': 4096}`` where there are tensors, ``{'values': 3, 'names': [...]}`` for a dict (the
+        first eight names), ``{'values': 3}`` for a list, ``{'value': 7}`` for anything else. Tensors without a key of
+        their own share an empty key.
         """
         if self.is_flat or not isinstance(self.tree, dict):
             return {}
         refs = [value for value in self.tree.values() if isinstance(value, TensorRef)]
-        lines = {"": f"{_count(len(refs), 'tensor')}, {sum(self.tensors[ref.name].nbytes for ref in refs)} bytes"}
+        lines = {"": {"tensors": len(refs), "bytes": sum(self.tensors[ref.name].nbytes for ref in refs)}}
         parts = {key: value for key, value in self.tree.items() if not isinstance(value, TensorRef)}
         return (lines if refs else {}) | {str(key): self._summary(str(key), value) for key, value in parts.items()}
 
@@ -317,27 +319,22 @@ class Layout:
             "tensors": tensors,
         }
 
-    def _summary(self, key: str, value: Any) -> str:
-        below = self.tensors_below(key)
-        if below:
-            return f"{_count(len(below), 'tensor')}, {sum(entry.nbytes for entry in below.values())} bytes"
+    def _summary(self, key: str, value: Any) -> dict[str, Any]:
+        if below := self.tensors_below(key):
+            return {"tensors": len(below), "bytes": sum(entry.nbytes for entry in below.values())}
         if isinstance(value, dict):
-            names = [str(name) for name in value]
-            shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
-            return f"{_count(len(names), 'value')}: {shown}" if names else "empty"
+            return {"values": len(value), "names": [str(name) for name in [*value][:8]]}
         if isinstance(value, list | tuple | set | frozenset):
-            return f"{type(value).__name__} of {len(value)}"
-        text = repr(value)
-        return text if len(text) <= 80 else f"{text[:77]}..."
+            return {"values": len(value)}
+        if value is None or isinstance(value, bool | int | float):
+            return {"value": value}
+        text = value if isinstance(value, str) else repr(value)
+        return {"value": text if len(text) <= 80 else f"{text[:77]}..."}
 
     def files(self) -> Iterator[Path]:
         """Yield each file that holds tensor data, once, in order of first use."""
         seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks())
         yield from seen
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

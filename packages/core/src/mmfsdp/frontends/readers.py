@@ -69,5 +69,13 @@ def read_config(path: str | Path) -> ReadConfig:
             f"Nothing that is installed reads {path.suffix or path.name!r} configs. For those of MMEngine: "
             "pip install mmfsdp-mmengine."
         )
-    config: ReadConfig = found[0].load()(path)
+    try:
+        reader = found[0].load()
+    except ModuleNotFoundError as error:
+        package = found[0].dist.name if found[0].dist else "mmfsdp-mmengine"
+        raise ConfigError(
+            f"Reading {path.suffix} configs needs {error.name}, which is not installed. Install it with: "
+            f"pip install {package}"
+        ) from None
+    config: ReadConfig = reader(path)
     return config

@@ -13,7 +13,7 @@ from mmfsdp.planning.repeats import join_repeated
 if TYPE_CHECKING:
     from mmfsdp.planning.schema import ShardPlan, ShardUnit
 
-__all__ = ["render_diff", "render_table", "render_tree"]
+__all__ = ["equal_units", "render_diff", "render_table", "render_tree"]
 
 _Tree = dict[str, "_Tree"]
 
@@ -40,31 +40,29 @@ def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None
         every_unit: Show each unit in a row of its own. By default equal layers share one.
         width: Characters that a line may have; None for as many as it takes.
     """
-    recomputed = set(plan.activation_checkpointing.fqns) if plan.activation_checkpointing else set()
-    cells = [
-        (
-            unit.class_name,
-            f"{unit.numel:,}",
-            human_bytes(unit.nbytes),
-            human_bytes(plan.unit_param_bytes(unit)),
-            str(unit.precision),
-            "-" if plan.engine == "replicate" else str(unit.reshard_after_forward).lower(),
-            "yes" if recomputed & set(unit.fqns) else "-",
-            unit.matched_by,
-        )
-        for unit in plan.units
-    ]
-    names = [_names(unit) for unit in plan.units]
-    # A unit that is joined with none has a key of its own, its place.
-    keys = [(place if every_unit else None, *row) for place, row in enumerate(cells)]
-    groups = join_repeated([*zip(names, keys, strict=True)])
-    rows = [[group.name, str(len(group.members)), *cells[group.members[0]]] for group in groups]
+    groups = equal_units(plan, every_unit=every_unit)
+    recomputed = _recomputed(plan)
+    rows = [[name, str(len(units)), *_cells(plan, units[0], recomputed)] for name, units in groups]
     columns, explained = [*_COLUMNS], ["Where a row stands for several units, its sizes are those of one."]
     if len(groups) == len(plan.units):
         columns, explained = [columns[0], *columns[2:]], []
         rows = [[row[0], *row[2:]] for row in rows]
     lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan)]
     return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
+
+
+def equal_units(plan: ShardPlan, *, every_unit: bool = False) -> list[tuple[str, list[ShardUnit]]]:
+    """Return the units that differ in nothing but an index of their name together, under one name.
+
+    Args:
+        plan: The plan.
+        every_unit: Return each unit alone.
+    """
+    # A unit that stays alone has a key of its own, its place.
+    recomputed = _recomputed(plan)
+    keys = [(place if every_unit else None, *_cells(plan, unit, recomputed)) for place, unit in enumerate(plan.units)]
+    groups = join_repeated([(_names(unit), key) for unit, key in zip(plan.units, keys, strict=True)])
+    return [(group.name, [plan.units[member] for member in group.members]) for group in groups]
 
 
 def render_tree(plan: ShardPlan, *, every_unit: bool = False) -> str:
@@ -181,6 +179,24 @@ def _notes(plan: ShardPlan) -> list[str]:
         names = f"{name_list(note.fqns, 4)}: " if note.fqns else ""
         lines.append(f"note ({note.kind}): {names}{note.text}")
     return lines
+
+
+def _recomputed(plan: ShardPlan) -> frozenset[str]:
+    return frozenset(plan.activation_checkpointing.fqns if plan.activation_checkpointing else ())
+
+
+def _cells(plan: ShardPlan, unit: ShardUnit, recomputed: frozenset[str]) -> list[str]:
+    """Return the cells of a unit's row, without its name."""
+    return [
+        unit.class_name,
+        f"{unit.numel:,}",
+        human_bytes(unit.nbytes),
+        human_bytes(plan.unit_param_bytes(unit)),
+        str(unit.precision),
+        "-" if plan.engine == "replicate" else str(unit.reshard_after_forward).lower(),
+        "yes" if recomputed & {*unit.fqns} else "-",
+        unit.matched_by,
+    ]
 
 
 def _names(unit: ShardUnit) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import MeshError, PlanError
-from mmfsdp.planning.render import render_diff, render_table, render_tree
+from mmfsdp.planning.render import equal_units, render_diff, render_table, render_tree
 
 __all__ = [
     "ActivationPlan",
@@ -311,6 +311,14 @@ class ShardPlan(_Record):
             every_unit: Show each unit in a line of its own. By default equal layers share one.
         """
         return render_tree(self, every_unit=every_unit)
+
+    def equal_units(self, *, every_unit: bool = False) -> list[tuple[str, list[ShardUnit]]]:
+        """Return the units, those that differ in nothing but an index of their name together: ``blocks.{0..31}``.
+
+        Args:
+            every_unit: Return each unit alone.
+        """
+        return equal_units(self, every_unit=every_unit)
 
     def diff(self, other: ShardPlan) -> str:
         """Return what differs in ``other``, a line each; an empty string if nothing does."""

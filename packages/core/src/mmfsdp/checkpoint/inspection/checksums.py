@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmfsdp.basics.text import human_bytes
 from mmfsdp.checkpoint.checksums import Extent, Scanned
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.layout import Layout
@@ -104,7 +105,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     unchecked = []
     if unchecked_tensors:
         unchecked.append(
-            f"the data of {unchecked_tensors} of {len(layout.tensors)} tensors ({unchecked_bytes} bytes): "
+            f"the data of {unchecked_tensors} of {len(layout.tensors)} tensors ({human_bytes(unchecked_bytes)}): "
             f"{layout.format} stores no checksum for it, and no {MANIFEST_NAME} has one"
         )
     # The metadata of DCP says where things lie, which is the same for every step.

@@ -1,0 +1,64 @@
+"""Help of commands: arguments and options in sections, and summaries that are not cut off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+__all__ = ["Command", "Option", "argument", "formatter_class", "summary"]
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Option(click.Option):
+    """An option that says under which heading of the help it belongs."""
+
+    def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.section = section
+
+
+class _Argument(click.Argument):
+    """An argument with a help text, which old versions of click do not have."""
+
+    def __init__(self, *args: Any, help: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.help = help
+
+
+class Command(click.Command):
+    """A command whose help shows arguments first, then options under their headings."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Argument):
+                sections.setdefault("Arguments", []).append(((param.name or "").upper(), getattr(param, "help", "")))
+            elif record := param.get_help_record(ctx):
+                sections.setdefault(getattr(param, "section", "Other"), []).append(record)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=28)
+
+
+class formatter_class(click.HelpFormatter):  # noqa: N801 - click's name for it
+    """Writes headings in bold; what prints them removes that where there is no terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(heading, bold=True)}:\n")
+
+
+def argument(name: str, *, help: str, type: Any = None) -> Decorator:
+    """Take a positional argument with a help text."""
+    return click.argument(name, cls=_Argument, type=type, help=help)
+
+
+def summary(command: click.Command) -> str:
+    """Return the first sentence of a command's help."""
+    text = " ".join((command.help or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]

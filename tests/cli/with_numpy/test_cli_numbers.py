@@ -1,0 +1,58 @@
+"""What needs numpy: casting, statistics, tolerances, and how many elements differ."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from tests.cli.support import damaged, golden, read_safetensors, run, write_safetensors
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return golden("epoch_3.pth", tmp_path)
+
+
+def test_casting(checkpoint: Path) -> None:
+    target = checkpoint.with_name("out.safetensors")
+    done = run("convert", checkpoint, target, "--dtype", "bf16", "--include", "backbone.*")
+    assert "1 tensor, 12 B in " in done.stdout
+    assert "Cast: 1 tensors." in done.stdout
+    expected = b"".join(struct.pack("<f", number)[2:] for number in range(6))  # exact in bfloat16
+    assert read_safetensors(target) == {"backbone.conv": ("BF16", [2, 3], expected)}
+    words = ["convert", checkpoint, checkpoint.with_name("n.pth"), "--dtype", "head=fp32", "--dtype", "re:.*=fp16"]
+    dry = run(*words, "--dry-run").stdout
+    assert "New dtypes (2):" in dry
+    assert "  head: float32" in dry
+    assert "Cast: 2 tensors." in run(*words).stdout
+
+
+def test_what_is_too_large_is_reported(tmp_path: Path) -> None:
+    large = write_safetensors(tmp_path / "large.safetensors", {"a\x1b[2Jb": [1e30, 1e30]})
+    done = run("convert", large, tmp_path / "out.pth", "--dtype", "float16")
+    assert "warning: too large for the new dtype (1):\n  2 elements of a\\x1b[2Jb, to infinity" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
+
+
+def test_statistics(checkpoint: Path) -> None:
+    done = run("inspect", checkpoint, "--tensor", "backbone.conv", "--stats")
+    assert done.returncode == 0
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["max", "5"] in lines
+    assert ["mean", "2.5"] in lines
+    assert json.loads(run("inspect", checkpoint, "--tensor", "head", "--stats", "--json").stdout)["zeros"] == 4
+
+
+def test_how_much_differs(checkpoint: Path) -> None:
+    other = damaged(checkpoint)
+    assert "state_dict/backbone.conv: 1 of 6 elements differ, by up to " in run("diff", checkpoint, other).stdout
+    assert json.loads(run("diff", checkpoint, other, "--json").stdout)["values"][0]["differing"] == 1
+    assert run("diff", checkpoint, other, "--atol", "10").returncode == 0
+
+
+def test_dtypes_that_are_ignored(tmp_path: Path) -> None:
+    one = write_safetensors(tmp_path / "a.safetensors", {"w": [1.0, 2.0]})
+    two = write_safetensors(tmp_path / "b.safetensors", {"w": [1.0, 2.0]}, "F64")
+    assert run("diff", one, two, "--ignore-dtypes").returncode == 0
