@@ -171,5 +171,5 @@ def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
         assert run("verify", target).returncode == 0
         assert run("diff", checkpoint, target, "--keep", "model").returncode == 0
     lines = run("formats").stdout.splitlines()
-    assert lines[0].split() == ["format", "reads", "writes", "what", "it", "is"]
+    assert lines[0].split()[:3] == ["format", "reads", "writes"]
     assert len(lines) == len(listed) + 2

@@ -64,7 +64,7 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     report = verify(tmp_path / "in.safetensors")
     assert report.ok
     assert report.unchecked == (
-        "the data of 2 of 2 tensors (40 bytes): safetensors stores no checksum for it, and no manifest.json has one",
+        "the data of 2 of 2 tensors (40 B): safetensors stores no checksum for it, and no manifest.json has one",
     )
     torch.serialization.set_crc32_options(False)
     try:
