@@ -16,7 +16,7 @@ from tests.core.samples import write_samples
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.checkpoint.formats.zip_archive import read_records
-from mmfsdp.checkpoint.inspection.verifying import VerifyReport
+from mmfsdp.checkpoint.inspection.verification import VerifyReport
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError
 
 KINDS = ["zip.pth", "ours.pth", "ours.safetensors", "index", "dcp", "local"]

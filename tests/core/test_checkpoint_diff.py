@@ -21,7 +21,7 @@ from mmfsdp.checkpoint import Layout, convert, diff, open_layout
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import values
 from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.inspection import comparing
+from mmfsdp.checkpoint.inspection import difference
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 
 
@@ -158,7 +158,7 @@ def test_blocks_are_full_but_for_the_last(tmp_path: Path, monkeypatch: pytest.Mo
         assert {len(block) for block in blocks[:-1]} == {64}
         expected = weight if item is entry else weight.t().contiguous()
         assert b"".join(blocks) == expected.numpy().tobytes()
-    monkeypatch.setattr(comparing, "_ELEMENTS", 5)
+    monkeypatch.setattr(difference, "_ELEMENTS", 5)
     seen: list[tuple[int, int]] = []
     other = save(tmp_path / "other.pth", w=weight + 1)
     [found] = diff(source, other, progress=lambda *numbers: seen.append(numbers)).values

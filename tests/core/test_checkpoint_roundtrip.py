@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout
-from mmfsdp.checkpoint.formats import zip_archive, zip_writer
+from mmfsdp.checkpoint.formats import torch_zip_writer, zip_archive
 
 SAFETENSORS_DTYPES = [name for name, (_, code) in DTYPES.items() if code is not None]
 # What safetensors 0.4 and later read on every torch that is supported.
@@ -284,8 +284,8 @@ def test_objects_of_numpy_and_mmengine_survive_without_being_imported(tmp_path: 
 
 def test_zip64_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every field beyond 100 is written as if it did not fit: the same code as beyond 4 GiB.
-    monkeypatch.setattr(zip_writer, "_LIMIT_32", 100)
-    monkeypatch.setattr(zip_writer, "_LIMIT_16", 3)
+    monkeypatch.setattr(torch_zip_writer, "_LIMIT_32", 100)
+    monkeypatch.setattr(torch_zip_writer, "_LIMIT_16", 3)
     tree = {"state_dict": {"w": random_tensor("float32", (50, 3)), "b": torch.ones(2)}}
     torch.save(tree, tmp_path / "in.pth")
     convert(tmp_path / "in.pth", tmp_path / "out.pth", keep="all")

@@ -12,7 +12,7 @@ import torch
 
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.checkpoint import open_layout, tensor_statistics, tensor_tree
-from mmfsdp.checkpoint.inspection import statistics
+from mmfsdp.checkpoint.inspection import summaries
 from mmfsdp.errors import ConfigError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int64", "bool"]
@@ -21,7 +21,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_torch_has_it(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    monkeypatch.setattr(statistics, "_BLOCK", 64)
+    monkeypatch.setattr(summaries, "_BLOCK", 64)
     weight = (torch.randn(13, 7, generator=torch.Generator().manual_seed(0)) * 9).abs().to(to_torch(dtype))
     torch.save({"state_dict": {"w": weight.t()}}, tmp_path / "in.pth")
     seen: list[tuple[int, int]] = []

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 from mmfsdp.errors import ConfigError
 
-__all__ = ["Bounds", "Placements", "Ranks", "boxes_meeting", "is_within", "meet", "rows_per_rank", "sharded_box"]
+__all__ = [
+    "Bounds",
+    "Boxes",
+    "EvenBoxes",
+    "ListedBoxes",
+    "Placements",
+    "Ranks",
+    "boxes_meeting",
+    "is_within",
+    "meet",
+    "rows_per_rank",
+    "sharded_box",
+]
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box in a tensor, in elements, one of each per dimension."""
@@ -106,6 +121,88 @@ def _places(box: Bounds, held: Bounds, dim: int, parts: int) -> range:
     first = max(box[0][dim] - held[0][dim], 0)
     last = min(box[0][dim] + box[1][dim] - held[0][dim], held[1][dim]) - 1
     return range(first // chunk, last // chunk + 1) if last >= first else range(0)
+
+
+class Boxes(Protocol):
+    """The boxes that a tensor is stored in, and for each where to look for it."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
+        """Return those that share an element with ``box``, or all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ListedBoxes:
+    """Boxes that are listed one by one."""
+
+    listed: Mapping[Bounds, Any]
+    """Each box, not empty, and where to look for it."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.listed)
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
+        """Return those that share an element with ``box``, or all of them."""
+        if box is None or not box[0]:
+            return self.listed
+        # Only rows decide which ones to look at: ranks mostly hold rows.
+        first, tallest = self._rows
+        begin = bisect_right(first, box[0][0] - tallest)
+        end = bisect_left(first, box[0][0] + box[1][0])
+        return {held: self.listed[held] for held in self._sorted[begin:end] if meet(held, box)}
+
+    @cached_property
+    def _sorted(self) -> list[Bounds]:
+        return sorted(self.listed)
+
+    @cached_property
+    def _rows(self) -> tuple[list[int], int]:
+        return [offsets[0] for offsets, _ in self._sorted], max((sizes[0] for _, sizes in self._sorted), default=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"listed": dict(self.listed)}
+
+
+@dataclass(frozen=True)
+class EvenBoxes:
+    """Boxes by the rule of `sharded_box`: where to look for one is the place of the rank that wrote it."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    mesh: tuple[int, ...]
+    """Ranks per mesh dimension."""
+    placements: tuple[int | None, ...]
+    """The tensor dimension that each mesh dimension shards, or None where it replicates."""
+    replica: int
+    """Which of the ranks that hold the same box wrote it, counted over the mesh dimensions that replicate."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.meeting(None))
+
+    def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:
+        """Return those that share an element with ``box``, or all of them."""
+        whole = (0,) * len(self.shape), self.shape
+        found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
+        return {held: self._writer(coordinates) for coordinates, held in found}
+
+    def _writer(self, coordinates: tuple[int | None, ...]) -> int:
+        replica, place, full = self.replica, 0, []
+        for size, coordinate in zip(reversed(self.mesh), reversed(coordinates), strict=True):
+            if coordinate is None:
+                replica, coordinate = divmod(replica, size)
+            full.append(coordinate)
+        for size, coordinate in zip(self.mesh, reversed(full), strict=True):
+            place = place * size + coordinate
+        return place
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,16 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.basics.boxes import Ranks
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
-    from mmfsdp.checkpoint.conversion.model_layout import layout_of_model
-    from mmfsdp.checkpoint.conversion.parts import find_tensor
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
     from mmfsdp.checkpoint.formats.recognition import open_layout
     from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats
-    from mmfsdp.checkpoint.inspection.comparing import ValueDifference
-    from mmfsdp.checkpoint.inspection.differing import Difference, DiffReport, diff
-    from mmfsdp.checkpoint.inspection.statistics import TensorStatistics, tensor_statistics
-    from mmfsdp.checkpoint.inspection.summarising import TreeNode, tensor_tree
-    from mmfsdp.checkpoint.inspection.verifying import Problem, VerifyReport, verify
+    from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, ValueDifference, diff
+    from mmfsdp.checkpoint.inspection.summaries import TensorStatistics, TreeNode, tensor_statistics, tensor_tree
+    from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
-    from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry
+    from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, layout_of_model
+    from mmfsdp.checkpoint.parts import find_tensor
 
 __all__ = [
     "Chunk",
@@ -55,17 +52,17 @@ __all__ = [
 _WHERE = {
     "Ranks": "mmfsdp.basics.boxes",
     **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
-    "layout_of_model": "mmfsdp.checkpoint.conversion.model_layout",
-    "find_tensor": "mmfsdp.checkpoint.conversion.parts",
+    "layout_of_model": "mmfsdp.checkpoint.layout",
+    "find_tensor": "mmfsdp.checkpoint.parts",
     "Conversion": "mmfsdp.checkpoint.conversion.settings",
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
     "open_layout": "mmfsdp.checkpoint.formats.recognition",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
-    "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",
-    **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.differing"),
-    **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.statistics"),
-    **dict.fromkeys(("TreeNode", "tensor_tree"), "mmfsdp.checkpoint.inspection.summarising"),
-    **dict.fromkeys(("Problem", "VerifyReport", "verify"), "mmfsdp.checkpoint.inspection.verifying"),
+    "ValueDifference": "mmfsdp.checkpoint.inspection.difference",
+    **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),
+    **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.summaries"),
+    **dict.fromkeys(("TreeNode", "tensor_tree"), "mmfsdp.checkpoint.inspection.summaries"),
+    **dict.fromkeys(("Problem", "VerifyReport", "verify"), "mmfsdp.checkpoint.inspection.verification"),
     **dict.fromkeys(("latest_checkpoint", "remove_old_checkpoints"), "mmfsdp.checkpoint.keeping"),
     **dict.fromkeys(("Chunk", "Layout", "TensorEntry"), "mmfsdp.checkpoint.layout"),
 }

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mmfsdp.basics.boxes import Bounds, boxes_meeting, meet
-from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.basics.boxes import Bounds, Boxes, ListedBoxes, meet
+from mmfsdp.basics.dtypes import canonical_dtype, itemsize
+
+if TYPE_CHECKING:
+    import torch.nn as nn
 
 __all__ = [
-    "Boxes",
     "Chunk",
-    "EvenBoxes",
     "Layout",
-    "ListedBoxes",
     "Record",
     "TensorEntry",
     "TensorRef",
     "Unlocated",
+    "layout_of_model",
     "row_major_strides",
 ]
 
@@ -85,88 +84,6 @@ class Chunk:
             return self.nbytes
         item = self.nbytes // self.numel
         return item * (1 + sum((size - 1) * step for size, step in zip(self.box_sizes, self.strides, strict=True)))
-
-
-class Boxes(Protocol):
-    """The boxes that a tensor is stored in, and for each where to look for it."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
-        """Return those that share an element with ``box``, or all of them."""
-        ...
-
-
-@dataclass(frozen=True)
-class ListedBoxes:
-    """Boxes that are listed one by one."""
-
-    listed: Mapping[Bounds, Any]
-    """Each box, not empty, and where to look for it."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.listed)
-
-    def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
-        """Return those that share an element with ``box``, or all of them."""
-        if box is None or not box[0]:
-            return self.listed
-        # Only rows decide which ones to look at: ranks mostly hold rows.
-        first, tallest = self._rows
-        begin = bisect_right(first, box[0][0] - tallest)
-        end = bisect_left(first, box[0][0] + box[1][0])
-        return {held: self.listed[held] for held in self._sorted[begin:end] if meet(held, box)}
-
-    @cached_property
-    def _sorted(self) -> list[Bounds]:
-        return sorted(self.listed)
-
-    @cached_property
-    def _rows(self) -> tuple[list[int], int]:
-        return [offsets[0] for offsets, _ in self._sorted], max((sizes[0] for _, sizes in self._sorted), default=0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"listed": dict(self.listed)}
-
-
-@dataclass(frozen=True)
-class EvenBoxes:
-    """Boxes by the rule of `sharded_box`: where to look for one is the place of the rank that wrote it."""
-
-    shape: tuple[int, ...]
-    """Of the whole tensor, in elements."""
-    mesh: tuple[int, ...]
-    """Ranks per mesh dimension."""
-    placements: tuple[int | None, ...]
-    """The tensor dimension that each mesh dimension shards, or None where it replicates."""
-    replica: int
-    """Which of the ranks that hold the same box wrote it, counted over the mesh dimensions that replicate."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.meeting(None))
-
-    def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:
-        """Return those that share an element with ``box``, or all of them."""
-        whole = (0,) * len(self.shape), self.shape
-        found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
-        return {held: self._writer(coordinates) for coordinates, held in found}
-
-    def _writer(self, coordinates: tuple[int | None, ...]) -> int:
-        replica, place, full = self.replica, 0, []
-        for size, coordinate in zip(reversed(self.mesh), reversed(coordinates), strict=True):
-            if coordinate is None:
-                replica, coordinate = divmod(replica, size)
-            full.append(coordinate)
-        for size, coordinate in zip(self.mesh, reversed(full), strict=True):
-            place = place * size + coordinate
-        return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +260,30 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
     return tuple(strides)
+
+
+_NOWHERE = Path("(the model)")
+
+
+def layout_of_model(model: nn.Module) -> Layout:
+    """Return the parameters of a model as a layout to give as ``reference`` to `open_layout`. Not collective.
+
+    It has no data: each chunk only says which parameter it is, the same for tied names, and how that lies in memory.
+
+    Args:
+        model: Not sharded, on any device; ``meta`` is enough.
+
+    Example:
+        >>> with parameters_on_meta():
+        ...     model = MyModel()
+        >>> layout = open_layout("work_dirs/run/epoch_3.pth", reference=layout_of_model(model))
+    """
+    places: dict[int, int] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        place = places.setdefault(id(param), len(places))
+        dtype, shape = canonical_dtype(param.dtype), tuple(param.shape)
+        strides = None if param.is_contiguous() else tuple(param.stride())
+        whole = Chunk(_NOWHERE, place, param.numel() * itemsize(dtype), (0,) * len(shape), shape, strides)
+        tensors[name] = TensorEntry(name, dtype, shape, (whole,))
+    return Layout(_NOWHERE, "model", 1, tensors, {name: TensorRef(name) for name in tensors})

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.checkpoint.formats.embedded_sums import embed_sums
 from mmfsdp.checkpoint.manifest import BlockSums, FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.saving.embedded_sums import embed_sums
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
 
 __all__ = ["SummedFile", "write_archive", "write_rank_file", "write_whole"]

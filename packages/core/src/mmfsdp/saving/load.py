@@ -12,11 +12,11 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.conversion.parts import usual_content
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
+from mmfsdp.checkpoint.parts import usual_content
 from mmfsdp.checkpoint.tree import leaves, map_leaves
 from mmfsdp.collective.steps import Scope, on_all_ranks, scatter_objects, scope_of, shared
 from mmfsdp.errors import FormatError

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, is_within
-from mmfsdp.checkpoint.formats.embedded_sums import embedded_sums
+from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.layout import Layout, ListedBoxes, TensorEntry, Unlocated
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mmfsdp.saving.embedded_sums import embedded_sums
 from mmfsdp.saving.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
 from mmfsdp.state.lazy_tensors import LazyTensor, Wanted
 

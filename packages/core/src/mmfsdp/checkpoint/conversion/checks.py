@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.geometry.views import CastEntry
-from mmfsdp.checkpoint.inspection.verifying import verify
+from mmfsdp.checkpoint.inspection.verification import verify
 from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError

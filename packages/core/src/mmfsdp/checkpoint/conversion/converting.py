@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.conversion.checks import (
     free_bytes,
     published_path,
 )
-from mmfsdp.checkpoint.conversion.intent import Intent, intended
+from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import (
     commit,

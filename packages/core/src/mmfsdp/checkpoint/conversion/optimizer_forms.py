@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
-from mmfsdp.checkpoint.conversion.parts import find_weights, is_ref
 from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.parts import find_weights, is_ref
 from mmfsdp.errors import FormatError
 
 __all__ = ["states_by_name", "states_by_place"]

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.boxes import ListedBoxes
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location, read_dcp_metadata
 from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
@@ -26,7 +27,7 @@ from mmfsdp.checkpoint.formats.safetensors_ranks import box_offsets
 from mmfsdp.checkpoint.formats.similar_archives import SimilarArchives
 from mmfsdp.checkpoint.formats.torch_zip import read_archive
 from mmfsdp.checkpoint.formats.zip_archive import read_records
-from mmfsdp.checkpoint.layout import Chunk, Layout, ListedBoxes, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import (

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds
+from mmfsdp.basics.boxes import Bounds, EvenBoxes
 from mmfsdp.checkpoint.formats.mmengine_local import read_stock_files
 from mmfsdp.checkpoint.formats.pickled_tensors import PickledTensor
 from mmfsdp.checkpoint.formats.rank_files import RankFiles
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
-from mmfsdp.checkpoint.layout import Chunk, EvenBoxes, Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.checkpoint.untrusted import inside

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mmfsdp.basics.boxes import meet
+from mmfsdp.basics.boxes import Boxes, EvenBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.layout import Boxes, Chunk, EvenBoxes, Layout, TensorEntry, Unlocated
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 __all__ = ["check_coverage"]

@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.checksums import scan_file
 from mmfsdp.checkpoint.files.progress import Progress
 from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.inspection.checksums import Check, planned_checks
+from mmfsdp.checkpoint.inspection.checks import Check, planned_checks
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError

@@ -1,21 +1,22 @@
-"""Minimum, maximum, mean and norm of one stored tensor, in one pass and constant memory."""
+"""Sums up a checkpoint: sizes along the parts of tensor names, and the statistics of one tensor's elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmfsdp.checkpoint.conversion.parts import find_tensor
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.numeric import require_numpy, values
 from mmfsdp.checkpoint.files.opening import OpenFiles
 from mmfsdp.checkpoint.geometry.coverage import check_coverage
 from mmfsdp.checkpoint.geometry.views import without_repeats
-from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.parts import find_tensor
 
-__all__ = ["TensorStatistics", "tensor_statistics"]
+__all__ = ["TensorStatistics", "TreeNode", "tensor_statistics", "tensor_tree"]
 
 _BLOCK = 1 << 20  # bytes; in float64 they are up to eight times as many
 
@@ -108,3 +109,62 @@ def tensor_statistics(
         nans * times,
         infs * times,
     )
+
+
+@dataclass
+class TreeNode:
+    """A prefix of names: how many tensors it has below it, and how large they are."""
+
+    name: str
+    """The part of the name that it adds, its separator included: ``'backbone.'``."""
+    tensors: int = 0
+    """Number of tensors here and below."""
+    nbytes: int = 0
+    """Their bytes."""
+    entry: TensorEntry | None = None
+    """The tensor whose name ends here."""
+    children: dict[str, TreeNode] = field(default_factory=dict)
+    """What is below, in the order of the checkpoint."""
+
+    def walk(self, depth: int | None = None) -> Iterator[tuple[int, TreeNode]]:
+        """Yield each node below this one with its level, from 0, down to ``depth`` levels."""
+        for child in self.children.values():
+            yield 0, child
+            if depth is None or depth > 1:
+                yield from ((level + 1, node) for level, node in child.walk(None if depth is None else depth - 1))
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        content: dict[str, Any] = {"name": self.name, "tensors": self.tensors, "bytes": self.nbytes}
+        if self.entry is not None:
+            content |= {"tensor": self.entry.name, "dtype": self.entry.dtype, "shape": list(self.entry.shape)}
+        if self.children:
+            content["children"] = [child.describe() for child in self.children.values()]
+        return content
+
+
+def tensor_tree(layout: Layout) -> TreeNode:
+    """Return the tree of a checkpoint's tensors; names are split at ``/`` and ``.``, and lone children joined.
+
+    Args:
+        layout: The checkpoint.
+    """
+    root = TreeNode("")
+    for entry in layout.tensors.values():
+        node = root
+        root.tensors, root.nbytes = root.tensors + 1, root.nbytes + entry.nbytes
+        for part in re.findall(r"[^/.]*[/.]|[^/.]+$", entry.name) or [entry.name]:
+            node = node.children.setdefault(part, TreeNode(part))
+            node.tensors, node.nbytes = node.tensors + 1, node.nbytes + entry.nbytes
+        node.entry = entry
+    for name, child in root.children.items():
+        root.children[name] = _joined(child)
+    return root
+
+
+def _joined(node: TreeNode) -> TreeNode:
+    while len(node.children) == 1 and node.entry is None:
+        [child] = node.children.values()
+        node = TreeNode(node.name + child.name, child.tensors, child.nbytes, child.entry, child.children)
+    node.children = {name: _joined(child) for name, child in node.children.items()}
+    return node
