@@ -71,7 +71,7 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(9)}, tmp_path / "in.pth")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert "the data of 1 of 1 tensors (36 bytes)" in verify(tmp_path / "in.pth").unchecked[0]
+    assert "the data of 1 of 1 tensors (36 B)" in verify(tmp_path / "in.pth").unchecked[0]
 
 
 def test_all_damage_is_listed_and_not_only_the_first(tmp_path: Path) -> None:

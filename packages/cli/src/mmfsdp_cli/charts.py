@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics import human_bytes
 
 if TYPE_CHECKING:
     from mmfsdp import ShardPlan

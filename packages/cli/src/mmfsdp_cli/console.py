@@ -15,7 +15,7 @@ import click
 from click.exceptions import Exit
 
 if TYPE_CHECKING:
-    from mmfsdp.basics.tables import Column
+    from mmfsdp.basics import Column
 
 __all__ = [
     "may_colour",
@@ -95,7 +95,7 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidde
         rows: The rows.
         hidden: How many rows more there are, which ``--limit`` leaves out.
     """
-    from mmfsdp.basics.tables import format_table
+    from mmfsdp.basics import format_table
 
     lines = format_table(columns, [[shown_name(cell) for cell in row] for row in rows], terminal_width())
     for place, line in enumerate(lines):

@@ -162,7 +162,7 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 
 def _print(report: ConversionReport, limit: int) -> None:
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import human_bytes
 
     what = f"{report.tensors} tensor{'s' * (report.tensors != 1)}, {human_bytes(report.bytes)}"
     if report.dry_run:

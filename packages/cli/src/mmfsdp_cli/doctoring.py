@@ -57,7 +57,7 @@ def doctor_command(config: Path, ranks: str | None, no_plan: bool, every_unit: b
 
 
 def _print(diagnosis: Diagnosis, *, with_plan: bool, every_unit: bool, limit: int) -> None:
-    from mmfsdp.frontends.findings import LEVELS
+    from mmfsdp.frontends import LEVELS
 
     if with_plan and diagnosis.plan is not None:
         if diagnosis.suggested:

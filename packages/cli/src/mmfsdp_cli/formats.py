@@ -18,7 +18,7 @@ __all__ = ["formats_command"]
 def formats_command(as_json: bool) -> None:
     """List the formats. Every format that can be read converts to every format that can be written."""
     with reporting_errors():
-        from mmfsdp.basics.tables import Column
+        from mmfsdp.basics import Column
         from mmfsdp.checkpoint import known_formats
 
         formats = known_formats()

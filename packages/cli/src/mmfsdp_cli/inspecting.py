@@ -89,7 +89,7 @@ def _print_statistics(layout: Layout, name: str, as_json: bool) -> None:
 
 
 def _print_tensor(entry: TensorEntry, limit: int, as_json: bool) -> None:
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import human_bytes
 
     chunks = entry.chunks()
     if as_json:
@@ -117,8 +117,7 @@ def _print_tensor(entry: TensorEntry, limit: int, as_json: bool) -> None:
 
 
 def _print_tree(layout: Layout, depth: int, limit: int, as_json: bool) -> None:
-    from mmfsdp.basics.tables import Column
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import Column, human_bytes
     from mmfsdp.checkpoint import tensor_tree
 
     root = tensor_tree(layout)
@@ -138,8 +137,7 @@ def _print_tree(layout: Layout, depth: int, limit: int, as_json: bool) -> None:
 
 
 def _print_tables(layout: Layout, limit: int) -> None:
-    from mmfsdp.basics.tables import Column
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import Column, human_bytes
 
     entries = list(layout.tensors.values())
     rows = [
@@ -158,7 +156,7 @@ def _print_tables(layout: Layout, limit: int) -> None:
 
 
 def _print_totals(layout: Layout, limit: int) -> None:
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import human_bytes
 
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
     count = len(layout.tensors)
@@ -168,7 +166,7 @@ def _print_totals(layout: Layout, limit: int) -> None:
 
 
 def _summary(found: Mapping[str, Any]) -> str:
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics import human_bytes
 
     if "tensors" in found:
         return f"{found['tensors']} tensor{'s' * (found['tensors'] != 1)}, {human_bytes(found['bytes'])}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp.basics.torch_version import require_torch
+from mmfsdp.basics import require_torch
 
 if TYPE_CHECKING:
     import torch.nn as nn

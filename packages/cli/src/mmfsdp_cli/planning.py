@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp.basics.torch_version import require_torch
+from mmfsdp.basics import require_torch
 from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
 from mmfsdp_cli.help import Command, argument

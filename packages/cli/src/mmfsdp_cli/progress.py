@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics import human_bytes
 from mmfsdp_cli.console import terminal_width
 
 __all__ = ["byte_progress", "count_progress"]

@@ -46,7 +46,7 @@ def verify_command(
     Exit codes: 0 nothing is wrong as far as it could be checked; 1 damaged, incomplete or unsafe; 2 no checkpoint.
     """
     with reporting_errors():
-        from mmfsdp.basics.text import human_bytes
+        from mmfsdp.basics import human_bytes
         from mmfsdp.checkpoint import verify
 
         with byte_progress(quiet=as_json) as progress:

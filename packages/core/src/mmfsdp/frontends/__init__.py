@@ -29,4 +29,4 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name)
+    return lazy(__name__, __all__, _WHERE, name, needs_torch={"build_model"})
