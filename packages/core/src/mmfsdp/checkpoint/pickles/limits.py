@@ -174,6 +174,19 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             if repeats > _REPEATS:
                 return _REPEATED, at - 1
             push(value)
+        elif effect == _PUT:
+            begin = at - 1
+            if argument == 4:
+                place, at = from_bytes(data[at : at + 4], "little"), at + 4
+            else:
+                place, at = _place(data, at, argument)
+            if memoized:
+                return _TWO_WAYS, begin
+            if place > len(data):
+                return f"it stores a value at place {place} of its memo, but has only {len(data)} bytes", begin
+            named = True
+            if (value := stack[-1]) or place in tuples:
+                tuples[place] = value
         elif effect == _PUSH:
             push(0)
             if argument >= 0:
@@ -210,16 +223,6 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
                 if value & 1023 > _NESTING:
                     return f"its tuples are nested more than {_NESTING} deep", at - 1
             push(value)
-        elif effect == _PUT:
-            begin = at - 1
-            place, at = _place(data, at, argument)
-            if memoized:
-                return _TWO_WAYS, begin
-            if place > len(data):
-                return f"it stores a value at place {place} of its memo, but has only {len(data)} bytes", begin
-            named = True
-            if (value := stack[-1]) or place in tuples:
-                tuples[place] = value
         elif effect in (_POP_MARK, _REPLACE):
             if argument:
                 at = _after_lines(data, at, argument)
