@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 def test_a_misspelt_command_suggests_the_right_one() -> None:
     result = invoke("inspct", "x")
     assert result.exit_code == 2
-    assert "No such command 'inspct'. Did you mean 'inspect'?" in result.output
+    assert "No such command 'inspct'. Did you mean 'inspect'?" in result.stderr
 
 
 def test_usage() -> None:

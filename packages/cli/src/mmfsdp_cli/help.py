@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
-__all__ = ["Command", "Option", "argument", "formatter_class", "summary"]
+from mmfsdp_cli.console import may_colour
+
+__all__ = ["Command", "Context", "Option", "argument", "summary"]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,8 +31,28 @@ class _Argument(click.Argument):
         self.help = help
 
 
+class _Formatter(click.HelpFormatter):
+    """Writes headings in bold; what prints them removes that where there is no terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(heading, bold=True)}:\n")
+
+
+class Context(click.Context):
+    """A context that prints no colours where the environment forbids them."""
+
+    formatter_class = _Formatter
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if not may_colour():
+            self.color = False
+
+
 class Command(click.Command):
     """A command whose help shows arguments first, then options under their headings."""
+
+    context_class = Context
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_usage(ctx, formatter)
@@ -44,13 +66,6 @@ class Command(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows, col_max=28)
-
-
-class formatter_class(click.HelpFormatter):  # noqa: N801 - click's name for it
-    """Writes headings in bold; what prints them removes that where there is no terminal."""
-
-    def write_heading(self, heading: str) -> None:
-        self.write(f"{'':>{self.current_indent}}{click.style(heading, bold=True)}:\n")
 
 
 def argument(name: str, *, help: str, type: Any = None) -> Decorator:

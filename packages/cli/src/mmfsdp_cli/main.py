@@ -11,8 +11,7 @@ import sys
 import click
 
 from mmfsdp_cli import __version__
-from mmfsdp_cli.console import may_colour
-from mmfsdp_cli.help import formatter_class, summary
+from mmfsdp_cli.help import Context, summary
 
 __all__ = ["app", "main"]
 
@@ -28,14 +27,10 @@ _MODULES = {
 }
 
 
-class _Context(click.Context):
-    formatter_class = formatter_class
-
-
 class _Commands(click.Group):
     """Imports a command when it is run, and all of them only for the help."""
 
-    context_class = _Context
+    context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -70,11 +65,8 @@ class _Commands(click.Group):
     "or argument is wrong.",
 )
 @click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
-@click.pass_context
-def app(context: click.Context) -> None:
+def app() -> None:
     """Inspect, convert, verify and compare checkpoints, without torch; plan how a model is sharded, without ranks."""
-    if not may_colour():
-        context.color = False
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import ErrorDetails
 
 from mmfsdp.config.settings_file import read_settings
