@@ -195,7 +195,7 @@ def test_a_tensor_whose_name_has_changed_in_the_metadata_is_not_left_out(
     described = metadata.state_dict_metadata
     described["state_dict.zncoder.weight"] = described.pop("state_dict.encoder.weight")
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    message = r"it says where 'state_dict\.encoder\.weight' is stored, but not what it is"
+    message = r"it locates 'state_dict\.encoder\.weight', but does not describe it"
     with pytest.raises(CorruptCheckpointError, match=message):
         convert(path, tmp_path / "out.pth")
     assert not verify(path).ok

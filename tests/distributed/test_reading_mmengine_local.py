@@ -77,7 +77,7 @@ def test_without_optimizer_state_a_reference_is_needed(
     tmp_path: Path, world_size: int, kind: str, optimizer: str, keep: bool, flat: bool
 ) -> None:
     source = write(tmp_path, world_size, kind, flat, optimizer, keep)
-    with pytest.raises(IncompleteCheckpointError, match=r"local does not say the shapes of '.*Give a whole checkpoint"):
+    with pytest.raises(IncompleteCheckpointError, match=r"local does not say the shapes of '.*Give a complete"):
         open_layout(source)
     reference = tmp_path / "reference.pth"
     assert_weights(source, flat, reference=reference)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory is the latest complete one, and removing those before the last few."""
+"""Finds the latest complete checkpoint in a directory, and removes all but the last few."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def remove_old_checkpoints(
     """Remove the complete checkpoints before the last few; return those that were removed.
 
     The order is that of `latest_checkpoint`. What is not complete, or is being written, stays. A checkpoint leaves its
-    path in one step: it is there whole, or not at all.
+    path in one step.
 
     Not collective: for one rank to call, after a save is complete.
 
@@ -78,7 +78,7 @@ def remove_old_checkpoints(
 
 
 def _complete(directory: Path, pattern: str) -> Iterator[Path]:
-    """Yield the complete checkpoints in a directory, the latest first; each is looked at only once it is asked for."""
+    """Yield the complete checkpoints in a directory, the latest first; each is checked only when it is its turn."""
     if not directory.is_dir():
         return
     names = {name for name in os.listdir(directory) if not name.startswith(".")} | targets_of(directory)
@@ -112,7 +112,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _taken_away(path: Path) -> bool:
-    """Take a checkpoint away from its path, unless it is being written anew or is there no more."""
+    """Move a checkpoint away from its path, unless it is being rewritten or is already gone."""
     claim = Lease.take(claim_of(path))
     if claim is None:
         return False

@@ -1,4 +1,4 @@
-"""The one picture of a checkpoint that every format is read into: tensors, and the byte ranges that hold them."""
+"""The layout of a checkpoint: its tensors, and the extents of files that hold them, whatever the format."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A stretch of a file that carries a checksum of its own, such as one entry of a zip archive."""
+    """An extent of a file that has its own checksum, such as one entry of a zip archive."""
 
     file: Path
-    """The file that holds it."""
+    """The file that contains it."""
     offset: int
-    """Where its data begins, in bytes from the start of the file."""
+    """Offset of its data in the file, in bytes."""
     nbytes: int
     """Length of its data in bytes."""
     crc32: int | None
@@ -45,19 +45,19 @@ class Chunk:
     """A box of one tensor, and the bytes that hold it."""
 
     file: Path
-    """The file that holds it."""
+    """The file that contains it."""
     offset: int
-    """Where its first element lies, in bytes from the start of the file."""
+    """Offset of its first element in the file, in bytes."""
     nbytes: int
     """Bytes that the elements of the box take when packed."""
     box_offsets: tuple[int, ...]
-    """Where the box begins in the whole tensor, in elements, one per dimension."""
+    """Offsets of the box in the tensor, in elements, one per dimension."""
     box_sizes: tuple[int, ...]
     """Size of the box in elements, one per dimension."""
     strides: tuple[int, ...] | None = None
     """Steps in elements between neighbours in the file; ``None`` for packed row-major order."""
     record: Record | None = None
-    """The checksummed record that the bytes are part of, if there is one. It may be larger than the chunk."""
+    """The record that contains the bytes, if there is one. It may be larger than the chunk."""
 
     @property
     def crc32(self) -> int | None:
@@ -88,17 +88,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Unlocated:
-    """Chunks whose places in their files have not been looked up: where that means to read from each, as in DCP."""
+    """Chunks whose offsets are still unknown, because finding them means reading each file, as in DCP."""
 
     boxes: Boxes
-    """Which there are."""
+    """The boxes of the chunks."""
     locate: Callable[[Mapping[Bounds, Any]], tuple[Chunk, ...]]
-    """Looks some of them up, or returns them if that was done. It can be pickled, and then called by another rank."""
+    """Finds the chunks of some boxes and remembers them. It can be pickled, so that another rank can call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a checkpoint: what it is, and where its parts lie."""
+    """A tensor of a checkpoint, and where its chunks are."""
 
     name: str
     """Keys that lead to it, joined with ``/``: ``'state_dict/backbone.conv.weight'``."""
@@ -107,7 +107,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     """Global shape in elements."""
     stored: tuple[Chunk, ...] | Unlocated
-    """The stored boxes that make it up; or how to find them."""
+    """Its chunks, or how to find them."""
 
     def chunks(self) -> tuple[Chunk, ...]:
         """Return the stored boxes that make up the tensor; this reads files if they have not been located yet.
@@ -120,7 +120,7 @@ class TensorEntry:
         return self.stored
 
     def within(self, box: Bounds) -> TensorEntry:
-        """Return the tensor with those of its boxes alone that share an element with ``box``. No file is read."""
+        """Return the tensor with only the chunks that share an element with ``box``. No file is read."""
         stored: tuple[Chunk, ...] | Unlocated
         if isinstance(self.stored, Unlocated):
             stored = Unlocated(ListedBoxes(self.stored.boxes.meeting(box)), self.stored.locate)
@@ -130,7 +130,7 @@ class TensorEntry:
 
     @property
     def num_chunks(self) -> int:
-        """How many stored boxes make it up."""
+        """Number of its chunks."""
         return self.stored.boxes.count if isinstance(self.stored, Unlocated) else len(self.stored)
 
     @property
@@ -146,7 +146,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in a checkpoint's tree where a tensor is."""
+    """Marks the position of a tensor in a checkpoint's tree."""
 
     name: str
     """The name of the ``TensorEntry``."""
@@ -156,15 +156,15 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint as read: its nested content, and every tensor's place on disk.
+    """A checkpoint as read: its nested content, and where every tensor is on disk.
 
     Reading a layout touches metadata only; no tensor data is read. A layout may keep files open while it is in use.
     """
 
     path: Path
-    """What was opened: a file or a directory."""
+    """The file or directory that was opened."""
     format: str
-    """``'torch_zip'``, ``'rank_local'`` or ``'safetensors'``."""
+    """Name of the format, as `known_formats` lists it."""
     world_size: int
     """Number of ranks that wrote it; 1 for a single file."""
     tensors: Mapping[str, TensorEntry]
@@ -215,7 +215,7 @@ class Layout:
         return (lines if refs else {}) | {str(key): self._summary(str(key), value) for key, value in parts.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``inspect --json`` prints: plain values only, every tensor included."""
+        """Return plain values for JSON, with every tensor."""
         tensors = [
             {
                 "name": entry.name,
@@ -268,7 +268,8 @@ _NOWHERE = Path("(the model)")
 def layout_of_model(model: nn.Module) -> Layout:
     """Return the parameters of a model as a layout to give as ``reference`` to `open_layout`. Not collective.
 
-    It has no data: each chunk only says which parameter it is, the same for tied names, and how that lies in memory.
+    It has no data: the offset of a chunk numbers the parameter, with the same number for tied names; its strides are
+    those in memory.
 
     Args:
         model: Not sharded, on any device; ``meta`` is enough.

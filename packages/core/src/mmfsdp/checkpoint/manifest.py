@@ -1,4 +1,4 @@
-"""``manifest.json``: which files make up a checkpoint directory, how large they are, and their checksums."""
+"""Reads, writes and checks ``manifest.json``: the files of a checkpoint directory, their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
 
 BLOCK = 1 << 18
-"""Bytes that a checksum of a part of a file is of."""
+"""Bytes of a block: files have a checksum for each block beside that of the whole."""
 
 _FORMAT = "mmfsdp.manifest"
 _LIMIT = 200_000_000  # bytes
@@ -44,9 +44,9 @@ class FileEntry:
     size: int
     """Length in bytes."""
     crc32: int | None
-    """CRC-32 of the whole file; ``None`` if none was taken."""
+    """CRC-32 of the whole file; ``None`` if it was not computed."""
     blocks: tuple[int, ...] | None = None
-    """CRC-32 of each `BLOCK` bytes of the file, the last one shorter, so that a part of it can be checked."""
+    """CRC-32 of each block of the file, the last one shorter, to check parts of the file."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
@@ -59,14 +59,14 @@ class FileEntry:
 
 
 class BlockSums:
-    """Takes the checksums of a file while its bytes are written in order."""
+    """Computes the checksums of a file while its bytes are written in order."""
 
     def __init__(self) -> None:
         self._blocks: list[int] = []
         self._last, self._held = 0, 0
 
     def add(self, data: bytes | memoryview) -> None:
-        """Take the bytes that come next."""
+        """Add the next bytes."""
         view = memoryview(data).cast("B")
         while view:
             part = view[: BLOCK - self._held]
@@ -77,7 +77,7 @@ class BlockSums:
             view = view[len(part) :]
 
     def entry(self) -> FileEntry:
-        """Return what was found of all bytes so far."""
+        """Return size and checksums of all bytes so far."""
         blocks = [*self._blocks, *([self._last] if self._held else [])]
         whole = 0
         for place, value in enumerate(blocks):
@@ -87,12 +87,12 @@ class BlockSums:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``manifest.json`` says."""
+    """The content of ``manifest.json``."""
 
     save_id: str
     """Identifies one save; every file of it carries the same."""
     world_size: int
-    """Number of ranks that took part."""
+    """Number of ranks that saved it."""
     files: Mapping[str, FileEntry]
     """File name, relative to the directory, to its size and checksum."""
 
@@ -100,14 +100,14 @@ class Manifest:
 def write_manifest(
     directory: Path, *, save_id: str, world_size: int, files: Mapping[str, FileEntry] | None = None
 ) -> Manifest:
-    """Write ``manifest.json`` into a directory and return what it says.
+    """Write ``manifest.json`` into a directory and return its content.
 
     Args:
         directory: The checkpoint directory.
         save_id: Identifies the save.
         world_size: Number of ranks that took part.
-        files: The files, if their sizes and checksums are known already, as when each rank has read its own. By
-            default every file of the directory is read here.
+        files: Sizes and checksums of the files, if they are known, for example because each rank has read its own. By
+            default every file of the directory is read.
     """
     if files is None:
         present = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST_NAME)
@@ -128,8 +128,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Read ``manifest.json`` of a directory.
 
     Raises:
-        IncompleteCheckpointError: There is none.
-        FormatError: It is of another kind or a newer version, a link out of the directory, or no file.
+        IncompleteCheckpointError: The directory has no manifest.
+        FormatError: It is not a manifest of mmfsdp, has a newer version, or is not a file of the directory.
         CorruptCheckpointError: It is damaged.
     """
     path = directory / MANIFEST_NAME

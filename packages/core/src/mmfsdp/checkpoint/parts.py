@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 MODEL_KEYS = ("state_dict", "model")
-"""Where the weights lie: MMEngine's key, and that of many training scripts."""
+"""Keys of the weights: MMEngine's, and that of many training scripts."""
 
 OPTIMIZER_KEYS = ("optimizer", "optim")
-"""Where the optimizer's state lies."""
+"""Keys of the optimizer's state."""
 
 # What training scripts save beside weights that have no key of their own, as torchtitan does.
 _BESIDE = {
@@ -45,23 +45,23 @@ _BESIDE |= {"dataloader", "train_state", "meta", "message_hub", "rng_state", "em
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a checkpoint, and what else it holds."""
+    """The weights of a checkpoint, and its other content."""
 
     weights: dict[Any, Any]
     """Name to tensor."""
     where: tuple[Any, ...]
     """The keys that lead to them; none if they have no key of their own."""
     beside: Mapping[Any, Any]
-    """What lies beside them, by key."""
+    """Everything beside the weights, by key."""
 
     def left_out(self, *kept: str) -> list[str]:
-        """Return the paths of what lies beside them, but for some keys."""
+        """Return the paths of everything beside the weights, except for some keys."""
         above = "/".join(map(str, self.where[:-1]))
         return [f"{above}/{key}" if above else str(key) for key in self.beside if key not in kept]
 
 
 def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
-    """Find the weights in the content of a checkpoint; ``None`` if they are nowhere that is usual.
+    """Find the weights in the content of a checkpoint; ``None`` if they are in none of the usual places.
 
     They lie under ``'state_dict'`` or ``'model'``; or so under the only key there is (``{'app': {'model': ...}}``, as
     in torch's tutorials); or without a key of their own: alone, or beside ``'optimizer'``, ``'lr_scheduler'``,
@@ -114,7 +114,7 @@ def weights_of(layout: Layout) -> Weights:
     """Find the weights of a checkpoint; see ``find_weights``.
 
     Raises:
-        FormatError: They are nowhere that is usual.
+        FormatError: The weights are in none of the usual places.
     """
     if not isinstance(layout.tree, dict):
         raise FormatError(
@@ -128,7 +128,7 @@ def weights_of(layout: Layout) -> Weights:
         raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
     raise FormatError(
         f"{layout.path.name} has no 'state_dict'. Its top-level keys are {listed(layout.top_level)}; name one "
-        "with keep= (--keep).",
+        "with 'keep'.",
         file=str(layout.path),
     )
 
@@ -174,7 +174,7 @@ def part_tensors(layout: Layout, keep: str) -> dict[str, TensorEntry]:
 
     Raises:
         ConfigError: There is no such key.
-        FormatError: It has no weights where those are asked for.
+        FormatError: ``keep`` is ``'model'``, but the checkpoint has no weights.
     """
     if keep == "all":
         return dict(layout.tensors)

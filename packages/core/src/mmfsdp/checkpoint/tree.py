@@ -1,4 +1,4 @@
-"""Walks and maps the nested content of a checkpoint, what is inside pickled objects included."""
+"""Walks and maps the nested content of a checkpoint, including the inside of pickled objects."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
 
 
 def leaves(tree: Any, limit: int = 10_000_000) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the leaf of everything in a tree, what is shared once for each path to it.
+    """Yield every leaf of a tree with its path; a shared leaf comes once for each path to it.
 
     Args:
         tree: Nested dicts, lists and tuples, and pickled objects.
-        limit: How many leaves and containers at most.
+        limit: Largest number of leaves and containers.
 
     Raises:
-        FormatError: There are more, as when a container holds itself.
+        FormatError: There are more, for example because a container holds itself.
     """
     stack: list[tuple[str, Any]] = [("", tree)]
     for _ in range(limit):
@@ -63,7 +63,7 @@ def select_tensors(tree: Any) -> list[str]:
 
 
 def named_tensors(part: Any) -> dict[str, str]:
-    """Return the names that tensors have within a part, and the names by which the source knows them."""
+    """Return the names that tensors have within a part, mapped to their names in the source."""
     names: dict[str, str] = {}
 
     def visit(path: str, leaf: Any) -> Any:

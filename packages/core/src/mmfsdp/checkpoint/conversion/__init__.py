@@ -1,3 +1,3 @@
-"""What a conversion takes of a checkpoint, what it calls it, and in which files it will lie."""
+"""Converting a checkpoint of any format into another format, or a part of it."""
 
 __all__: list[str] = []

@@ -23,7 +23,7 @@ from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["check_output", "check_replaceable", "check_save", "check_space", "free_bytes", "published_path"]
 
-# What directories of checkpoints hold, whoever wrote them.
+# Files in directories of checkpoints, by any writer.
 _OF_CHECKPOINTS = re.compile(
     r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
 )
@@ -85,13 +85,13 @@ def check_space(target: Path, needed: int, free: int) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise if replacing a directory would take along what is no part of a checkpoint.
+    """Raise if replacing a directory would remove files that are not part of a checkpoint.
 
     Args:
         target: The directory; anything else is fine.
 
     Raises:
-        CheckpointError: It holds something else; that is named.
+        CheckpointError: It holds another file; the message names it.
     """
     if not target.is_dir() or target.is_symlink():
         return
@@ -100,7 +100,7 @@ def check_replaceable(target: Path) -> None:
     )
     if foreign:
         raise CheckpointError(
-            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is no part of a "
+            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is not part of a "
             "checkpoint. Remove the directory yourself, or choose another path.",
             file=str(target),
         )

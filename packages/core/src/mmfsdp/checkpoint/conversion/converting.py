@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any format into another: read its layout, decide what to write, prove it whole, copy bytes."""
+"""Converts a checkpoint: reads its layout, plans what to write, proves that no tensor lacks data, and copies bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["ConversionReport", "convert"]
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a conversion wrote, or would write."""
+    """The result of a conversion, or the expected result of a dry run."""
 
     path: str
     """The target."""
@@ -70,7 +70,7 @@ class ConversionReport:
     """Tensors in which elements were too large for the dtype that they were cast to, and how many. They became
     infinite, or 448, its largest number, in float8_e4m3fn."""
     notes: tuple[str, ...]
-    """What else one should know."""
+    """Other facts that the user should know."""
     verified: bool
     """Whether the output was read again and compared with the source."""
     dry_run: bool
@@ -79,7 +79,7 @@ class ConversionReport:
     """Wall time, the reading of metadata included."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``convert --json`` prints: plain values only."""
+        """Return plain values for JSON."""
         content = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**content, "conversion": self.conversion.to_dict()}
 

@@ -1,4 +1,4 @@
-"""Which tensors to take and what to call them: patterns and rewrites, each of which must match something."""
+"""Chooses and renames tensors by patterns; every pattern must match something."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NameRules"]
 
 @dataclass
 class NameRules:
-    """Decides for each name whether it is taken and what it becomes; counts what matched.
+    """Decides for each name whether it is written and under which new name; counts what matched.
 
     Patterns and rewrites see a name as it is below the part that is kept; for a part of several levels its keys are
     joined with ``/``. First comes the choice, by the source's names; then the prefix goes; then the rewrites follow, in

@@ -21,7 +21,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch no
 
 
 def states_by_place(tree: Any) -> Any:
-    """Return content in which every optimizer's state goes by places. Nothing is changed in place.
+    """Return content in which every optimizer's state is indexed by position. Nothing is changed in place.
 
     The places are those of the names in the param groups; the names are kept under ``'param_names'``, where torch
     itself puts them if it knows them.
@@ -30,14 +30,14 @@ def states_by_place(tree: Any) -> Any:
 
 
 def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
-    """Return content in which every optimizer's state goes by names, and what one should know.
+    """Return content in which every optimizer's state is keyed by names, and notes for the user.
 
     Args:
         tree: The content. Not changed.
         layout: The checkpoint that its tensors are in.
 
     Raises:
-        FormatError: The state goes by places, and which parameters these are cannot be told.
+        FormatError: The state is indexed by position, and the names of the parameters are unknown.
     """
     notes: list[str] = []
     model = _weights(tree) or _weights(layout.tree)
@@ -69,7 +69,7 @@ def _placed(state: dict[str, Any]) -> dict[str, Any]:
         {**group, "params": [place[name] for name in names], NAMES: names}
         for group, names in zip(state[GROUPS], params, strict=True)
     ]
-    # Under their own keys what is of no group: such as a wrapper's own state.
+    # State outside of all groups, such as a wrapper's own, keeps its keys.
     rest = {name: entries for name, entries in state[STATE].items() if name not in place}
     return {**state, STATE: {place[name]: known[name] for name in flat if name in known} | rest, GROUPS: groups}
 
@@ -82,7 +82,7 @@ def _named(state: dict[str, Any], model: Mapping[str, TensorRef], layout: Layout
     names = _stored_names(state)
     if names is None:
         names = _guessed_names(state, places, model, layout)
-        notes.append("which parameter a place of the optimizer's state is was told from the order and the shapes")
+        notes.append("the optimizer's state has no names: they were derived from the order and shapes of the weights")
     name = dict(zip(places, names, strict=True))
     groups = [
         {**{key: value for key, value in group.items() if key != NAMES}, "params": [name[place] for place in own]}
@@ -131,8 +131,8 @@ def _refs(entries: Any) -> list[TensorRef]:
 
 def _unknown(layout: Layout, reason: str) -> FormatError:
     return FormatError(
-        f"The optimizer's state in {layout.path.name} goes by the places of parameters, and their names cannot be "
-        f"told: {reason}. Leave it out with drop=['optimizer'] (--drop optimizer), write a format that keeps places "
+        f"The optimizer's state in {layout.path.name} is indexed by position, and the names of the parameters are "
+        f"unknown: {reason}. Leave it out with 'drop' 'optimizer', write a format that keeps positions "
         "('pth', 'local'), or save with mmfsdp, which stores the names.",
         file=str(layout.path),
     )

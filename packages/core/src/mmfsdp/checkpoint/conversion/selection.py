@@ -25,10 +25,10 @@ __all__ = ["Intent", "Selection", "intended", "select"]
 
 @dataclass(frozen=True)
 class Intent:
-    """A conversion that has been thought through."""
+    """The plan of a conversion."""
 
     format: str
-    """What is written."""
+    """The part of a checkpoint to write."""
     planned: Sequence[PlannedFile]
     """The files that will be written."""
     save_id: str
@@ -46,9 +46,9 @@ class Intent:
     casts: Mapping[str, str]
     """New dtypes by name."""
     dropped: tuple[str, ...]
-    """What is left out."""
+    """Paths of the parts that are left out."""
     notes: tuple[str, ...]
-    """What one should know."""
+    """Facts that the user should know."""
 
 
 def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow: Callable[[str, int], None]) -> Intent:
@@ -122,16 +122,16 @@ def _counter(name: str, overflow: Callable[[str, int], None]) -> Callable[[str, 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is written."""
+    """The part of a checkpoint to write."""
 
     tree: dict[Any, Any]
     """The content; its ``TensorRef``s name the tensors as the source does."""
     part: Any
-    """What names are relative to: the weights, the content of a key, or all of the tree."""
+    """The part that names are relative to: the weights, the content of a key, or all of the tree."""
     dropped: tuple[str, ...]
     """Paths of what is left out, sorted into top-level keys and then excluded names."""
     notes: tuple[str, ...]
-    """What the caller should know."""
+    """Facts that the user should know."""
 
 
 def select(layout: Layout, keep: str, drop: Sequence[str], rules: NameRules, *, use_ema: bool = False) -> Selection:
@@ -180,7 +180,7 @@ def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], 
     averaged = layout.tree.get("ema_state_dict")
     if not isinstance(averaged, dict):
         raise FormatError(
-            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out use_ema=True (--use-ema) "
+            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out 'use_ema' "
             "for the weights that it has.",
             file=str(layout.path),
         )

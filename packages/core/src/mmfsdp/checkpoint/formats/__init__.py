@@ -1,3 +1,3 @@
-"""One module per format on disk: each reads it into a ``Layout``, and some write it."""
+"""The formats of checkpoints on disk: one module per format reads it into a ``Layout`` or writes it."""
 
 __all__: list[str] = []

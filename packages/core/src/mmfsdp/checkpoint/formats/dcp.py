@@ -1,8 +1,8 @@
 """Reads the directories of torch's distributed checkpoint (DCP): ``.metadata`` and ``*.distcp`` files.
 
-Each stored tensor is a complete file of ``torch.save`` within a ``.distcp`` file, at the place that the metadata names;
-with ``SerializationFormat.SAFETENSORS`` the tensors of a file are one safetensors file at its end instead. What is not
-a tensor is a file of ``torch.save`` in both: torch/distributed/checkpoint/filesystem.py.
+Each stored tensor is a complete ``torch.save`` archive within a ``.distcp`` file, at the offset in the metadata; with
+``SerializationFormat.SAFETENSORS`` the tensors of a file are one safetensors file at its end instead. Values that are
+not tensors are ``torch.save`` archives in both: torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _tensor(name: str, unique: str, metadata: DcpMetadata, items: _Items) -> Ten
 def _object(
     directory: Path, name: str, path: str, location: Location | None, items: _Items, tensors: dict[str, TensorEntry]
 ) -> Any:
-    """Return something that is not a tensor; tensors within it are taken up."""
+    """Return a value that is not a tensor, with its inner tensors added to ``tensors``."""
     if location is None:
         raise IncompleteCheckpointError(
             f"The metadata does not say where {name!r} is stored.", file=str(directory / ".metadata")
@@ -133,7 +133,7 @@ class _Items:
     Args:
         directory: The directory.
         metadata: Its metadata.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
         IncompleteCheckpointError: A file is missing.
@@ -165,7 +165,7 @@ class _Items:
         self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # One rank reads the metadata, and tells others where to look for what they need.
+        # One rank reads the metadata and sends the others the locations of what they need.
         return self._directory, self._trust
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -174,15 +174,16 @@ class _Items:
         self._prepare()
 
     def chunks(self, name: str, dtype: str, boxes: Mapping[Box, Location]) -> tuple[Chunk, ...]:
-        """Look up the data of each box of a tensor; it is remembered. Threads may call this at the same time.
+        """Locate the chunk of each box of a tensor, and remember it. Threads may call this at the same time.
 
         Args:
             name: Flat name of the tensor.
-            dtype: What it should be.
+            dtype: The dtype that it should have.
             boxes: Its boxes, none of them empty, and where they are stored.
 
         Raises:
-            CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: Something else is there.
+            CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: The file holds
+                something else.
         """
         with self._lock:
             for box, where in boxes.items():
@@ -191,7 +192,7 @@ class _Items:
             return tuple(self._found[name, box] for box in boxes)
 
     def load(self, name: str, location: Location) -> Any:
-        """Return what an archive holds: a ``PickledTensor``, or something else with such within.
+        """Return the content of an archive: a ``PickledTensor``, or a value with such tensors in it.
 
         Raises:
             CorruptCheckpointError, FormatError, UnsafePickleError: It cannot be read.

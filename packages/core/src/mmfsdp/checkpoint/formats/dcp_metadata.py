@@ -27,7 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the metadata says about a tensor."""
+    """A tensor as the metadata describes it."""
 
     dtype: str
     """Canonical dtype name."""
@@ -84,10 +84,10 @@ class _Place(Attributes):
 def _tuple(values: Any) -> tuple[Any, ...]:
     if type(values) is not tuple and type(values) is not list:
         raise ValueError(f"{brief(values)} is not a tuple of sizes")
-    return tuple(values[:1000])  # looked at where it is known of which tensor it is
+    return tuple(values[:1000])  # checked later, when the tensor is known
 
 
-# What there is several times for each chunk.
+# Classes with several objects per chunk.
 _MADE: Mapping[str, StandIn | type[Attributes]] = {
     "torch.Size": StandIn(_tuple),
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
@@ -101,7 +101,7 @@ def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
 
     Args:
         path: The file.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
         FormatError: It describes something that cannot be read here.
@@ -138,7 +138,7 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
     for index, value in (content.get("storage_data") or {}).items():
         name, offset = index.fqn, index.offset
         if type(name) is not str or name not in described:
-            raise ValueError(f"it says where {brief(name)} is stored, but not what it is")
+            raise ValueError(f"it locates {brief(name)}, but does not describe it")
         key = name, None if offset is None else integers(offset)
         if key in locations:
             raise ValueError(f"{name!r} at {key[1]} is stored twice")
@@ -169,7 +169,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     try:
         return integers(value)
     except ValueError as error:
-        raise ValueError(f"the size of tensor {name!r} makes no sense: {error}") from error
+        raise ValueError(f"the size of tensor {name!r} is invalid: {error}") from error
 
 
 def _check_size(name: str, sizes: tuple[int, ...]) -> None:

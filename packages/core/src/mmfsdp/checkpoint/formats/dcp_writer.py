@@ -1,7 +1,7 @@
-"""Plans directories of torch's distributed checkpoint (DCP), so that ``torch.distributed.checkpoint.load`` reads them.
+"""Plans directories of torch's distributed checkpoint (DCP) that ``torch.distributed.checkpoint.load`` reads.
 
-Nested content is flattened as torch's own planner does (torch/distributed/checkpoint/_traverse.py): the keys on the
-way are joined with dots; a list is a value, unless a tensor or a mapping lies in it; whatever is no tensor is pickled.
+Nested content is flattened as torch's own planner does (torch/distributed/checkpoint/_traverse.py): keys are joined
+with dots; a list is a value unless it contains a tensor or a mapping; everything that is not a tensor is pickled.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _divides(value: Any) -> bool:
-    """Tell whether torch's planner goes into a container."""
+    """Tell whether torch's planner flattens a container."""
     if isinstance(value, dict):
         # Torch turns every key into text. What holds no tensor is written whole instead, with its keys as they are.
         return all(isinstance(key, str) for key in value) or bool(select_tensors(value))

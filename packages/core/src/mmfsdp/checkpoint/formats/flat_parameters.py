@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FLAT = "_flat_param"
-"""What the key of a flat parameter ends with; the prefix of its unit stands before."""
+"""The end of a flat parameter's key, after the prefix of its shard unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements of a flat parameter that are one parameter."""
+    """The elements of a flat parameter that make up one parameter."""
 
     dtype: str
     """Its dtype."""
@@ -65,10 +65,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """The flat parameter of one unit, put together from all ranks."""
+    """The flat parameter of one shard unit, assembled from all ranks."""
 
     prefix: str
-    """What the names of its parameters begin with."""
+    """Prefix of the names of its parameters."""
     dtype: str
     """dtype of all its parameters."""
     ranges: tuple[FlatRange, ...]
@@ -81,11 +81,11 @@ class FlatUnit:
 
 
 def flat_unit(key: str, shards: Sequence[PickledShards], files: Sequence[Path]) -> FlatUnit:
-    """Put a flat parameter together.
+    """Assemble a flat parameter.
 
     Args:
         key: Its key in the state dict.
-        shards: What each rank holds.
+        shards: The shards of each rank.
         files: The file of each rank.
 
     Raises:
@@ -152,7 +152,7 @@ def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[Pick
 
 
 def spans_in_order(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
-    """Cut a flat parameter into parameters that follow each other (``use_orig_params=False``).
+    """Divide a flat parameter into parameters that follow each other (``use_orig_params=False``).
 
     Args:
         unit: The flat parameter.

@@ -1,4 +1,4 @@
-"""Turns the parts of a model's state dict that FSDP1's ranks hold into whole tensors with their shapes."""
+"""Assembles whole tensors, with their shapes, from the parts of a state dict that FSDP1's ranks saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Known", "Section", "known_shapes", "resolve_section"]
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about parameters from elsewhere than the state dict."""
+    """Facts about parameters that come from outside of the state dict."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name to shape, from the optimizer's state."""
@@ -118,10 +118,10 @@ def resolve_section(section: Section, known: Known) -> dict[str, Any]:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         raise IncompleteCheckpointError(
             f"{section.files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
-            "there is no optimizer state of them. Give a whole checkpoint of the same model as reference= "
-            "(--reference), such as the weights that training started from"
+            "it has no optimizer state for them. Give a complete checkpoint of the same model as 'reference', such as "
+            "the weights that training started from"
             + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order.")
-            + " Or give the model itself: reference=layout_of_model(model) (--model).",
+            + " Or give the model itself: layout_of_model(model) as 'reference' (--model).",
             file=str(section.files[0]),
         )
     result.update(_aliases(result, known))
@@ -157,7 +157,7 @@ def _shapes_of_places(spans: Mapping[str, Span], known: Known) -> dict[str, tupl
 def _spans_of_copies(
     pieces: Mapping[str, list[PickledTensor | None]], spans: Mapping[str, Span], known: Known, prefixes: list[str]
 ) -> dict[str, Span]:
-    """Find parameters whose pieces were copied before they were saved, and so are no views any more."""
+    """Find parameters whose pieces were copied before they were saved, and so are not views any more."""
     found: dict[str, Span] = {}
     for name, parts in pieces.items():
         shape = _shape(name, known)

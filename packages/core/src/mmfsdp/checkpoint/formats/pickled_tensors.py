@@ -43,7 +43,7 @@ STORAGE_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as one archive holds it: a view of a storage record."""
+    """A tensor in an archive: a view of a storage record."""
 
     dtype: str
     """Canonical dtype name."""
@@ -81,12 +81,12 @@ class PickledShards:
 
 
 class Storage(NamedTuple):
-    """What a persistent id of a pickle stands for."""
+    """The storage that a persistent id of a pickle refers to."""
 
     dtype: str | None
     """Canonical dtype name; ``None`` if it is counted in bytes."""
     record: Record
-    """Where its data lies."""
+    """The record with its data."""
 
 
 class StorageClass(StandIn):
@@ -100,7 +100,7 @@ class StorageClass(StandIn):
 
 
 class TensorBuilder:
-    """The stand-ins for torch's functions that rebuild tensors (torch/_utils.py).
+    """Stand-ins for torch's functions that rebuild tensors (torch/_utils.py).
 
     Args:
         path: The file that is read, for messages.

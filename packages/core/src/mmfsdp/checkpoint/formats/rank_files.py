@@ -1,4 +1,4 @@
-"""The files of a ``local`` checkpoint, whoever wrote it: one ``rank{i}.pth`` per rank."""
+"""Finds and reads the ``rank{i}.pth`` files of a ``local`` checkpoint by mmfsdp or stock MMEngine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAME = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 
 
 class RankFiles:
-    """The files of a directory that are named like those of ranks.
+    """The files of a directory whose names are those of rank files.
 
     Args:
         directory: The directory.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
         CheckpointNotFoundError: There is none.

@@ -49,7 +49,7 @@ class _RankFile:
 
 
 class _RankItems:
-    """Looks up what the files of ranks hold, and reads only those that are asked for; it can be sent to other ranks."""
+    """Locates tensors in rank files, and reads only the files that are needed; it can be sent to other ranks."""
 
     def __init__(self, directory: Path, world_size: int, save_id: str, trust: bool) -> None:
         self._of = directory, world_size, save_id, trust
@@ -159,7 +159,7 @@ def _check_save(rank: _RankFile, expected: str, origin: str) -> None:
 
 
 def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
-    """Which rank wrote which box of each tensor, if the first file says it of all."""
+    """Return which rank wrote which box of each tensor, if the first file describes them all."""
     mesh = _sizes(first.header.get("mesh"))
     if mesh is None or math.prod(mesh) != first.header["world_size"]:
         return None
@@ -184,7 +184,7 @@ def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
 def _described(
     directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes], world_size: int, trust: bool
 ) -> Layout:
-    """The layout as the first file describes it."""
+    """Return the layout as the first file describes it."""
     tensors: dict[str, TensorEntry] = {}
     items = _RankItems(directory, world_size, first.save_id, trust)
 

@@ -116,9 +116,9 @@ def plan_write(content: Content) -> list[PlannedFile]:
 def plan_file(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     """Plan one safetensors file.
 
-    A file of this format cannot say that two names share memory, and safetensors' own ``save_file`` refuses tied
+    A file of this format cannot say that two names share memory, and safetensors' own ``save_file`` rejects tied
     weights. Here each name gets a copy of its own, which every reader accepts. The format has no checksums; those of
-    the tensors are put into ``__metadata__``, which other readers pass over (see ``CHECKSUMS``).
+    the tensors are stored in ``__metadata__``, which other readers ignore (see ``CHECKSUMS``).
 
     Args:
         name: Its path within the target.
@@ -191,7 +191,7 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:
     try:
         shape = integers(value["shape"])
     except ValueError as error:
-        raise ValueError(f"the shape of tensor {name!r} makes no sense: {error}") from error
+        raise ValueError(f"the shape of tensor {name!r} is invalid: {error}") from error
     if end - start != math.prod(shape) * itemsize(dtype):
         raise ValueError(f"tensor {name!r} of {dtype} and shape {list(shape)} cannot have {end - start} bytes")
     chunk = Chunk(path, begin + start, end - start, (0,) * len(shape), shape)

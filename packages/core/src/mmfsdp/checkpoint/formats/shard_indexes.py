@@ -109,7 +109,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Path, Layout]) -> Layout:
-    """Return the layout of a checkpoint in several files, each of which holds a bare state dict.
+    """Return the layout of a checkpoint in several files, where each file holds a bare state dict.
 
     Args:
         path: The path that was opened.

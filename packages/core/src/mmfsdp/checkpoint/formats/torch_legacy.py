@@ -1,4 +1,4 @@
-"""Reads what ``torch.save`` wrote before version 1.6: pickles one after the other, then the storages.
+"""Reads files of ``torch.save`` before version 1.6: pickles one after the other, then the storages.
 
 In the file follow each other a magic number, the protocol version, facts about the machine, the content (a pickle whose
 persistent ids name storages), the keys of the storages, and for each key eight bytes of length in elements and its

@@ -68,7 +68,7 @@ def read_tree(path: Path, *, trust: bool = False) -> Any:
 
     Args:
         path: The file.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
         FormatError, UnsafePickleError, CorruptCheckpointError: See `read`.
@@ -84,7 +84,7 @@ def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, t
         path: The file.
         source: Its descriptor.
         records: The entries of the archive.
-        trust: Keep unknown pickled objects as opaque placeholders instead of refusing them.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
     """
     pickled = [name for name in records if name.endswith("/data.pkl") or name == "data.pkl"]
     if len(pickled) != 1:

@@ -127,7 +127,7 @@ def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _Stora
     for name in select_tensors(tree):
         entry = tensors[name]
         source: object = name  # an empty tensor shares nothing
-        # Bytes that are seen as two dtypes are no longer the same once they are cast.
+        # Two views of the same bytes with different dtypes no longer share them after a cast.
         dtypes = (entry.dtype, entry.source.dtype if isinstance(entry, CastEntry) else entry.dtype)
         if entry.nbytes and len(entry.chunks()) == 1 and entry.chunks()[0].strides is None:
             # Whatever its shape: `weight` and `weight.view(-1)` are one storage.

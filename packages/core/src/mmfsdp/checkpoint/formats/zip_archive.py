@@ -97,7 +97,7 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
     try:
         start, directory = _read_directory(source, begin, size)
         entries = list(_entries(directory))
-    except (struct.error, ValueError) as error:  # bytes that are no text are a ValueError
+    except (struct.error, ValueError) as error:  # invalid UTF-8 is a ValueError
         raise CorruptCheckpointError(
             f"{path.name} is truncated or damaged: its zip directory cannot be read ({error}).", file=str(path)
         ) from error
@@ -140,7 +140,7 @@ class _Headers:
     def __init__(self, source: int, end: int, near: bool) -> None:
         self._source, self._end, self._near = source, end, near
         self._first, self._block = 0, b""
-        self._reach = 0  # blocks never overlap, so that together they are no larger than the file
+        self._reach = 0  # blocks never overlap, so together they are at most as large as the file
 
     def read(self, at: int) -> bytes:
         begin = at - self._first

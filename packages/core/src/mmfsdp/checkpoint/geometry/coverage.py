@@ -20,8 +20,8 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
     Args:
         layout: The checkpoint as read.
         names: Which tensors to look at; all of them by default.
-        look_up: Also look up where in their files chunks lie, where that means to read from each. Otherwise whoever
-            looks up a chunk finds that it is not where it should be.
+        look_up: Also locate the chunks that have no known offset yet, which reads from each file. Otherwise a chunk
+            that is not where it should be is found when it is located.
 
     Raises:
         IncompleteCheckpointError: Elements of a tensor are in no file, or a file is missing.

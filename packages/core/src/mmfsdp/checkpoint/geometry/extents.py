@@ -1,4 +1,4 @@
-"""Decides, without touching a file, which byte runs of a tensor's chunks go where in a target box."""
+"""Computes which runs of bytes fill a box of a tensor from its chunks, without touching a file."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _BLOCKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive bytes that are consecutive in the target too."""
+    """Bytes that are consecutive in the source and in the target."""
 
     file: Path
-    """Where they are."""
+    """The file that holds them."""
     source: int
     """First byte, from the start of the file."""
     target: int
-    """Where it goes, in bytes from the start of the target box."""
+    """Offset in the target box, in bytes."""
     length: int
     """Number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedRun:
-    """Elements that lie scattered in the source, such as a transposed view, and are packed in the target."""
+    """Elements that are strided in the source, such as a transposed view, and packed in the target."""
 
     file: Path
-    """Where they are."""
+    """The file that holds them."""
     source: int
     """First byte of the first element, from the start of the file."""
     target: int
-    """Where it goes, in bytes from the start of the target box."""
+    """Offset in the target box, in bytes."""
     length: int
     """Number of bytes once packed."""
     item: int

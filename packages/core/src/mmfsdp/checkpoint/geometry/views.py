@@ -14,7 +14,7 @@ __all__ = ["CastEntry", "cut", "without_repeats"]
 
 @dataclass(frozen=True, slots=True)
 class CastEntry(TensorEntry):
-    """A tensor as it will be: its dtype is the wanted one, its chunks are those of the source."""
+    """A tensor to be written with another dtype; its chunks are those of the source."""
 
     source: TensorEntry
     """The tensor as it is stored."""
@@ -70,9 +70,9 @@ def _is_packed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
-    """Return tensors of one shape without the repetitions that they have in common, and how often each element occurs.
+    """Return tensors of one shape without the repetitions they have in common, and how often each element occurs.
 
-    A view made by ``expand`` can have more elements than any disk, of which a few are stored.
+    A view made by ``expand`` can have more elements than any disk, though only a few are stored.
 
     Args:
         entries: The tensors; their chunks must cover them (see ``check_coverage``).

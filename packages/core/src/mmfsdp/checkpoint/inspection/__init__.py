@@ -1,1 +1,1 @@
-"""Looking at checkpoints: verify, diff, statistics and summaries."""
+"""Inspecting checkpoints: verification, differences and summaries."""

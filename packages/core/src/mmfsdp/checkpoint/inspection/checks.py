@@ -1,4 +1,4 @@
-"""Decides which checksums a checkpoint can be held to: those of its records, and those of a manifest."""
+"""Plans the checksums to compare in a checkpoint: those of its records, and those of a manifest."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BATCH = 128 << 20  # bytes of records that are one piece of work
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A stretch of a file and the CRC-32 that it should have."""
+    """An extent of a file and the CRC-32 that it should have."""
 
     extent: Extent
     """Offset and length in bytes."""
     crc32: int
     """The stored checksum."""
     what: str
-    """What it holds, for messages."""
+    """Its content, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Check:
     file: Path
     """The file."""
     marks: tuple[Mark, ...]
-    """Its stretches with checksums."""
+    """Its extents with checksums."""
     entry: FileEntry | None = None
-    """What the manifest says about the whole file."""
+    """The manifest's entry of the whole file."""
 
     @property
     def whole(self) -> bool:
@@ -54,7 +54,7 @@ class Check:
         return sum(mark.extent[1] for mark in self.marks)
 
     def compare(self, scanned: Scanned) -> Iterator[tuple[str, str, int | None]]:
-        """Yield message, file and offset of what differs from what was found."""
+        """Yield message, file and offset of each checksum that does not match."""
         for mark, found in zip(self.marks, scanned.crcs, strict=True):
             if found is None:
                 yield f"{self.file.name} is truncated within {mark.what}.", str(self.file), mark.extent[0]

@@ -48,14 +48,14 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is one thing in the first checkpoint and another in the second."""
+    """A tensor or value that differs between two checkpoints."""
 
     name: str
     """The tensor, or the path of the value."""
     a: Any
-    """What it is in the first: a shape, a dtype or a value."""
+    """Its shape, dtype or value in the first checkpoint."""
     b: Any
-    """What it is in the second."""
+    """Its shape, dtype or value in the second checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class DiffReport:
     b: str
     """The second."""
     scope: str
-    """What was compared: ``'all'``, ``'model'`` or a top-level key."""
+    """The part that was compared: ``'all'``, ``'model'`` or a top-level key."""
     compared: int
     """Number of tensors whose values were compared."""
     only_in_a: tuple[str, ...]

@@ -23,7 +23,7 @@ _BLOCK = 1 << 20  # bytes; in float64 they are up to eight times as many
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """What the elements of a tensor are like. NaNs are only counted; a complex number stands for its absolute value."""
+    """Statistics of a tensor's elements. NaNs are only counted; of a complex number the absolute value counts."""
 
     name: str
     """The tensor's whole name."""
@@ -60,7 +60,7 @@ class TensorStatistics:
 def tensor_statistics(
     layout: Layout, name: str, *, progress: Callable[[int, int], None] | None = None
 ) -> TensorStatistics:
-    """Read all of one tensor and return what its elements are like.
+    """Read all of one tensor and return statistics of its elements.
 
     Args:
         layout: The checkpoint.
@@ -113,7 +113,7 @@ def tensor_statistics(
 
 @dataclass
 class TreeNode:
-    """A prefix of names: how many tensors it has below it, and how large they are."""
+    """A prefix of tensor names, with the number and size of the tensors below it."""
 
     name: str
     """The part of the name that it adds, its separator included: ``'backbone.'``."""
@@ -124,7 +124,7 @@ class TreeNode:
     entry: TensorEntry | None = None
     """The tensor whose name ends here."""
     children: dict[str, TreeNode] = field(default_factory=dict)
-    """What is below, in the order of the checkpoint."""
+    """The nodes below, in the order of the checkpoint."""
 
     def walk(self, depth: int | None = None) -> Iterator[tuple[int, TreeNode]]:
         """Yield each node below this one with its level, from 0, down to ``depth`` levels."""

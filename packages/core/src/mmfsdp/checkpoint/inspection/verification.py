@@ -1,4 +1,4 @@
-"""Checks a checkpoint of any format as far as it can be checked, and says what could not be."""
+"""Verifies a checkpoint of any format, and lists what could not be checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Problem", "VerifyReport", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong with a checkpoint."""
+    """A defect of a checkpoint."""
 
     message: str
     """What, in a sentence or more; it names the tensor or file."""
@@ -36,10 +36,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, what is wrong, and what nobody can tell."""
+    """The result of a verification: problems, and what could not be checked."""
 
     path: str
-    """What was checked."""
+    """The checkpoint."""
     format: str | None
     """Its format; ``None`` if it could not be opened."""
     tensors: int
@@ -49,7 +49,7 @@ class VerifyReport:
     manifest: bool
     """Whether there is a manifest."""
     problems: tuple[Problem, ...]
-    """What is wrong."""
+    """The defects that were found."""
     unchecked: tuple[str, ...]
     """What could not be checked, and why."""
     seconds: float
@@ -75,9 +75,9 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint: its structure, that every tensor is whole, and every checksum that there is.
 
-    Checked are: that the metadata can be read and fits together, that all files of one save are there and no other;
+    It checks that the metadata can be read and is consistent, that all files of one save are present and no others;
     that the chunks of each tensor cover it without gap or overlap and lie within their files; the CRC-32 of every
-    record; and, where there is a manifest, the size and the CRC-32 of every file that it lists.
+    record; and, if there is a manifest, the size and the CRC-32 of every file that it lists.
 
     Args:
         path: A checkpoint of any format that ``open_layout`` reads, or what it returned.
@@ -92,7 +92,7 @@ def verify(
         ConfigError: ``jobs`` is not positive.
     """
     if jobs < 1:
-        raise ConfigError(f"jobs={jobs} does not make sense; use 1 or more.")
+        raise ConfigError(f"jobs={jobs} is not a number of threads; use 1 or more.")
     began = time.perf_counter()
     problems: list[Problem] = []
     root = path.path if isinstance(path, Layout) else Path(path)
@@ -166,7 +166,7 @@ def _listed(directory: Path, manifest: Manifest | None, problems: list[Problem])
 
 
 def _located(layout: Layout, problems: list[Problem]) -> Layout:
-    """Return the layout without the tensors that are not where they should be."""
+    """Return the layout without the tensors that cannot be located."""
     found = {}
     for name, entry in layout.tensors.items():
         try:
