@@ -48,7 +48,7 @@ MOST_ROOMS = 14
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("checksums", "collecting", "layout", "untrusted"),
+    ("checksums", "layout", "untrusted"),
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("parts",),

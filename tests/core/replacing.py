@@ -13,7 +13,7 @@ from typing import Any
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.checkpoint.conversion import converting
-from mmfsdp.checkpoint.files import exchanging
+from mmfsdp.checkpoint.files import siblings
 from mmfsdp.checkpoint.files.leases import ABANDONED
 from mmfsdp.checkpoint.files.siblings import interrupted
 
@@ -58,7 +58,7 @@ def killed(source: Path, target: Path, options: dict[str, Any], step: int, refus
 
         converting.commit = watched  # type: ignore[attr-defined]
         if refused:
-            exchanging._renameat2 = lambda *_: False  # as on a file system without it
+            siblings._renameat2 = lambda *_: False  # as on a file system without it
         convert(source, target, **options)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

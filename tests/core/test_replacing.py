@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmfsdp.checkpoint import TargetExistsError, convert, open_layout
-from mmfsdp.checkpoint.files import exchanging
+from mmfsdp.checkpoint.files import siblings
 from mmfsdp.checkpoint.files.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
 from mmfsdp.checkpoint.files.leases import ABANDONED
 from mmfsdp.errors import CheckpointNotFoundError
@@ -150,19 +150,19 @@ def test_without_overwrite_nothing_is_replaced_at_the_end_either(tmp_path: Path)
 @pytest.mark.parametrize("refused", [False, True])
 def test_renaming_to_nothing_only(tmp_path: Path, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if refused:
-        monkeypatch.setattr(exchanging, "_renameat2", lambda *_: False)  # as on a file system without it
+        monkeypatch.setattr(siblings, "_renameat2", lambda *_: False)  # as on a file system without it
     for source_is in (Path.touch, Path.mkdir):
         source, target = tmp_path / "source", tmp_path / "target"
         source_is(source)
         for taken in (Path.touch, Path.mkdir, lambda path: path.symlink_to("nowhere")):
             taken(target)
             with pytest.raises(FileExistsError):
-                exchanging.rename_new(source, target)
+                siblings.rename_new(source, target)
             target.rmdir() if target.is_dir() and not target.is_symlink() else target.unlink()
-        exchanging.rename_new(source, target)
+        siblings.rename_new(source, target)
         assert os.listdir(tmp_path) == ["target"]
         with pytest.raises(FileNotFoundError):
-            exchanging.rename_new(source, tmp_path / "third")
+            siblings.rename_new(source, tmp_path / "third")
         target.rmdir() if target.is_dir() else target.unlink()
 
 

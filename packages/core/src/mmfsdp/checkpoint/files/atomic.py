@@ -1,7 +1,7 @@
-"""Files and directories that appear at their final path complete, or not at all.
+"""Publishes files and directories at their final path: complete, or not at all.
 
-Everything is written to a hidden sibling of the target, synced, and moved to its place in one step. What a killed
-process left behind is removed, or put to use, by the next one that writes the same target (see ``siblings``).
+Everything is written to a hidden sibling of the target, synced, and moved to its place in one step. The next process
+that writes the same target removes or completes what a killed process left behind (see ``siblings``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.exchanging import exchange, rename_new
 from mmfsdp.checkpoint.files.leases import Lease, writer
-from mmfsdp.checkpoint.files.siblings import Kind, claim_of, new_token, remove, remove_leftovers, sibling, token_of
+from mmfsdp.checkpoint.files.siblings import (
+    Kind,
+    claim_of,
+    exchange,
+    new_token,
+    remove,
+    remove_leftovers,
+    rename_new,
+    sibling,
+    token_of,
+)
 from mmfsdp.checkpoint.untrusted import refuse_special
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
 
@@ -32,28 +41,28 @@ __all__ = [
 ]
 
 _held: dict[Path, list[Lease]] = {}
-"""The leases of what this process is writing."""
+"""The leases of the targets that this process is writing, by temporary path."""
 
 
 class TargetExistsError(CheckpointError):
-    """There is something at the target already, or soon, and overwriting was not asked for."""
+    """The target exists, or another process is writing it, and overwriting was not asked for."""
 
 
 def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
     """Return a fresh hidden path beside ``path`` to write to; nothing is created there.
 
     Until ``commit`` or ``discard`` is called with it, or this process dies, other processes know that it is being
-    written. What dead processes left for the same target is removed first. If one of them died while it replaced
-    something, the newest complete checkpoint is put back to the target.
+    written. Leftovers of dead processes for the same target are removed first. If one of them died while it replaced
+    the target, the newest complete checkpoint is moved back to the target.
 
     Args:
-        path: The target, a file or a directory to be.
-        exclusive: Nothing is to be overwritten: refuse at once what is there, and what another process is writing.
+        path: The target, which will be a file or a directory.
+        exclusive: Fail at once if the target exists or another process is writing it.
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
         FormatError: The target is a pipe, a device or a socket.
-        TargetExistsError: With ``exclusive``: there is something at the target, or another process is writing it.
+        TargetExistsError: ``exclusive`` is true, and the target exists or another process is writing it.
     """
     refuse_missing_parent(path)
     given, path = path, located(path)
@@ -81,20 +90,20 @@ def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
 
 
 def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool = True) -> None:
-    """Move what was written to ``temporary`` to its final path in one step.
+    """Move a finished file or directory to its final path in one step.
 
-    At every instant there is something complete at ``path`` if there was before: what is replaced and what replaces it
-    change places, and the old one is removed only then. Where the file system cannot do that with a directory, the old
-    one is moved aside first; if this process dies then, ``open_layout`` and the next save find what it left.
+    If there was something complete at ``path`` before, there is at every instant: the old and the new one change
+    places, and only then is the old one removed. Where the file system cannot exchange directories, the old one is
+    moved aside first. If this process dies at that moment, ``open_layout`` and the next save find what it left.
 
     Args:
         temporary: The finished file or directory, a path of ``temporary_sibling``.
         path: The target.
-        overwrite: Replace what is there. Without it nothing is ever replaced, whoever put it there and when.
+        overwrite: Replace an existing target. Otherwise nothing is ever replaced, even if it appeared just now.
         fsync: Wait until the data of every file, and the rename, are on disk.
 
     Raises:
-        TargetExistsError: There is something at ``path`` and ``overwrite`` is false. ``temporary`` is left as it is.
+        TargetExistsError: ``path`` exists and ``overwrite`` is false. ``temporary`` is left unchanged.
     """
     given, path = path, located(path)
     if not overwrite:
@@ -117,7 +126,7 @@ def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool 
 
 
 def _replace(temporary: Path, path: Path) -> Path | None:
-    """Move something to a path, and return where what was there before has gone; ``None`` if it is no more."""
+    """Move a file or directory to a path. Return where the old one is now, or ``None`` if there is none."""
     while True:
         try:
             if not os.path.lexists(path) or not (temporary.is_dir() or _is_directory(path)):
@@ -125,7 +134,7 @@ def _replace(temporary: Path, path: Path) -> Path | None:
                 return None
             return temporary if exchange(temporary, path) else _moved_aside(temporary, path)
         except OSError as error:
-            # Others replace the same target: it came, or went, in the meantime.
+            # Another process replaces the same target: it appeared or vanished in the meantime.
             came = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
             if not os.path.lexists(temporary) or not (came or isinstance(error, FileNotFoundError)):
                 raise
@@ -147,7 +156,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def discard(temporary: Path) -> None:
-    """Remove a temporary file or directory, and give up the target; one that does not exist is fine."""
+    """Remove a temporary file or directory, if it exists, and release the target."""
     try:
         remove(temporary)
     finally:
@@ -161,16 +170,16 @@ def _release(leases: list[Lease]) -> None:
 
 @contextmanager
 def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) -> Iterator[Path]:
-    """Give a path to write to, which becomes ``path`` when the block ends without an error and vanishes otherwise.
+    """Yield a temporary path, which becomes ``path`` if the block ends without an error and is removed otherwise.
 
     Args:
-        path: The target. The block creates a file or a directory at the path that it is given.
-        overwrite: Replace what is there.
+        path: The target. The block creates a file or a directory at the temporary path.
+        overwrite: Replace an existing target.
         fsync: Wait until everything is on disk.
 
     Raises:
-        TargetExistsError: There is something at ``path``, or another process is writing it, and ``overwrite`` is false;
-            said before the block begins.
+        TargetExistsError: ``overwrite`` is false, and ``path`` exists or another process is writing it. Raised before
+            the block begins.
         CheckpointNotFoundError: The directory that should hold the target does not exist.
     """
     temporary = temporary_sibling(path, exclusive=not overwrite)
@@ -183,9 +192,9 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
 
 
 def located(path: Path) -> Path:
-    """Return the absolute path of a target: links on the way are followed, as the operating system does before ``..``.
+    """Return the absolute path of a target, with links in its parent directories resolved.
 
-    A link at the target itself is not: it is replaced, and what it points to stays.
+    A link at the target itself is not followed: it is replaced, and the file that it points to stays.
 
     Args:
         path: The target; its directory should exist.
@@ -221,7 +230,7 @@ def refuse_missing_parent(path: Path) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise ``TargetExistsError`` if there is something at a target already, ``FormatError`` if it is a device."""
+    """Raise ``TargetExistsError`` if a target exists, ``FormatError`` if it is a device."""
     refuse_special(path)
     if os.path.lexists(path):
         raise _exists(path)

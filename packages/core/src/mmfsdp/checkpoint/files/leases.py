@@ -1,9 +1,8 @@
-"""Files that a process keeps locked while it writes a checkpoint: they tell others whether it is still there.
+"""Holds files locked while a process writes a checkpoint, so that others can tell whether it is still alive.
 
-The kernel drops a lock when its process dies, whatever the host is called and whatever the process id is. Not every
-shared file system shows the locks of one machine to another, or of one mount to another. So a lock that is free proves
-a death only on the machine and the mount that the lease names; elsewhere, what has not changed for an hour counts as
-left behind.
+The kernel drops a lock when its process dies. But not every shared file system shows the locks of one machine, or one
+mount, to another. So a free lock proves a death only on the machine and the mount that the lease names. Elsewhere, a
+checkpoint that has not changed for an hour counts as abandoned.
 """
 
 from __future__ import annotations
@@ -21,34 +20,35 @@ from typing import Any
 __all__ = ["ABANDONED", "Lease", "is_alive", "machine", "writer"]
 
 ABANDONED = 3600
-"""Seconds without any change after which what another machine may be writing counts as left behind."""
+"""Seconds without a change after which a checkpoint that another machine may be writing counts as abandoned."""
 
 
 class Lease:
-    """A file that this process holds locked until it releases it, ends or dies."""
+    """A file that this process holds locked until it releases the lease or ends."""
 
     __slots__ = ("_descriptor", "_owner", "guarded", "path")
 
     def __init__(self, path: Path, guarded: Path | None) -> None:
         self.path = path
         self.guarded = guarded
-        self._owner = os.getpid()  # a forked child has the lock too, and must not give it up
+        self._owner = os.getpid()  # a forked child has the lock too, and must not release it
         self._descriptor: int | None = None
 
     @classmethod
     def take(cls, path: Path, *, wait: bool = False, guarded: Path | None = None) -> Lease | None:
-        """Create a file, or take over that of a dead process, and hold it locked.
+        """Create a file, or take over the file of a dead process, and hold it locked.
 
-        Where the file system has no locks, everybody gets the lease.
+        Where the file system has no locks, every process gets the lease.
 
         Args:
             path: The file.
-            wait: Wait for who holds it; otherwise return ``None`` if another process does.
-            guarded: What it is about. If that is there as the process ends, the lease stays, as that of a dead one.
+            wait: Wait for the process that holds it; otherwise return ``None`` if another process does.
+            guarded: The file or directory that the lease is about. If it exists when the process ends, the lease file
+                stays, as if the process had died.
         """
         lease = cls(path, guarded)
         _release_at_exit()
-        _all.add(lease)  # before there is a file: an interrupt may come at any moment
+        _all.add(lease)  # before the file exists: an interrupt may come at any moment
         while True:
             descriptor = _opened(path)
             locked = _locked(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)) is not False
@@ -77,7 +77,7 @@ class Lease:
             os.close(self._descriptor)
 
     def age_of(self, path: Path) -> float:
-        """Return the seconds between the last change of a file, or of anything in a directory, and this lease.
+        """Return the seconds between the last change in a file or directory and this lease.
 
         Both times are those of the file system, so that the clocks of machines need not agree.
         """
@@ -86,12 +86,12 @@ class Lease:
 
 
 def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
-    """Tell whether what stands under a lease may still be written: ``False`` only if that is sure.
+    """Tell whether the process that holds a lease may still be writing: ``False`` only if it is certainly not.
 
     Args:
         lease: The lease of another process. Without one, age alone decides.
-        held: What that process writes: a file or a directory; ``None`` if there is nothing.
-        own: A lease that was taken just now in the same directory, which tells the time.
+        held: The file or directory that the process writes; ``None`` if there is none.
+        own: A lease taken just now in the same directory, which gives the time of the file system.
     """
     try:
         descriptor = os.open(lease, os.O_RDONLY | os.O_CLOEXEC)
@@ -109,7 +109,7 @@ def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
 
 
 def writer(lease: Path) -> dict[str, Any]:
-    """Return what a lease says about its process: ``machine``, ``host`` and ``pid``; empty if it says nothing."""
+    """Return ``machine``, ``host`` and ``pid`` of the process that holds a lease; empty if it cannot be read."""
     try:
         content = json.loads(lease.read_bytes())
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def writer(lease: Path) -> dict[str, Any]:
 
 
 def machine(descriptor: int) -> str:
-    """Return what tells this machine since it was started, and the mount of a file, from any other.
+    """Return an identifier of this machine since it was started, and of the mount that holds a file.
 
     Containers on one machine are the same machine.
     """

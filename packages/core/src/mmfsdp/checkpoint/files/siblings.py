@@ -1,4 +1,4 @@
-"""The hidden files and directories beside a target while it is written, and what a killed process leaves of them.
+"""Names the hidden files beside a target while it is written, moves them, and cleans up after killed processes.
 
 For a target ``a`` they are ``.a.TOKEN.mmfsdp-partial``, what is written; ``.a.TOKEN.mmfsdp-replaced``, what was there
 before, where a directory cannot be exchanged in one step; ``.a.TOKEN.mmfsdp-lease``, which the process that writes
@@ -9,7 +9,9 @@ keeps locked; ``.a.mmfsdp-claim``, which one process keeps locked that relies on
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
+import errno
 import os
 import re
 import secrets
@@ -19,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mmfsdp.checkpoint.files.exchanging import rename_new
 from mmfsdp.checkpoint.files.leases import Lease, is_alive
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
@@ -27,15 +28,20 @@ from mmfsdp.errors import CheckpointError
 __all__ = [
     "Kind",
     "claim_of",
+    "exchange",
     "interrupted",
     "new_token",
     "remove",
     "remove_leftovers",
+    "rename_new",
     "sibling",
     "targets_of",
     "token_of",
 ]
 
+_NOREPLACE, _EXCHANGE = 1, 2
+_HERE = -100  # AT_FDCWD
+_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _LONGEST = 160  # bytes of the name in that of its sibling
 
 
@@ -55,7 +61,7 @@ class _Sibling(NamedTuple):
 
 
 def new_token() -> str:
-    """Return what tells one writing of a target from any other."""
+    """Return a token that identifies one attempt to write a target."""
     return secrets.token_hex(8)
 
 
@@ -70,7 +76,7 @@ def claim_of(path: Path) -> Path:
 
 
 def token_of(temporary: Path) -> str:
-    """Return the token in the name of a sibling; a fresh one if it is not a name of ours."""
+    """Return the token in the name of a sibling; a fresh one for any other name."""
     parts = temporary.name.split(".")
     return parts[-2] if parts[-1] in tuple(Kind) and len(parts) > 2 else new_token()
 
@@ -78,7 +84,7 @@ def token_of(temporary: Path) -> str:
 def interrupted(path: Path) -> Path | None:
     """Return the newest complete checkpoint that an interrupted replacement left beside a target that is missing.
 
-    ``None`` if there is something at the target, or nothing to put there.
+    Return ``None`` if the target exists or nothing was left.
 
     Args:
         path: The target.
@@ -87,7 +93,7 @@ def interrupted(path: Path) -> Path | None:
         return None
     found = list(_siblings(path))
     moved = {entry.token for entry in found if entry.kind is Kind.REPLACED}
-    # What was to take the place of something that was moved aside had been finished.
+    # A partial directory whose target was moved aside was finished: only its last rename is missing.
     whole = [
         entry.path
         for entry in found
@@ -98,16 +104,16 @@ def interrupted(path: Path) -> Path | None:
 
 
 def targets_of(directory: Path) -> set[str]:
-    """Return the names of the targets in a directory of which an interrupted replacement left something beside them."""
+    """Return the names of the targets in a directory whose replacement was interrupted."""
     pattern = re.compile(rf"\.(.+)\.[0-9a-f-]+\.{Kind.REPLACED}")
     names = {match[1] for name in os.listdir(directory) if (match := pattern.fullmatch(name))}
     return {name for name in names if interrupted(directory / name) is not None}
 
 
 def remove_leftovers(path: Path, own: Lease) -> None:
-    """Remove what dead processes left beside a target; if one died while it replaced the target, restore that.
+    """Remove what dead processes left beside a target. If one died while it replaced the target, restore the target.
 
-    What another process may still be writing stays; so does what cannot be removed.
+    Files that another process may still be writing stay, and so do files that cannot be removed.
 
     Args:
         path: The target, as ``located`` returns it.
@@ -131,11 +137,68 @@ def remove_leftovers(path: Path, own: Lease) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory; one that does not exist is fine."""
+    """Remove a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, two: Path) -> bool:
+    """Exchange two paths, each a file or a directory, in one step.
+
+    Returns:
+        ``True`` if they were exchanged; ``False`` where the system or the file system cannot do it.
+
+    Raises:
+        OSError: The exchange failed; ``FileNotFoundError`` if one of the paths does not exist.
+    """
+    return _renameat2(one, two, _EXCHANGE)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file or a directory to a path that does not exist.
+
+    Raises:
+        FileExistsError: The path exists.
+        OSError: Renaming failed.
+    """
+    if _renameat2(source, target, _NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise _exists(target)
+    if not source.is_dir():
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:  # there are no hard links either: what appears just now would be replaced
+            os.rename(source, target)
+        else:
+            os.unlink(source)
+        return
+    try:
+        os.rename(source, target)  # what has appeared since is replaced only if it is an empty directory
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+            raise _exists(target) from error
+        raise
+
+
+def _exists(target: Path) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_HERE, os.fsencode(source), _HERE, os.fsencode(target), ctypes.c_uint(flags)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _REFUSED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))
 
 
 def _siblings(path: Path) -> Iterator[_Sibling]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.collecting import without_collection
 from mmfsdp.checkpoint.files.file_errors import of_file
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.registry import FORMATS, INDEX_SUFFIX, Format, Source, find_format
@@ -59,7 +61,7 @@ def open_layout(
         refuse_special(path)
         if not path.exists():
             raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{_nearest(path)}", file=str(path))
-        with without_collection():
+        with _garbage_collection_off():
             layout = (_recognised(source) if format is None else _chosen(format, path)).read(source)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return layout
@@ -69,6 +71,19 @@ def open_layout(
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}.", file=str(path)) from error
+
+
+@contextlib.contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    # The collector looks at all objects each time their number has grown by some. A large checkpoint is read into a
+    # hundred thousand objects and more, none of them garbage: docs/adr/0006-mechanisms-removed-and-kept.md.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _recognised(source: Source) -> Format:
