@@ -19,7 +19,7 @@ def test_casting(checkpoint: Path) -> None:
     target = checkpoint.with_name("out.safetensors")
     done = run("convert", checkpoint, target, "--dtype", "bf16", "--include", "backbone.*")
     assert "1 tensor, 12 B in " in done.stdout
-    assert "Cast: 1 tensors." in done.stdout
+    assert "Cast: 1 tensor." in done.stdout
     expected = b"".join(struct.pack("<f", number)[2:] for number in range(6))  # exact in bfloat16
     assert read_safetensors(target) == {"backbone.conv": ("BF16", [2, 3], expected)}
     words = ["convert", checkpoint, checkpoint.with_name("n.pth"), "--dtype", "head=fp32", "--dtype", "re:.*=fp16"]

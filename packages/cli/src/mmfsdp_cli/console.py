@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +31,7 @@ __all__ = [
 _FAILED = 1
 _USAGE = 2
 _NAME = 200  # characters
+_VALUES = ("model", "tensor", "tree")  # words that errors use for other things than the options of that name
 _NEGATED = {"verify": "--no-checksums", "fsync": "--no-fsync"}
 
 
@@ -51,9 +52,12 @@ def reporting_errors() -> Iterator[None]:
         yield
     except MmfsdpError as error:
         known = _option_names()
-        context = {key: value for key, value in error.context.items() if key != "config" or value not in known}
-        where = ", ".join(f"{key}: {value}" for key, value in context.items())
-        message = _with_option_names(error.message) + (f" ({where})" if where else "")
+        message = _with_option_names(error.message, known)
+        # What the message says already is not repeated.
+        context = {
+            key: value for key, value in error.context.items() if value not in known and str(value) not in message
+        }
+        message += f" ({', '.join(f'{key}: {value}' for key, value in context.items())})" if context else ""
         _complain(message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.
@@ -84,7 +88,8 @@ def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool =
             rest = " " * (len(line) - len(line.lstrip()) + 2)
             options = {"break_long_words": False, "break_on_hyphens": False}
             line = textwrap.fill(line, width, subsequent_indent=rest, **options)  # type: ignore[arg-type]
-        click.secho(line, fg=colour, bold=bold or None, err=err)
+        styled = line and (colour or bold)
+        click.echo(click.style(line, fg=colour, bold=bold or None) if styled else line, err=err)
 
 
 def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidden: int = 0) -> None:
@@ -99,7 +104,7 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidde
 
     lines = format_table(columns, [[shown_name(cell) for cell in row] for row in rows], terminal_width())
     for place, line in enumerate(lines):
-        click.secho(line, bold=place == 0 or None, dim=place == 1 or None)
+        click.echo(click.style(line, bold=place == 0 or None, dim=place == 1 or None) if place < 2 else line)
     _say_hidden(hidden)
 
 
@@ -153,15 +158,15 @@ def _visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _with_option_names(message: str) -> str:
+def _with_option_names(message: str, names: Mapping[str, str]) -> str:
     """Return a message of the library with options in place of the settings that they stand for."""
-    names = _option_names()
-    pattern = r"Conversion\.(\w+)|'(\w+)'|\b(\w+)=(?:True|False)\b"
+    pattern = r"Conversion\.(\w+)|'(\w+)'|\b(\w+)=(?:True|False)\b|\b(\w+)=(?=['\d])"
 
     def option(match: re.Match[str]) -> str:
-        return names.get(next(filter(None, match.groups())), match[0])
+        name = names.get(next(filter(None, match.groups())))
+        return match[0] if name is None else f"{name} " if match[4] else name
 
-    return re.sub(pattern, option, message)
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(pattern, option, message))
 
 
 def _option_names() -> dict[str, str]:
@@ -169,7 +174,8 @@ def _option_names() -> dict[str, str]:
     context = click.get_current_context(silent=True)
     params = [] if context is None else context.command.params
     names = {param.name or "": max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
-    return names | {name: option for name, option in _NEGATED.items() if option in names.values()}
+    names |= {name: option for name, option in _NEGATED.items() if option in names.values()}
+    return {name: option for name, option in names.items() if name not in _VALUES}
 
 
 def _target_exists(error: Exception) -> bool:

@@ -179,7 +179,7 @@ def _print(report: ConversionReport, limit: int) -> None:
             colour="green",
         )
         if report.casts:
-            say(f"Cast: {len(report.casts)} tensors.")
+            say(f"Cast: {len(report.casts)} tensor{'s' * (len(report.casts) != 1)}.")
     lost = [
         f"{count} elements of {name}, to "
         + ("448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinity")

@@ -27,9 +27,8 @@ def formats_command(as_json: bool) -> None:
             return
         columns = (
             Column("format"),
-            Column("reads"),
+            Column("reads", once=True),
             Column("writes"),
-            Column("suffix", wraps=True, rank=1),
             Column("also called", wraps=True),
             Column("what it is", wraps=True),
         )
@@ -38,8 +37,7 @@ def formats_command(as_json: bool) -> None:
                 info.name,
                 _yes(info.reads),
                 _yes(info.writes),
-                ", ".join(info.suffixes) or "-",
-                ", ".join(info.aliases) or "-",
+                ", ".join([*info.suffixes, *info.aliases]) or "-",
                 info.description,
             )
             for info in formats

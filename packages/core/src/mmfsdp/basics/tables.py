@@ -11,7 +11,8 @@ __all__ = ["Column", "display_width", "format_table", "wrap_cell"]
 
 _GAP = "  "
 _NARROWEST = 10
-_ATOMS = re.compile(r"[^\s./_-]*[\s./_-]*")
+_WORDS = re.compile(r"\S+\s*|\s+")
+_PARTS = re.compile(r"[^./_-]+[./_-]*\s*|[./_-]+\s*|\s+")  # of a word too long for a line
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,14 @@ def display_width(text: str) -> int:
 
 
 def wrap_cell(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a cell, broken after a space, dot, slash or dash; a longer word is cut."""
+    """Yield the lines of a cell, broken at spaces; longer words after a dot, slash or dash, or else anywhere."""
     line = ""
-    for atom in filter(None, _ATOMS.findall(text)):
+    atoms = [
+        atom
+        for word in _WORDS.findall(text)
+        for atom in ([word] if display_width(word.rstrip()) <= width else _PARTS.findall(word))
+    ]
+    for atom in atoms:
         if line and display_width(line + atom.rstrip()) > width:
             yield line.rstrip()
             line = ""
