@@ -53,10 +53,10 @@ def reporting_errors() -> Iterator[None]:
     except MmfsdpError as error:
         known = _option_names()
         message = _with_option_names(error.message, known)
-        # What the message says already is not repeated.
-        context = {
-            key: value for key, value in error.context.items() if value not in known and str(value) not in message
-        }
+        context = {key: str(value) for key, value in error.context.items()}
+        # The message names the option or the file already.
+        if context.get("config") in known or context.get("file", "\0") in message:
+            context = {key: value for key, value in context.items() if key not in ("config", "file")}
         message += f" ({', '.join(f'{key}: {value}' for key, value in context.items())})" if context else ""
         _complain(message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
     except BrokenPipeError:
