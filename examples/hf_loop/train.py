@@ -1,0 +1,171 @@
+"""Train a Hugging Face model in your own loop: sharded, saved in the background, resumed on any number of ranks.
+
+    torchrun --nproc-per-node 2 examples/hf_loop/train.py --dir runs/sums --steps 12
+
+docs/tutorial.md explains every part. The model is small and its weights are random: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import mmfsdp
+from mmfsdp.checkpoint import latest_checkpoint, remove_old_checkpoints
+
+MODEL = LlamaConfig(
+    vocab_size=128,  # one token per ASCII character
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+SHARDING = {
+    "wrap": {"kind": "module_class", "classes": "LlamaDecoderLayer"},
+    "precision": "fp32",  # on GPUs: "bf16"
+}
+BATCH = 16  # sequences per step, over all ranks
+ACCUMULATE = 2  # forward and backward passes per step
+
+
+def build() -> PreTrainedModel:
+    """Return the model without memory for its parameters: they are initialised when the model is sharded."""
+    with mmfsdp.parameters_on_meta():
+        return AutoModelForCausalLM.from_config(MODEL)
+
+
+def text_batch(generator: torch.Generator) -> torch.Tensor:
+    """Return the tokens of one step, (BATCH, 32): sums such as `12+30=42;`, the same on every rank."""
+    rows = []
+    for _ in range(BATCH):
+        a, b = torch.randint(0, 50, (2, 4), generator=generator).tolist()
+        text = "".join(f"{x}+{y}={x + y};" for x, y in zip(a, b, strict=True))
+        rows.append([ord(character) for character in text.ljust(32)[:32]])
+    return torch.tensor(rows)
+
+
+def learning_rate(step: int) -> float:
+    """Return the factor of the learning rate: three steps of warm-up, then slowly down."""
+    return min(1.0, (step + 1) / 3) * 0.99**step
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Do one step on this rank's part of the tokens and return the mean loss over all ranks."""
+    own = tokens[dist.get_rank() :: dist.get_world_size()].to(device)
+    total = torch.zeros((), device=device)
+    for number, part in enumerate(own.chunk(ACCUMULATE)):
+        last = number == ACCUMULATE - 1
+        with contextlib.nullcontext() if last else mmfsdp.no_sync(model):
+            loss = model(input_ids=part, labels=part).loss / ACCUMULATE
+            loss.backward()
+        total += loss.detach()
+    mmfsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def progress(step: int, scheduler: LambdaLR, generator: torch.Generator) -> dict[str, object]:
+    """Return what a checkpoint holds besides weights and optimizer state. Collective: every rank calls it."""
+    states: list[torch.Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, torch.get_rng_state())
+    return {
+        "step": step,
+        "scheduler": scheduler.state_dict(),
+        "data_rng": generator.get_state(),  # the same on every rank
+        "rank_rng": states,  # one per rank: dropout draws from it
+    }
+
+
+def resume(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR, data: torch.Generator
+) -> int:
+    """Load a checkpoint and return the number of steps it has done. Collective: every rank calls it."""
+    rest, _ = mmfsdp.load_checkpoint(path, model, optimizer)
+    scheduler.load_state_dict(rest["scheduler"])
+    data.set_state(rest["data_rng"])
+    if len(rest["rank_rng"]) == dist.get_world_size():
+        torch.set_rng_state(rest["rank_rng"][dist.get_rank()])
+    return rest["step"]
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the latest complete checkpoint, as the first rank sees it. Collective: every rank calls it."""
+    found = [latest_checkpoint(directory) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def main() -> None:
+    """Train, from the latest checkpoint if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path("runs/sums"), help="directory of the checkpoints")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the whole training")
+    parser.add_argument("--stop-after", type=int, help="stop when this many steps are done, as a time limit would")
+    parser.add_argument("--save-every", type=int, default=3, help="steps between two checkpoints")
+    parser.add_argument("--plan", type=int, metavar="RANKS", help="print the plan for this many ranks, and exit")
+    args = parser.parse_args()
+
+    model = build()
+    if args.plan is not None:
+        print(mmfsdp.plan(model, SHARDING, args.plan))
+        return
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    is_first = dist.get_rank() == 0
+
+    plan = mmfsdp.plan(model, SHARDING)
+    model = mmfsdp.apply_plan(model, plan, param_init_fn=model._init_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = LambdaLR(optimizer, learning_rate)
+    data = torch.Generator().manual_seed(0)
+
+    done = 0
+    if checkpoint := newest(args.dir):
+        done = resume(checkpoint, model, optimizer, scheduler, data)
+        if is_first:
+            print(f"resumed from {checkpoint}; ranks: {dist.get_world_size()}", flush=True)
+
+    saving = None
+    stop = min(args.steps, args.stop_after or args.steps)
+    for step in range(done + 1, stop + 1):
+        loss = train_step(model, optimizer, text_batch(data), device)
+        scheduler.step()
+        if is_first:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+        if step % args.save_every == 0 or step == stop:
+            finish(saving, args.dir)
+            extra = progress(step, scheduler, data)
+            saving = mmfsdp.save_checkpoint(
+                args.dir / f"step_{step}", model, optimizer, extra=extra, overwrite=True, blocking=False
+            )
+    finish(saving, args.dir)
+    dist.destroy_process_group()
+
+
+def finish(saving, directory: Path) -> None:
+    """Wait until a save is complete, then remove all checkpoints but the last two."""
+    if saving is not None:
+        saving.result()
+        if dist.get_rank() == 0:
+            remove_old_checkpoints(directory, keep=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""docs/tutorial.md: its commands run, and a run that stopped and resumed trains as one that did not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.console_blocks import walk
+from tests.doc_pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "tutorial.md"
+WHOLE = "$ torchrun --nproc-per-node 2 examples/hf_loop/train.py --dir runs/whole\n"
+LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
+
+
+def losses_of(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in LOSS.findall(printed)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tutorial(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = walk([block.text for block in blocks(PAGE) if block.runs], tmp_path)
+    stopped, resumed = (losses_of(printed) for command, printed in done if command.startswith("torchrun"))
+    assert sorted(stopped) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(resumed) == [8, 9, 10, 11, 12]
+    [(_, whole)] = walk([WHOLE], tmp_path)
+    assert {**stopped, **resumed} == pytest.approx(losses_of(whole), rel=1e-5)
+    [exported] = [float(loss) for _, printed in done for loss in re.findall(r"parameters, loss ([\d.]+)", printed)]
+    assert exported < stopped[7]
