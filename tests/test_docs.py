@@ -1,75 +1,49 @@
-"""Runs the Python and the commands of README.md and docs/, and checks command lines against `mmfsdp-cli --help`."""
+"""Runs the Python and the commands of README.md and docs/, and compares what they print with what the pages show."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.console_blocks import plain, walk
+from tests.doc_pages import PAGES, ROOT, blocks, name, outputs, script_of
+from tests.test_architecture import LEVELS
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
-SECONDS = 150  # for all blocks of one page
+SECONDS = 240  # for all blocks of one page
+TESTED_ELSEWHERE = {"docs/tutorial.md"}  # by test_tutorial.py
 
 # A terminal wide enough that help is neither wrapped nor cut, without colours.
 PLAIN = {"COLUMNS": "240", "TERMINAL_WIDTH": "240", "NO_COLOR": "1", "TERM": "dumb"}
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 SHELL = {"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1"}
 
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its first line of code (counted from 1) and its text."""
-
-    line: int
-    text: str
-
-
-def blocks(page: Path, language: str) -> list[Block]:
-    """Return the fenced blocks of a language."""
-    found = []
-    text = page.read_text()
-    pattern = rf"^```{language}[^\n]*\n(?P<text>.*?)^```[ ]*$"
-    for match in re.finditer(pattern, text, flags=re.MULTILINE | re.DOTALL):
-        line = text.count("\n", 0, match.start("text")) + 1
-        found.append(Block(line, match["text"]))
-    return found
-
-
-def name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]
+PYTHON_PAGES = [page for page in PAGES if any(block.runs and block.language == "python" for block in blocks(page))]
+CONSOLE_PAGES = [
+    page
+    for page in PAGES
+    if page not in PYTHON_PAGES and name(page) not in TESTED_ELSEWHERE and any(block.runs for block in blocks(page))
+]
 
 
 @pytest.mark.timeout(SECONDS + 20)
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    # One script per page, each block at its own line number, so that a traceback's lines are those of the page.
-    lines = [""] * (page.read_text().count("\n") + 1)
-    for block in blocks(page, "python"):
-        code = block.text.splitlines()
-        lines[block.line - 1 : block.line - 1 + len(code)] = code
-    for block in blocks(page, "console"):
-        if "$ mmfsdp-cli" in block.text:
-            call = f'__import__("console_blocks").check({block.text!r})'
-            lines[block.line - 1] = f'if __name__ == "__main__": {call}'
-    script = tmp_path / f"page_{page.stem}.py"  # a script named like a package would hide it
-    script.write_text("\n".join(lines))
-    directory = tmp_path / "cwd"
-    directory.mkdir()
+    # A script named like a package would hide it.
+    script = tmp_path / f"page_{page.stem}.py"
+    script.write_text(script_of(page), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=directory,
+        cwd=working_directory(tmp_path),
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
@@ -77,23 +51,68 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{name(page)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    printed = outputs(page, done.stdout)
+    for before, block in itertools.pairwise(blocks(page)):
+        if block.language == "text" and block.illustrative is None:
+            assert plain(printed[before.line]) == plain(block.text), (
+                f"{name(page)}:{block.line} shows another output than the block above it prints:\n"
+                f"{printed[before.line]}"
+            )
+
+
+@pytest.mark.timeout(SECONDS + 20)
+@pytest.mark.parametrize("page", CONSOLE_PAGES, ids=name)
+def test_console_blocks_run(page: Path, tmp_path: Path) -> None:
+    walk([block.text for block in blocks(page) if block.runs], working_directory(tmp_path))
+
+
+def working_directory(folder: Path) -> Path:
+    """Make a directory with nothing but a copy of `examples/`."""
+    directory = folder / "cwd"
+    shutil.copytree(
+        ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("__pycache__", "work_dirs")
+    )
+    return directory
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_shown_output_is_compared(page: Path) -> None:
+    # A text block shows what the Python block above it prints, or says why it is not compared.
+    for before, block in itertools.pairwise([None, *blocks(page)]):
+        if block is not None and block.language == "text" and block.illustrative is None:
+            assert before is not None, f"{name(page)}:{block.line}"
+            assert before.runs, f"{name(page)}:{block.line}: what is this the output of?"
+            assert before.language == "python", f"{name(page)}:{block.line}: what is this the output of?"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_quoted_code_is_that_of_the_example(page: Path) -> None:
+    for block in blocks(page):
+        if block.source is not None:
+            text = (ROOT / block.source).read_text(encoding="utf-8")
+            assert block.text in text, f"{name(page)}:{block.line}: not in {block.source}"
 
 
 def test_python_blocks_parse() -> None:
+    # `py` are parts of configs: they are only parsed.
     for page in PAGES:
-        for block in blocks(page, "python"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                compile("\n" * (block.line - 1) + block.text, name(page), "exec")
+        for block in blocks(page):
+            if block.language in ("python", "py") and block.source is None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    compile("\n" * (block.line - 1) + block.text, name(page), "exec")
 
 
 def command_lines() -> list[tuple[str, str]]:
     """Return place and text of every `$ mmfsdp-cli ...` line in console blocks, continuation lines joined."""
     found = []
     for page in PAGES:
-        for block in blocks(page, "console"):
-            text = re.sub(r"\\\n\s*>?\s*", " ", block.text)
-            found += [(name(page), line[2:].strip()) for line in text.splitlines() if line.startswith("$ mmfsdp-cli")]
+        for block in blocks(page):
+            if block.language == "console":
+                text = re.sub(r"\\\n\s*>?\s*", " ", block.text)
+                found += [
+                    (name(page), line[2:].strip()) for line in text.splitlines() if line.startswith("$ mmfsdp-cli")
+                ]
     return sorted({*found})
 
 
@@ -126,3 +145,32 @@ def test_command_lines_exist(page: str, line: str) -> None:
     options = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
     missing = [option for option in options if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text)]
     assert missing == [], f"mmfsdp-cli {' '.join(command)} has no {missing}; its help:\n{text}"
+
+
+def test_the_map_has_every_room_at_its_level() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| `mmfsdp\.(\w+)` \|", text, flags=re.MULTILINE)
+    assert {room: int(level) for level, room in rows} == {
+        room: level for level, rooms in enumerate(LEVELS) for room in rooms
+    }
+
+
+PUBLIC_ROOMS = sorted(
+    name
+    for package, names in {
+        "mmfsdp": ["", *(f".{room}" for rooms in LEVELS for room in rooms)],
+        "mmfsdp_mmengine": [""],
+    }.items()
+    for name in (package + name for name in names)
+)
+
+
+@pytest.mark.parametrize("room", PUBLIC_ROOMS)
+def test_api_page_has_every_public_name(room: str) -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {room}\n")[2].partition("\n## ")[0]
+    public = {*importlib.import_module(room).__all__} - {"__version__"}
+    assert {*re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)} == public
+    described = {*re.findall(rf"^\.\. (?:auto|py:)\w+:: {re.escape(room)}\.(\w+)$", section, flags=re.MULTILINE)}
+    above = {*importlib.import_module("mmfsdp").__all__} if room != "mmfsdp" else set()
+    assert public - above <= described <= public

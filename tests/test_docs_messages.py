@@ -1,0 +1,41 @@
+"""docs/troubleshooting.md quotes messages that the packages raise."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+
+import pytest
+from tests.doc_pages import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+_TABLE = r"^\| message \|.*?(?=\n\n)"
+_ROWS = [
+    line.split("|")[1].strip(" `")
+    for table in re.findall(_TABLE, PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for line in table.splitlines()[2:]
+]
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Yield every text of a module; a gap stands for what an f-string fills in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@functools.cache
+def sources() -> str:
+    files = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+    return "\n".join(text for path in files for text in texts(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("message", _ROWS)
+def test_message_exists(message: str) -> None:
+    parts = [re.escape(part) for part in re.split(r"\s*\.\.\.,?\s*", message) if part]
+    assert parts
+    assert re.search(r"[^\n]*?".join(parts), sources()), f"no message says {message!r}"
