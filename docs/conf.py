@@ -13,7 +13,7 @@ project_copyright = author
 release = tomllib.loads((HERE.parent / "packages/core/pyproject.toml").read_text())["project"]["version"]
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 root_doc = "index"
 exclude_patterns = ["_build", "requirements.txt"]
@@ -27,9 +27,12 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# Pages link to files of the repository (examples, benchmarks), which are not part of the site.
 # Console blocks show output, which no lexer promises to read.
-suppress_warnings = ["myst.xref_missing", "misc.highlighting_failure"]
+suppress_warnings = ["misc.highlighting_failure"]
+
+# The copy button copies the commands of a console block, without prompts and output.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 
 html_theme = "furo"
 html_title = f"mmfsdp {release}"
