@@ -1,4 +1,4 @@
-"""Changes the dtype of floating point tensors while they are copied, in blocks: rounded to nearest, ties to even."""
+"""Casts floating point tensors block by block while they are copied, rounding to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, 
 
 
 def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield a tensor's bytes as they will be written, packed and cast where that is asked for.
+    """Yield a tensor's bytes as they will be written: packed, and cast if it is a ``CastEntry``.
 
     Args:
         files: The open files to read with.
@@ -78,7 +78,7 @@ def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryvie
 
 
 def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview, int]:
-    """Return elements of another dtype, and how many were too large for it.
+    """Cast elements to another dtype; return them and the number of elements that were too large for it.
 
     Args:
         block: The elements, packed.

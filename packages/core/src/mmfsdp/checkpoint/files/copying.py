@@ -1,4 +1,4 @@
-"""Moves byte runs between files through a small buffer, and checks checksums on the way.
+"""Copies tensors between files through a small buffer, and compares checksums on the way.
 
 The kernel's own copy between files (``copy_file_range``, ``sendfile``) takes one and a half times as long wherever
 source and target do not begin at the same place of a page, which is nearly always; and a checksum needs another pass
@@ -35,10 +35,10 @@ class Copier:
     """Copies tensors into files, in constant memory, for one thread at a time.
 
     Args:
-        tracker: Told of each piece that was copied; what it raises stops the copy.
-        writer: Writes to the file that it was told to.
-        verified: Where to note the source records whose CRC-32 was compared: every one that has a CRC-32 is compared
-            with it by the first thread that meets it here. Without one nothing is compared.
+        tracker: Counts the bytes copied; an error that it raises stops the copy.
+        writer: Writes to the target file.
+        verified: The source records whose CRC-32 was compared, shared by all threads: the first thread that meets a
+            record compares it. ``None`` compares nothing.
     """
 
     def __init__(self, tracker: Tracker, writer: BlockWriter, *, verified: set[RecordKey] | None = None) -> None:
@@ -57,14 +57,14 @@ class Copier:
         self._files.__exit__(kind, error, trace)
 
     def copy_tensor(self, entry: TensorEntry, at: int) -> int:
-        """Copy a whole tensor, packed in row-major order, to byte ``at`` of the file that the writer writes to.
+        """Copy a whole tensor, packed in row-major order, to byte ``at`` of the target file.
 
         Args:
             entry: The tensor; its chunks must cover it (see ``check_coverage``).
-            at: Offset in that file in bytes.
+            at: Offset in the target file in bytes.
 
         Returns:
-            The CRC-32 of what is written, from the stored ones where they suffice.
+            The CRC-32 of the written bytes, combined from stored ones where they suffice.
 
         Raises:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
@@ -99,7 +99,7 @@ class Copier:
         return crc
 
     def _copy(self, run: Run, at: int, name: str, stored: int | None) -> int:
-        """Copy a run, and return its CRC-32: the stored one, where there is one and nobody asks whether it is true."""
+        """Copy a run and return its CRC-32: the stored one if there is one and it need not be compared."""
         check = stored is not None and self._is_due((run.file, run.source, run.length))
         count = stored is None or check
         source, done, crc = self._files.descriptor(run.file), 0, 0
@@ -129,7 +129,7 @@ class Copier:
         return crc
 
     def _is_due(self, record: RecordKey) -> bool:
-        """Return whether a record is to be compared here and now, and note that it is."""
+        """Tell whether a record must be compared now, and note that it is."""
         if self._verified is None or record in self._verified:
             return False
         self._verified.add(record)

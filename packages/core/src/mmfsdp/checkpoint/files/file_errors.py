@@ -1,4 +1,4 @@
-"""Errors that say which file they are about; what the operating system says while one is written becomes one."""
+"""Turns errors of the operating system into ours, which name the file and say what to do."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ADVICE = {
 
 
 def not_written(target: Path, error: BaseException, *, rank: int | None = None) -> CheckpointError:
-    """Return the error for a target that could not be written; nothing of it is left.
+    """Return the error for a target that could not be written and was removed.
 
     Args:
-        target: What was to be written.
-        error: What went wrong. An error of the operating system behind it counts for more than itself: torch's writer
-            puts words of its own in front.
-        rank: Where, if it was on another rank.
+        target: The file or directory that was to be written.
+        error: The error. If an error of the operating system caused it, that one is reported: torch's writer wraps it
+            in one of its own.
+        rank: The rank that failed, if it was another one.
     """
     cause = _system_error(error)
     if cause is None:
@@ -55,10 +55,10 @@ def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
 
 
 class read_errors:  # noqa: N801 - reads as a statement
-    """Errors of the operating system become ours, which say that it is this file that cannot be read.
+    """A context manager that turns errors of the operating system into ours: this file cannot be read.
 
     Args:
-        file: The file that is read within the block; whether it exists is for the caller to say.
+        file: The file that the block reads. The caller reports a missing file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -74,10 +74,10 @@ class read_errors:  # noqa: N801 - reads as a statement
 
 
 class write_errors:  # noqa: N801 - reads as a statement
-    """Errors of the operating system become ours, which say that it is this target that cannot be written.
+    """A context manager that turns errors of the operating system into ours: this target cannot be written.
 
     Args:
-        target: What is written within the block.
+        target: The file or directory that the block writes.
     """
 
     def __init__(self, target: Path) -> None:

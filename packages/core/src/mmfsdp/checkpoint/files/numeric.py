@@ -1,4 +1,4 @@
-"""Bytes of any dtype as numbers, with numpy, which is only imported here and only when numbers are asked for."""
+"""Turns bytes of any dtype into numpy arrays; numpy is imported only when a function here is called."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def require_numpy(what: str) -> None:
     """Raise unless numpy can be imported.
 
     Args:
-        what: What needs it, for the message.
+        what: The feature that needs it, for the message.
 
     Raises:
-        ConfigError: It cannot; the message names the command that installs it.
+        ConfigError: numpy is missing; the message names the command that installs it.
     """
     try:
         import numpy  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a file will hold, decided before it is created: tensors at their places, and everything else around them."""
+"""Describes a file before it is written: which tensors lie where, and everything around them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlannedFile:
     pieces: tuple[Piece, ...]
     """The tensor data, in file order."""
     blocks: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
-    """Given the CRC-32 of each piece, returns everything else and where it goes, in file order. What is in neither is
+    """Given the CRC-32 of each piece, returns all other bytes with their offsets, in file order. Bytes in neither are
     zero."""
 
     @property

@@ -1,4 +1,4 @@
-"""Counts what threads have copied: one progress for all of them, and one word that stops them all."""
+"""Counts the bytes that several threads have copied, and stops all of them when one fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Progress = Callable[[int, int], None]
 
 
 class StoppedError(Exception):
-    """Another thread has failed, or the caller wants no more."""
+    """Another thread has failed, or the caller has stopped the work."""
 
 
 class Tracker:
-    """What threads at work on one thing share.
+    """The progress that threads working on one task share.
 
     Args:
         total: Bytes to copy, for ``progress``.
-        progress: Called after each piece, never by two threads at once; what it raises stops the work.
+        progress: Called after each block, never by two threads at once; an error that it raises stops the work.
     """
 
     def __init__(self, total: int = 0, progress: Progress | None = None) -> None:
@@ -29,13 +29,13 @@ class Tracker:
         self._done = 0
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
-        """What stopped the work first."""
+        """The first error that stopped the work."""
 
     def advance(self, count: int) -> None:
-        """Note that bytes were copied; 0 only asks whether to go on.
+        """Add copied bytes; with 0, only check whether to go on.
 
         Raises:
-            StoppedError: The work is to stop.
+            StoppedError: The work must stop.
         """
         if self.failure is not None:
             raise StoppedError

@@ -1,4 +1,4 @@
-"""Writes planned files: threads copy tensor data to its places, then comes around it what depends on its checksums."""
+"""Writes planned files: threads copy the tensor data, and then the bytes around it follow, with its checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MERGED = 1 << 20  # bytes of small blocks that are written at once
 
 
 def default_jobs() -> int:
-    """Return the number of threads that copy if nobody says: more than four hardly help, memory is the limit."""
+    """Return the default number of copying threads: more than four hardly help, because memory is the limit."""
     return min(4, os.cpu_count() or 1)
 
 
@@ -42,14 +42,14 @@ def write_files(
 
     Args:
         target: The file to create, or the directory to create them in; it must not exist.
-        files: What they hold.
+        files: The files and their content.
         verify: Check the stored CRC-32 of every source record.
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
-        jobs: Threads that copy, at most; ``default_jobs()`` by default. What is written does not depend on it.
+        jobs: Most threads that copy; ``default_jobs()`` by default. The written bytes do not depend on it.
         fsync: Write past the page cache where possible, because the caller will sync the files.
 
     Returns:
-        Size and CRC-32 of each file by name: what a manifest says, without having read them again.
+        Size and CRC-32 of each file by name, as a manifest lists them, without reading the files again.
 
     Raises:
         CorruptCheckpointError: Source data does not match its checksum, or a file of the source ends too early.
@@ -62,7 +62,7 @@ def write_files(
             reserve(created.fileno(), file.size)
     tracker = Tracker(sum(file.nbytes for file in files), progress)
     batches = [[*_batches(file.pieces)] for file in files]
-    # No more than there is work for: each has memory of its own.
+    # No more than there is work for: each thread has its own buffers.
     count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
     with ExitStack() as stack:
         idle: SimpleQueue[Copier] = SimpleQueue()
@@ -123,7 +123,7 @@ def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
 
 
 def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Put blocks together that follow each other, up to about a megabyte."""
+    """Join adjoining blocks, up to about a megabyte."""
     begin, held = 0, bytearray()
     for offset, block in blocks:
         if held and (offset != begin + len(held) or len(held) >= _MERGED):

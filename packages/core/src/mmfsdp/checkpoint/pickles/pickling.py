@@ -90,10 +90,10 @@ class PickleWriter:
         self._out += opcodes
 
     def name(self, module: str, name: str) -> None:
-        """Push the class or function ``module.name``, by name; with a dot in it, what lies within a class.
+        """Push the class or function ``module.name`` by name; a dot in the name leads into a class.
 
         Raises:
-            UnsafePickleError: It is not a name, and would be taken for opcodes.
+            UnsafePickleError: The name is not one, and would be read as opcodes.
         """
         key = (module, name)
         if self._recall(key):

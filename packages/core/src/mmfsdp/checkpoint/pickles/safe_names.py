@@ -1,4 +1,4 @@
-"""The names that a checkpoint's pickle may mention; what is mentioned is described, and never imported or called."""
+"""Lists the names that a checkpoint's pickle may mention; they are described, and never imported or called."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def is_dotted_name(text: str) -> bool:
 
 
 def check_is_name(module: str, qualname: str, file: Path | None = None) -> None:
-    """Raise ``UnsafePickleError`` if a module and a name there are more, or less, than two names; trusted or not.
+    """Raise ``UnsafePickleError`` unless a module and a name in it are both dotted names, even if the file is trusted.
 
     Args:
         module: The module.

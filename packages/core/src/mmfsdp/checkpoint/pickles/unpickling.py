@@ -1,8 +1,9 @@
-"""Reads the pickle inside a checkpoint without importing, or running, anything that it names.
+"""Reads the pickle inside a checkpoint without importing or running anything that it names.
 
-What a pickle calls is kept as a description (``PickledObject``) and not called. The few exceptions are harmless
-containers of the standard library, and torch's functions for rebuilding tensors, for which the reader of a format
-gives stand-ins. Opcodes: https://docs.python.org/3/library/pickletools.html
+A call in a pickle is described (``PickledObject``), not executed. The few exceptions are harmless containers of the
+standard library, and torch's functions that rebuild tensors, for which the reader of a format gives stand-ins.
+
+Opcodes: https://docs.python.org/3/library/pickletools.html
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DIMENSIONS = 64  # no tensor has more; the product of thousands of sizes takes 
 
 
 class PickledObject:
-    """What a pickle says about an object of a class that is not imported here.
+    """Describes an object in a pickle whose class is not imported.
 
     Each class or function that a pickle names becomes a subclass of this one; calling it makes an instance that keeps
     the arguments and the state, so that the very same pickle can be written again.
