@@ -136,6 +136,31 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pth", "local", "sharded"]
 
 
+def mistaken_saves(rank: int, folder: str) -> list[int]:
+    model = mmfsdp.shard(build(), CONFIGS["fsdp2"])
+    mmfsdp.save_checkpoint(f"{folder}/taken", model)
+    gathered = 0
+
+    def gather(*args: Any) -> None:
+        nonlocal gathered
+        gathered += 1
+
+    model.register_state_dict_pre_hook(gather)
+    for kind in ("full", "local", "sharded"):
+        assert told(mmfsdp.save_checkpoint, f"{folder}/taken", model, kind=kind)[0] is TargetExistsError
+        other = f"{folder}/rank{rank}"
+        assert told(mmfsdp.save_checkpoint, other, model, kind=kind)[0] is errors.RankMismatchError
+    before = gathered
+    mmfsdp.save_checkpoint(f"{folder}/free", model)
+    return [before, gathered]
+
+
+def test_a_mistaken_path_costs_no_gathering(tmp_path: Path) -> None:
+    for before, after in run_ranks(mistaken_saves, 2, str(tmp_path)):
+        assert before == 0
+        assert after > 0
+
+
 def unwritable(rank: int, folder: str) -> list[tuple[type, str]]:
     model = mmfsdp.shard(build(), CONFIGS["fsdp2"])
     path = f"{folder}/file/inside"

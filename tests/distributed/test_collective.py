@@ -25,7 +25,14 @@ from mmfsdp.collective.steps import (
     scope_of,
     shared,
 )
-from mmfsdp.errors import CheckpointError, ConfigError, LostRankError, MmfsdpError
+from mmfsdp.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    LostRankError,
+    MmfsdpError,
+)
 from mmfsdp.testing import RankError, run_ranks
 
 
@@ -135,6 +142,32 @@ def test_what_ends_a_step_on_one_rank_ends_it_on_all(kind: str, own: str, others
     assert second.startswith(own)
     assert first.startswith(others)
     assert first == third
+
+
+def failing_apart(rank: int) -> tuple[str, str]:
+    kinds: list[type[Exception]] = [IncompleteCheckpointError, CorruptCheckpointError, ValueError, CheckpointError]
+
+    def step() -> None:
+        if rank:
+            raise kinds[rank - 1](f"Seen by rank {rank}.")
+
+    try:
+        on_all_ranks(step, scope_of(None))
+    except Exception as error:
+        return type(error).__name__, f"{error} <- {error.__cause__}"
+    return "", ""
+
+
+def test_ranks_that_fail_in_different_ways_raise_one_type() -> None:
+    kinds, texts = zip(*run_ranks(failing_apart, 4), strict=True)
+    assert kinds == (
+        "IncompleteCheckpointError",
+        "IncompleteCheckpointError",
+        "IncompleteCheckpointError",
+        "ValueError",
+    )
+    assert texts[1] == "Seen by rank 1. <- None"
+    assert texts[2] == "Rank 1 failed: Seen by rank 1. [rank=1] <- Seen by rank 2."
 
 
 def alone(rank: int) -> str:

@@ -9,22 +9,22 @@ from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
     from mmfsdp.saving.archives import write_archive
-    from mmfsdp.saving.load import check_shared, open_shared, read_checkpoint, reference_of
+    from mmfsdp.saving.load import open_shared, read_checkpoint, read_verified, reference_of
     from mmfsdp.saving.save import write_checkpoint
 
 require_torch(__name__)
 
 __all__ = [
-    "check_shared",
     "open_shared",
     "read_checkpoint",
+    "read_verified",
     "reference_of",
     "write_archive",
     "write_checkpoint",
 ]
 
 _WHERE = {
-    **dict.fromkeys(("check_shared", "open_shared", "read_checkpoint", "reference_of"), "mmfsdp.saving.load"),
+    **dict.fromkeys(("open_shared", "read_checkpoint", "read_verified", "reference_of"), "mmfsdp.saving.load"),
     "write_archive": "mmfsdp.saving.archives",
     "write_checkpoint": "mmfsdp.saving.save",
 }

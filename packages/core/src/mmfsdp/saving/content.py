@@ -1,4 +1,4 @@
-"""The content of any checkpoint as Python values: its tensors stay on disk, and no class is imported unasked."""
+"""Makes Python values of a checkpoint's content: tensors stay on disk, and only allowed classes are imported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["restricted_load", "stored_content"]
 
 
 def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
-    """Return a checkpoint's content, each tensor as a `LazyTensor`. Not collective.
+    """Return a checkpoint's content, with each tensor as a `LazyTensor`. Not collective.
 
     Args:
-        source: Its layout was opened with ``trust=True``.
-        safe_globals: Classes that pickled objects may be of, besides plain data.
+        source: The checkpoint; its layout was opened with ``trust=True``.
+        safe_globals: Classes that pickled objects may have, besides plain data.
 
     Raises:
-        UnsafePickleError: There is an object of another class.
-        FormatError: There is a tensor inside of an object.
+        UnsafePickleError: The content holds an object of another class.
+        FormatError: A tensor lies inside an object.
     """
     return _Content(source.layout, lazy_tensors(source), [*safe_globals]).value(source.layout.tree)
 
@@ -40,12 +40,12 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
     """Return what ``torch.load`` reads with ``weights_only=True``; tensors of a file are memory-mapped.
 
     Args:
-        file: What to read.
-        name: What to call it.
+        file: What to read: a file, or the bytes of one.
+        name: Its name, for messages.
         safe_globals: Classes that it may hold besides tensors and plain data.
 
     Raises:
-        UnsafePickleError: It holds others.
+        UnsafePickleError: It holds objects of other classes.
         CorruptCheckpointError: It cannot be read.
     """
     try:
@@ -54,7 +54,7 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
     except pickle.UnpicklingError as error:
         reason = str(error).split("GLOBAL ")[-1].split(" was not")[0] if "GLOBAL" in str(error) else str(error)
         raise UnsafePickleError(
-            f"{name} holds {reason}, which is neither tensor nor plain data. If you trust the file, pass that "
+            f"{name} holds {reason}, which is neither a tensor nor plain data. If you trust the file, pass that "
             "class in safe_globals.",
             file=name,
         ) from error
@@ -79,7 +79,7 @@ class _Content:
             return type(tree)(map(self.value, tree))
         if isinstance(tree, PickledObject):
             raise FormatError(
-                f"{self._layout.path.name} holds tensors inside of a {tree.module}.{tree.qualname}, which cannot be "
+                f"{self._layout.path.name} holds tensors inside a {tree.module}.{tree.qualname}, which cannot be "
                 "loaded from this format.",
                 file=str(self._layout.path),
             )
@@ -89,7 +89,7 @@ class _Content:
         return self._object(key) if _holds_pickled(key) else key
 
     def _object(self, tree: Any) -> Any:
-        """What a pickle described is made by torch's own restricted loader, from that very description."""
+        """Let torch's own restricted loader make the object that a pickle describes."""
         data = PickleWriter(_no_tensor).dumps(tree)
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as file:

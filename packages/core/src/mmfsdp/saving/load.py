@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a sharded model: every rank reads the bytes that it needs, whoever wrote them."""
+"""Loads a checkpoint of any kind and world size into a sharded model; each rank reads only the bytes it needs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
@@ -30,7 +31,15 @@ from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 
-__all__ = ["load_checkpoint", "open_shared", "read_checkpoint", "read_whole", "reference_of"]
+__all__ = [
+    "check_shared",
+    "load_checkpoint",
+    "open_shared",
+    "read_checkpoint",
+    "read_verified",
+    "read_whole",
+    "reference_of",
+]
 
 _PREFIX = "module."
 
@@ -47,28 +56,31 @@ def load_checkpoint(
 ) -> tuple[dict[str, Any], LoadReport]:
     """Load a checkpoint of any kind and world size into a sharded model. Collective: every rank.
 
-    One rank reads what describes the checkpoint; each rank is told where its own part lies, and reads that alone. So
-    what a rank does depends on the size of its part, and not on the number of ranks.
+    The first rank reads the checkpoint's description and tells each rank where its own part lies; each rank reads only
+    that. The work of a rank depends on the size of its part, not on the number of ranks.
 
     Args:
-        path: What `mmfsdp.checkpoint.open_layout` reads: what `save_checkpoint` wrote, a ``.pth`` of plain PyTorch
-            (with a ``state_dict`` or ``model``, or bare), a directory of torch's distributed checkpoint, safetensors or
-            ``.bin`` files with or without their index, or stock MMEngine's ``local``. A ``module.`` in front of all
-            names is taken off. The same on every rank.
+        path: Anything that `mmfsdp.checkpoint.open_layout` reads: what `save_checkpoint` wrote, a ``.pth`` of plain
+            PyTorch (weights under ``state_dict`` or ``model``, or bare), a directory of torch's distributed checkpoint,
+            safetensors or ``.bin`` files with or without their index, or a ``local`` checkpoint of stock MMEngine. If
+            all names begin with ``module.``, that prefix is removed. The same on every rank.
         model: A sharded model.
-        optimizer: Built from its parameters; loaded if given.
+        optimizer: Built from the model's parameters; its state is loaded if it is given.
         strict: Raise if keys or shapes do not match.
-        verify: Compare what is read with its checksums, where the checkpoint has some. ``False`` saves a little time.
+        verify: Compare what is read with the checkpoint's checksums, if it has any. ``False`` saves a little time.
         safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
         reference: See `mmfsdp.checkpoint.open_layout`; by default `reference_of` the model.
 
     Returns:
-        The rest of the content, its tensors read whole into CPU memory, and what of the model did not match.
+        The rest of the content, with its tensors read whole into CPU memory; and a report of the keys and shapes that
+        did not match.
 
     Raises:
-        CheckpointError: It cannot be read, is damaged, or was replaced meanwhile; raised on every rank.
+        CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
+            rank.
         RankMismatchError: Ranks gave different paths.
-        StateDictError: It does not fit; raised on every rank, and nothing is changed.
+        StateDictError: The checkpoint does not fit the model or the optimizer; raised on every rank, and nothing is
+            changed.
     """
     state = find_sharded_model(model)
     scope = scope_of(state.mesh)
@@ -77,7 +89,7 @@ def load_checkpoint(
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         for key, what in (("state_dict", "weights"), ("optimizer", "optimizer state")):
             if key not in content and (key == "state_dict" or optimizer is not None):
-                found = ", ".join(repr(name) for name in sorted(map(str, content))[:8]) or "nothing"
+                found = name_list(sorted(map(str, content))) or "nothing"
                 raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
         return _without_prefix(content, own)
 
@@ -90,7 +102,7 @@ def load_checkpoint(
         change=checked,
     )
     weights = content.pop("state_dict")
-    # Whether everything fits is known before anything is changed.
+    # Check that everything fits before anything is changed.
     finish = prepare_optim_load(model, optimizer, content.pop("optimizer")) if optimizer is not None else None
     report = load_model_state_dict(model, weights, strict=strict)
     if finish is not None:
@@ -116,38 +128,77 @@ def read_checkpoint(
         reference: See `mmfsdp.checkpoint.open_layout`.
 
     Returns:
-        The nested content, the weights under ``'state_dict'`` and the optimizer's state under ``'optimizer'``,
-        whatever of the usual names they have in the checkpoint. Tensors of one ``.pth`` file are memory-mapped, and
-        not compared with their checksums (see `check_shared`); others are `mmfsdp.state.lazy_tensors.LazyTensor`, which
-        the loading functions take as they are.
+        The nested content, with the weights under ``'state_dict'`` and the optimizer's state under ``'optimizer'``,
+        whichever of the usual names the checkpoint has for them. Tensors of a ``.pth`` file are memory-mapped, and not
+        compared with their checksums (see `read_verified`). Other tensors are lazy
+        (`mmfsdp.state.lazy_tensors.LazyTensor`); the loading functions accept them as they are.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        IncompleteCheckpointError: A rank's file, or a part of a tensor, is missing.
-        CorruptCheckpointError: A file is damaged, or not the one that the manifest lists.
+        CheckpointNotFoundError: Nothing is at ``path``.
+        IncompleteCheckpointError: A rank's file or a part of a tensor is missing.
+        CorruptCheckpointError: A file is damaged, or differs from what the manifest lists.
         UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
-        FormatError: It is not a checkpoint of a known format.
+        FormatError: ``path`` is not a checkpoint of a known format.
     """
     source = _opened(Path(os.path.abspath(path)), lambda: reference, verify)
     if source.layout.format == "torch_zip":
-        return _named(restricted_load(source.path, str(source.path), safe_globals), source.layout)
+        return _mapped(source.path, safe_globals)
     return _content(source, safe_globals)
 
 
-def check_shared(path: str | Path, scope: Scope) -> None:
+def read_verified(
+    path: str | Path,
+    scope: Scope,
+    *,
+    safe_globals: Iterable[Any] = (),
+    reference: Callable[[], str | Path | Layout | None] = lambda: None,
+) -> dict[str, Any]:
+    """Return what `read_checkpoint` returns, once the ranks have verified all data together. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that read.
+        safe_globals: See `load_checkpoint`.
+        reference: Returns what `read_checkpoint` takes; not called for a ``.pth`` file.
+
+    Raises:
+        RankMismatchError: Ranks gave different paths.
+        CheckpointError: See `read_checkpoint`; raised on every rank.
+    """
+    source, format = check_shared(path, scope)
+
+    def read() -> dict[str, Any]:
+        source.check_unchanged()
+        if format == "torch_zip":
+            return _mapped(source.path, safe_globals)
+        return read_checkpoint(source.path, safe_globals=safe_globals, reference=reference())
+
+    return on_all_ranks(read, scope)
+
+
+def check_shared(path: str | Path, scope: Scope) -> tuple[Source, str]:
     """Compare all of a checkpoint's data with its checksums, each rank a part of it. Collective: every rank.
 
     Args:
         path: See `load_checkpoint`.
         scope: The ranks that check.
 
+    Returns:
+        The checkpoint that was opened, and its format.
+
     Raises:
-        CheckpointError: It is damaged, or cannot be read; raised on every rank.
+        CheckpointError: The checkpoint is damaged or cannot be read; raised on every rank.
     """
     target = same_path(path, scope)
-    source = shared(lambda: _opened(target, lambda: None, True) if scope.is_first else None, scope)
+
+    def first() -> tuple[Source, str]:
+        source = _opened(target, lambda: None, True)
+        return source, source.layout.format
+
+    source, format = shared(lambda: first() if scope.is_first else None, scope)
     own = scatter_objects(scope, source.parts(scope.size) if scope.is_first else None)
     on_all_ranks(lambda: source.check(own), scope)
+    return source, format
 
 
 def open_shared(
@@ -159,18 +210,18 @@ def open_shared(
     reference: Callable[[], str | Path | Layout | None] = lambda: None,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
 ) -> tuple[Source, dict[str, Any]]:
-    """Return what `read_checkpoint` returns, read by the first rank alone, on every rank. Collective.
+    """Return what `read_checkpoint` returns on every rank; only the first rank reads it. Collective: every rank.
 
     Args:
         path: See `load_checkpoint`.
         scope: The ranks that load.
         verify: See `load_checkpoint`.
         safe_globals: See `load_checkpoint`.
-        reference: Returns what `read_checkpoint` takes; called where the checkpoint is opened.
-        change: Called on the first rank with the content; returns what all get.
+        reference: Returns what `read_checkpoint` takes; called on the ranks that open the checkpoint.
+        change: Called on the first rank with the content; every rank receives what it returns.
 
     Returns:
-        Where the tensors are read from, and the content.
+        The source that the tensors are read from, and the content.
 
     Raises:
         RankMismatchError: Ranks gave different paths.
@@ -198,12 +249,12 @@ def read_whole(content: Any, scope: Scope) -> Any:
 
 
 def _opened(path: Path, reference: Callable[[], str | Path | Layout | None], verify: bool) -> Source:
-    found = interrupted(path) or path  # a save that was killed may have left it beside its place
+    found = interrupted(path) or path  # a save that was killed may have left the checkpoint beside its path
     return Source(found, _opener(found, reference), verify=verify)
 
 
 def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:
-    # Whatever a pickle names is judged by torch's own restricted loader and the caller's list.
+    # torch's own restricted loader, with the caller's list, decides which classes a pickle may name.
     return lambda: open_layout(path, trust=True, reference=reference(), look_up=False)
 
 
@@ -212,16 +263,18 @@ def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
     if layout.format.startswith("safetensors"):
         return {"state_dict": dict(lazy_tensors(source))}
     if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
-        # DCP's own metadata does not tell files of two saves apart; sizes often do, and cost nothing.
+        # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
         check_manifest(layout.path, checksums=False)
-    return _named(stored_content(source, safe_globals), layout)
+    return _named(stored_content(source, safe_globals), layout.path)
 
 
-def _named(content: Any, layout: Layout) -> dict[str, Any]:
+def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:
+    return _named(restricted_load(path, str(path), safe_globals), path)
+
+
+def _named(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise FormatError(
-            f"{layout.path.name} holds a {type(content).__name__}, not a state dict.", file=str(layout.path)
-        )
+        raise FormatError(f"{path.name} holds a {type(content).__name__}, not a state dict.", file=str(path))
     content = usual_content(content, _is_tensor) or content
     return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
 
@@ -239,7 +292,7 @@ def _read_now(value: Any) -> Any:
 
 
 def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
-    """The content without the ``module.`` that DistributedDataParallel puts in front of every name."""
+    """Return content without the prefix ``module.`` that DistributedDataParallel adds to every name."""
     weights = content["state_dict"]
     if any(name.startswith(_PREFIX) for name in own) or not all(str(name).startswith(_PREFIX) for name in weights):
         return content
@@ -250,10 +303,10 @@ def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
 
 
 def reference_of(model: nn.Module) -> Layout:
-    """Return a sharded model's own names and shapes, for checkpoints that do not say them. Not collective.
+    """Return a sharded model's own names and shapes, for checkpoints that do not store them. Not collective.
 
-    Weights that may have been in channels-last order when they were saved are left out: how they lie in a flat
-    parameter cannot be told from the shape.
+    Weights that may have been in channels-last order when they were saved are left out: their shape does not say in
+    which order a flat parameter holds their elements.
     """
     tensors: dict[str, TensorEntry] = {}
     for place, param in enumerate(find_sharded_model(model).plan.all_params()):

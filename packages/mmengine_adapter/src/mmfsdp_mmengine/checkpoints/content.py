@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mmfsdp import load_optim_state_dict, optim_state_dict
 from mmfsdp.collective import Scope, broadcast_object, on_all_ranks
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
-from mmfsdp.saving import check_shared, open_shared, read_checkpoint, reference_of
+from mmfsdp.saving import open_shared, read_checkpoint, read_verified, reference_of
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.checkpoints.downloads import download_content, local_path
 from mmfsdp_mmengine.configs.agreement import check_alike
@@ -157,9 +157,9 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
                 reference=lambda: reference_of(model),
                 change=lambda content: _with_state_dict(content, filename),
             )[1]
-        # Hooks may work with the tensors of a file, which are mapped: all of it is checked first.
-        check_shared(path, scope)
-        return on_all_ranks(lambda: read_content(path, model), scope)
+        # Hooks may work with the tensors of a file, which are mapped: the ranks verify all of it first.
+        content = read_verified(path, scope, safe_globals=safe_globals(), reference=lambda: reference_of(model))
+        return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
 
     def read(path: Path) -> dict[str, Any]:
         return read_checkpoint(path, safe_globals=safe_globals(), reference=reference_of(model))
