@@ -157,7 +157,7 @@ def test_a_plan_for_another_model() -> None:
     assert kind is errors.PlanMismatchError
     assert re.fullmatch(
         r"This plan was made for another model: its fingerprint is [0-9a-f]{16}, the model's is [0-9a-f]{16}. Names, "
-        r"shapes, dtypes, requires_grad and module classes must be as they were. Make a new plan.",
+        r"shapes, dtypes, requires_grad and module classes must be the same. Make a new plan.",
         text,
     )
 

@@ -153,7 +153,7 @@ def flat_clip_of_parameters(rank: int) -> str:
 def test_flat_parameters_alone_have_no_norm() -> None:
     """Fails if clip_grad_norm_ does not ask for the engine: each rank would clip by its own shard's norm."""
     message = (
-        "With engine 'fsdp1' a rank's parameters are pieces of flat ones, so their own norm is not the model's. Pass "
+        "With engine 'fsdp1' a rank's parameters are pieces of flat parameters, so their norm is not the model's. Pass "
         "the model itself to clip_grad_norm_()."
     )
     assert run_ranks(flat_clip_of_parameters, 2) == [message] * 2

@@ -350,7 +350,7 @@ def read(rank: int, how: str, settings: dict[str, Any]) -> str:
 
 UNGATHERED = "while the shard unit 'backbone' was not gathered: "
 OUT = (
-    "or change the wrap policy so that 'backbone' is no unit of its own "
+    "or change the wrap policy so that 'backbone' is not a unit of its own "
     "(exclude_wrap_modules=['Reader'] in MMEngine's size policy)."
 )
 LISTED = {"forward_methods": ["project", "later"]}
@@ -387,7 +387,7 @@ def test_methods_that_read_are_listed(settings: dict[str, Any]) -> None:
     assert run_ranks(read, 2, "project", settings) == ["True"] * 2
     found = run_ranks(read, 2, "later", settings)
     freed = (
-        "the method 'later' ran the unit's forward, which frees them as it ends. Read them before that, or call the "
+        "the method 'later' ran the unit's forward, which frees them when it ends. Read them before that, or call the "
         "layer that holds them, "
     )
     assert found == ["True"] * 2 or "engine" not in settings

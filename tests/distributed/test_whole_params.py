@@ -97,8 +97,8 @@ def foreach_of_a_mixed_group(rank: int) -> tuple[Any, Any, str]:
 def test_steps_over_sharded_and_whole_parameters_are_not_fused() -> None:
     """On accelerators torch takes foreach by default, which fails on such a group. Fails if nothing is set."""
     message = (
-        "SGD has foreach=True and a param group of both sharded and whole (ignored) parameters, which torch cannot "
-        "compute in one call. Leave foreach unset, or give the whole ones a param group of their own with "
+        "SGD has foreach=True and a param group with both sharded and whole (ignored) parameters, which torch cannot "
+        "compute in one call. Leave foreach unset, or put the whole parameters into a param group of their own with "
         "foreach=False."
     )
     assert run_ranks(foreach_of_a_mixed_group, 2) == [(False, None, message)] * 2

@@ -1,4 +1,4 @@
-"""Broadcasting a tensor of any dtype over a mesh: gloo has no float8, int16 or uint16, so bytes are sent."""
+"""Broadcasts a tensor of any dtype over a mesh, as bytes: gloo has no float8, int16 or uint16."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["as_bytes", "broadcast_tensor"]
 
 
 def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Give every rank the values of the mesh's first, in place. Collective: every rank, with equal shape and dtype.
+    """Copy the first rank's values to every rank of a mesh. Collective: every rank, with equal shape and dtype.
 
     Args:
-        tensor: Of any shape, dtype and strides.
-        mesh: The ranks; a dimension at a time, the last one first.
+        tensor: A tensor of any shape, dtype and strides.
+        mesh: The ranks; the tensor is sent over one dimension at a time, the last one first.
     """
     value = tensor.detach()
     sent = value if value.is_contiguous() else value.contiguous()
@@ -27,5 +27,5 @@ def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as uint8, of one dimension."""
+    """Return the memory of a contiguous tensor as a one-dimensional uint8 tensor."""
     return tensor.reshape(-1).view(torch.uint8)

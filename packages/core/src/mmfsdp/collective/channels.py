@@ -1,7 +1,7 @@
-"""The four ways in which ranks talk, over a gloo group of their own: what a collective step is made of.
+"""The four operations by which ranks exchange messages, over a gloo group of their own.
 
-Messages go over gloo, so that waiting for one rank that writes a terabyte does not run into the watchdog of the group
-that trains, and that nothing is sent to a device before one is chosen.
+Messages go over gloo for two reasons: waiting for a rank that writes a terabyte does not trigger the watchdog of the
+group that trains, and nothing is sent to a device before the device is chosen.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ _HOUR = 3600.0
 
 
 class Channel(Protocol):
-    """How one rank talks to the others. Ranks are named by their places; the first is 0."""
+    """How one rank exchanges messages with the others. A rank is identified by its place; the first is 0."""
 
     def lowest(self, values: Sequence[int]) -> list[int]:
-        """Return for each place of ``values`` the lowest that any rank gave. Collective: every rank, equally many."""
+        """Return the element-wise minimum over all ranks. Collective: every rank, with equally many values."""
         ...
 
     def broadcast(self, item: Any, origin: int) -> Any:
-        """Return what the rank at ``origin`` gave. Collective: every rank."""
+        """Return the item of the rank at ``origin``. Collective: every rank."""
         ...
 
     def send(self, item: Any, place: int) -> None:
-        """Send an object to one rank, which receives it."""
+        """Send an object to one rank, which must call `receive`."""
         ...
 
     def receive(self, place: int) -> Any:
-        """Return the object that one rank sends to this one."""
+        """Return the object that another rank sends to this one."""
         ...
 
 
 class GlooChannel:
-    """Talks over a gloo group; an error that says what ranks were doing replaces gloo's.
+    """A channel over a gloo group. Its errors say what the ranks were doing, instead of gloo's own.
 
     Args:
         group: A gloo group.
         ranks: Global ranks by place.
 
     Raises:
-        LostRankError: By all methods: a rank died, or does not take part.
+        LostRankError: From every method, if a rank died or does not take part.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self.group, self._ranks = group, ranks
 
     def lowest(self, values: Sequence[int]) -> list[int]:
-        """See `Channel`. One reduction, of eight bytes a value."""
+        """See `Channel`. Costs one reduction of eight bytes per value."""
         reduced = torch.tensor(values, dtype=torch.int64)
-        with naming_lost_ranks("ranks agreed that a step was done"):
+        with naming_lost_ranks("the ranks agreed whether a step succeeded"):
             dist.all_reduce(reduced, dist.ReduceOp.MIN, group=self.group)
         return [int(value) for value in reduced]
 
     def broadcast(self, item: Any, origin: int) -> Any:
         """See `Channel`."""
         sent = [item]
-        with naming_lost_ranks("one rank told the others something"):
+        with naming_lost_ranks("one rank sent an object to all others"):
             dist.broadcast_object_list(sent, src=self._ranks[origin], group=self.group)
         return sent[0]
 
     def send(self, item: Any, place: int) -> None:
         """See `Channel`."""
-        with naming_lost_ranks(f"a message was sent to rank {self._ranks[place]}"):
+        with naming_lost_ranks(f"this rank sent a message to rank {self._ranks[place]}"):
             dist.send_object_list([item], dst=self._ranks[place], group=self.group)
 
     def receive(self, place: int) -> Any:
         """See `Channel`."""
         received = [None]
-        with naming_lost_ranks(f"a message of rank {self._ranks[place]} was waited for"):
+        with naming_lost_ranks(f"this rank waited for a message from rank {self._ranks[place]}"):
             dist.recv_object_list(received, src=self._ranks[place], group=self.group)
         return received[0]
 
 
 def wait_timeout() -> timedelta:
-    """Return how long a rank waits for another one: an hour, or the seconds in the variable ``MMFSDP_TIMEOUT``.
+    """Return how long a rank waits for the others: one hour, or the seconds in the variable ``MMFSDP_TIMEOUT``.
 
     Raises:
         ConfigError: The variable is not a positive number.
@@ -98,24 +98,24 @@ def wait_timeout() -> timedelta:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigError(f"{_TIMEOUT} is {given!r}, not a number of seconds above 0. Unset it to wait for an hour.")
+        raise ConfigError(f"{_TIMEOUT} is {given!r}, not a positive number of seconds. Unset it to wait for one hour.")
     return timedelta(seconds=seconds)
 
 
 def host_of() -> str:
-    """Return the name of this rank's host, for messages."""
+    """Return the name of this host, for messages."""
     return socket.gethostname()
 
 
 @contextmanager
 def naming_lost_ranks(doing: str) -> Iterator[None]:
-    """Let what torch raises when a rank is gone say what that means.
+    """Replace what torch raises when a rank is gone by an error that explains it.
 
     Args:
         doing: What ranks were doing, as in ``"ranks met for the first time"``.
 
     Raises:
-        LostRankError: In place of torch's error.
+        LostRankError: Instead of torch's error.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LostRankError(
-            f"A rank did not answer while {doing}, on host {host_of()!r}. It died or was killed, raised an error that "
-            "only it has, did not make this call, which every rank must make, or needed longer than "
+            f"A rank did not answer while {doing} (this is host {host_of()!r}). It died, raised an error of its own, "
+            "did not make this call, which every rank must make, or took longer than "
             f"{wait_timeout().total_seconds():.0f} s ({_TIMEOUT} sets how long ranks wait). torch says: {reason}"
         ) from error

@@ -1,4 +1,4 @@
-"""Naming what a rank was waiting for when the others did not come."""
+"""Turns the errors of gloo and NCCL into an error that says what a rank was waiting for."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _LOST = re.compile(r"gloo|nccl|timed? ?out|connection (closed|reset|refused)|bro
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Tell whether an error is what torch raises when another rank does not answer."""
+    """Return whether an error is what torch raises when another rank does not answer."""
     if not isinstance(error, RuntimeError) or isinstance(error, MmfsdpError):
         return False
     return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 
 class Waiting:
-    """A context in which ranks communicate: what gloo or NCCL raise becomes a `LostRankError`.
+    """A context in which ranks communicate: errors of gloo and NCCL become a `LostRankError`.
 
     Args:
-        doing: What this rank does, as in "while gathering the shard unit 'blocks.0'".
+        doing: What this rank does, worded to follow "while": ``"gathering the shard unit 'blocks.0'"``.
     """
 
     __slots__ = ("_doing",)
@@ -42,10 +42,10 @@ class Waiting:
         if is_lost(error):
             first_line = str(error).strip().partition("\n")[0]
             raise LostRankError(
-                f"This rank waited for the others in vain while {self._doing} ({first_line}). All ranks must run the "
-                "same units equally often. Usual causes: ranks have different numbers of batches (let the sampler pad "
-                "or drop: round_up=True, drop_last=True); a unit is used on some ranks only (exclude it in the wrap "
-                "policy); one rank alone did what all must do together, such as clipping, saving or a forward; or "
-                "another rank failed or was killed, which its own output says.",
+                f"The other ranks did not take part while this rank was {self._doing} ({first_line}). All ranks must "
+                "run the same units equally often. Usual causes: ranks have different numbers of batches (let the "
+                "sampler pad or drop: round_up=True, drop_last=True); only some ranks use a unit (exclude it in the "
+                "wrap policy); one rank alone made a call that every rank must make, such as clipping, saving or a "
+                "forward; or another rank failed or was killed (see its own output).",
                 rank=dist.get_rank(),
             ) from error

@@ -1,4 +1,4 @@
-"""What ranks do together: a step succeeds on all of them or raises on all, and no rank waits for one that gave up."""
+"""Steps that ranks do together: a step succeeds on all ranks or raises on all, so no rank waits for one that failed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _NOBODY = 1 << 62  # more than any place
 
 @dataclass(frozen=True)
 class Scope:
-    """The ranks that act together, and how they talk."""
+    """The ranks that act together, and how they exchange messages."""
 
     channel: Channel
-    """How they talk."""
+    """How they exchange messages."""
     size: int
-    """How many there are."""
+    """Number of ranks."""
     place: int
     """This rank's place among them, in the order of the mesh; the first is 0."""
 
@@ -57,7 +57,7 @@ _scopes: dict[tuple[int, ...], tuple[Any, Scope]] = {}
 
 
 def scope_of(given: Any) -> Scope:
-    """Return the scope of a mesh's ranks, made on first use. Collective: every rank of the mesh.
+    """Return the scope of a mesh's ranks, which is made on first use. Collective: every rank of the mesh.
 
     Args:
         given: A DeviceMesh, a process group, a pair of groups that span a mesh, or None for the whole world.
@@ -73,14 +73,14 @@ def scope_of(given: Any) -> Scope:
         )
     ranks = _ranks_of(given)
     world, scope = _scopes.get(ranks, (None, None))
-    if scope is None or world is not dist.group.WORLD:  # groups end with the world that they were made in
+    if scope is None or world is not dist.group.WORLD:  # groups end with the world they were made in
         scope = new_scope(given)
         _scopes[ranks] = dist.group.WORLD, scope
     return scope
 
 
 def new_scope(given: Any) -> Scope:
-    """Return a scope with a group of its own, for what runs beside other collectives. Collective: every rank of it.
+    """Return a scope with a group of its own, for work beside other collectives. Collective: every rank of it.
 
     Args:
         given: See `scope_of`.
@@ -98,13 +98,13 @@ def new_scope(given: Any) -> Scope:
 
 
 def count_groups_alike(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let all ranks of some groups be in equally many, before they make another one by themselves. Collective.
+    """Make all ranks of some groups members of equally many groups, before they make another one. Collective.
 
-    torch names a group that its own ranks make after these ranks and the number of groups that a process has. Where
-    that differs, ranks would never meet; there is no public way to name a group.
+    torch names a group that only its own ranks make after these ranks and the number of groups that the process has. If
+    these numbers differ, the ranks wait for each other forever; torch has no public way to name a group.
 
     Args:
-        groups: Those of a mesh: every rank of them must call.
+        groups: The groups of a mesh; every rank of them must call this.
     """
     names = dist.distributed_c10d._world.pg_names
     most = len(names)
@@ -117,12 +117,12 @@ def count_groups_alike(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def is_group_pair(given: Any) -> bool:
-    """Tell whether ``given`` is a pair of process groups."""
+    """Return whether ``given`` is a pair of process groups."""
     return isinstance(given, Sequence) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
 
 
 def place_in(mesh: DeviceMesh) -> int:
-    """Return this rank's place in the mesh, counted row by row; the first is 0."""
+    """Return this rank's place in the mesh, in row-major order; the first is 0."""
     place = 0
     for size, coordinate in zip(mesh.mesh.shape, mesh.get_coordinate() or [], strict=True):
         place = place * size + coordinate
@@ -135,8 +135,8 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
     Costs one reduction of eight bytes, whatever the number of ranks.
 
     Args:
-        step: What to do. It must not be collective itself, or others would wait in it for the rank that failed.
-        scope: Who takes part.
+        step: What to do. It must not be collective itself, or the others would wait in it for the rank that failed.
+        scope: The ranks that take part.
 
     Returns:
         What ``step`` returned on this rank.
@@ -159,7 +159,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         told = broadcast_object(scope, _portable(failure), origin=origin) if origin != _NOBODY else None
     except LostRankError:
         if failure is not None:
-            raise failure from None  # why the others could not be reached matters less
+            raise failure from None  # this rank's own error matters more than the lost ranks
         raise
     if told is None:
         return result  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
 
 
 def shared(step: Callable[[], T | None], scope: Scope) -> T:
-    """Run ``step``, which does something on the first rank only, and return its result on all. Collective."""
+    """Run ``step``, which acts on the first rank only, and return its result on all ranks. Collective: every rank."""
     return broadcast_object(scope, on_all_ranks(step, scope))  # type: ignore[return-value]
 
 
@@ -179,8 +179,8 @@ def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
     """Return one rank's ``item`` on all. Collective: every rank of the scope.
 
     Args:
-        scope: Who takes part.
-        item: What to send; what other ranks give is ignored. It must be picklable.
+        scope: The ranks that take part.
+        item: What to send; it must be picklable. The items of other ranks are ignored.
         origin: The place of the rank that sends.
     """
     if scope.size == 1:
@@ -190,9 +190,9 @@ def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
 
 
 def gather_to_first(scope: Scope, item: T) -> list[T] | None:
-    """Return every rank's ``item`` on the first, in the order of the mesh, and None on others. Collective.
+    """Return the items of all ranks on the first, in the order of the mesh, and None on the others. Collective.
 
-    Other ranks send one message, whatever the number of ranks.
+    Every other rank sends one message, whatever the number of ranks.
     """
     if not scope.is_first:
         scope.channel.send(item, 0)
@@ -204,8 +204,8 @@ def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
     """Return on each rank the item that the first rank has for it. Collective: every rank of the scope.
 
     Args:
-        scope: Who takes part.
-        items: On the first rank one for each rank, in the order of the mesh; ignored on others.
+        scope: The ranks that take part.
+        items: On the first rank one item per rank, in the order of the mesh; ignored on other ranks.
     """
     if not scope.is_first:
         received: T = scope.channel.receive(0)
@@ -217,16 +217,16 @@ def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
 
 
 def gather_objects(scope: Scope, item: T) -> list[T]:
-    """Return every rank's ``item`` on every rank, in the order of the mesh. Collective: every rank of the scope.
+    """Return the items of all ranks on every rank, in the order of the mesh. Collective: every rank of the scope.
 
-    What each rank receives grows with the number of ranks: for small items, and errors.
+    Use it for small items and for errors: each rank receives data that grows with the number of ranks.
     """
     gathered = gather_to_first(scope, item)
     return broadcast_object(scope, gathered)  # type: ignore[arg-type] # only the first rank's list counts
 
 
 def all_equal(scope: Scope, text: str) -> bool:
-    """Tell whether ``text`` is the same on every rank. Collective: every rank of the scope.
+    """Return whether ``text`` is the same on every rank. Collective: every rank of the scope.
 
     Costs one reduction of sixteen bytes, whatever the number of ranks.
     """
@@ -236,7 +236,7 @@ def all_equal(scope: Scope, text: str) -> bool:
 
 
 def any_of(scope: Scope, flag: bool) -> bool:
-    """Tell whether ``flag`` is true on any rank. Collective: every rank of the scope."""
+    """Return whether ``flag`` is true on any rank. Collective: every rank of the scope."""
     return scope.channel.lowest([-flag]) == [-1]
 
 
@@ -257,15 +257,15 @@ def _ranks_of(given: Any) -> tuple[int, ...]:
 
 
 def _spanned(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> tuple[int, ...]:
-    """The ranks of the mesh that two groups span: those of every inner group that a rank of the outer one is in."""
+    """Return the ranks of the mesh that two groups span: all members of the inner groups of the outer group's ranks."""
     rows: list[Any] = [None] * dist.get_world_size(outer)
-    with naming_lost_ranks("ranks told each other which groups they are in"):
+    with naming_lost_ranks("the ranks compared the groups they are in"):
         dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
     return tuple(sorted(rank for row in rows for rank in row))
 
 
 def _portable(failure: BaseException | None) -> MmfsdpError | None:
-    """What other ranks are told of an error: one of ours that can be sent."""
+    """Return an error that can be sent to the other ranks and that stands for ``failure`` there."""
     if failure is None:
         return None
     if not isinstance(failure, MmfsdpError):

@@ -1,4 +1,4 @@
-"""Buffers that all ranks are to have alike, as DistributedDataParallel keeps them."""
+"""Keeps buffers equal on all ranks, as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["broadcast_buffers", "keep_buffers_alike"]
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of the mesh's first. Collective: every rank; one broadcast per device."""
+    """Copy the first rank's buffers to every rank of the mesh. Collective: every rank; one broadcast per device."""
     state = find_sharded_model(model)
     places: dict[torch.device, list[torch.Tensor]] = {}
     for buffer in state.module.buffers():
@@ -27,14 +27,14 @@ def broadcast_buffers(model: nn.Module) -> None:
             broadcast_tensor(joined, state.mesh)
             sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
             for buffer, part in zip(buffers, joined.split(sizes), strict=True):
-                # A copy of its own, as a dtype may not begin at any byte.
+                # A copy, because a part may begin at an address that its dtype does not allow.
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def keep_buffers_alike(model: nn.Module) -> None:
-    """Broadcast buffers before each forward that is trained on, but not within an accumulation. Not collective.
+    """Broadcast buffers before each training forward, except within an accumulation. Not collective.
 
-    That is what ``DistributedDataParallel(broadcast_buffers=True)`` does.
+    ``DistributedDataParallel(broadcast_buffers=True)`` does the same.
 
     Args:
         model: A sharded model.

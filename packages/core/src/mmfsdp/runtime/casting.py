@@ -1,4 +1,4 @@
-"""Keeping chosen modules, such as batch norm, in float32 inside a model that computes in less."""
+"""Lets chosen modules, such as batch norm, compute in float32 inside a model of lower precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def compute_in_full_precision(module: nn.Module) -> None:
-    """Cast low-precision inputs of ``module`` to float32, and its outputs back to the dtype they came in."""
+    """Cast low-precision inputs of ``module`` to float32, and its outputs back to the dtype of the inputs."""
     incoming: list[torch.dtype | None] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

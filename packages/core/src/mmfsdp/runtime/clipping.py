@@ -1,4 +1,4 @@
-"""The norm of gradients over all ranks, and scaling them, with one kernel for many tensors."""
+"""Computes the norm of gradients over all ranks, and scales them, with one kernel for many tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmfsdp.collective.lost_ranks import Waiting
 __all__ = ["global_norm", "scale_down_"]
 
 _Placed = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh, and those of its dimensions over which tensors are sharded."""
+"""A mesh, and the mesh dimensions over which tensors are sharded."""
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float, foreach: bool 
     norms = [_reduced(_norm(parts, norm_type, foreach), *placed, norm_type) for placed, parts in sharded.items()]
     if whole or not norms:
         norms.append(_norm(whole, norm_type, foreach))
-    # Of the parameters: a rank may hold no element of those that have the widest.
+    # From the parameters, not the gradients: a rank may hold no element of the widest dtype.
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([_wide(norm).to(device) for norm in norms]), norm_type)

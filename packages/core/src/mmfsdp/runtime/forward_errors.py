@@ -1,4 +1,4 @@
-"""Saying what went wrong inside a sharded model, in terms of the user's modules."""
+"""Explains errors inside a sharded model's forward in terms of the user's modules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["explain_forward_error"]
 
 
 def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
-    """Add a note to ``error`` if code read parameters of a unit that was not gathered.
+    """Add a note to ``error`` if code read parameters of a unit that was not gathered. Not collective.
 
-    Calls of modules gather what they need. That leaves weights that are read by other code than a forward: by a method
-    of a unit that the plan does not list, or by another module.
+    Module calls gather the parameters that they need. What remains is code that reads weights outside of a forward: a
+    unit's method that the plan does not list, or another module.
 
     Args:
-        error: What forward raised; changed by a note.
-        state: The model.
+        error: The exception of a forward; the note is added to it.
+        state: The model's state.
     """
     if not state.is_fsdp1 and "DTensor" not in str(error):
         return
@@ -50,12 +50,12 @@ def _note(error: BaseException, state: ShardedModel, names: dict[int, str], read
     unit = next(unit for unit in state.plan.units if any(read[0] in _names_of(param) for param in unit.params))
     place = unit.fqn or "(root)"
     leave_out = (
-        f"change the wrap policy so that {place!r} is no unit of its own (exclude_wrap_modules=['{unit.class_name}'] "
-        "in MMEngine's size policy)."
+        f"change the wrap policy so that {place!r} is not a unit of its own "
+        f"(exclude_wrap_modules=['{unit.class_name}'] in MMEngine's size policy)."
     )
     method = _entry(error, names, unit)
     if method in unit.forward_methods:
-        why = f"the method {method!r} ran the unit's forward, which frees them as it ends"
+        why = f"the method {method!r} ran the unit's forward, which frees them when it ends"
         remedy = "Read them before that, or call the layer that holds them"
     else:
         why = "code other than the unit's forward reads them"
@@ -73,13 +73,13 @@ def _source(entry: traceback.FrameSummary) -> str:
 
 
 def _read(state: ShardedModel, frame: FrameType, source: str, fqn: str) -> Iterator[str]:
-    """Names of parameters that a line of a module's code reads, as far as can be told from outside."""
+    """Yield the names of parameters that a line of a module's code reads, as far as its text and frame show."""
     known = {name for param in state.plan.all_params() for name in _names_of(param)}
     held = {id(_value(state, name)): name for name in known}
     found = [held[id(value)] for value in frame.f_locals.values() if id(value) in held and value is not None]
     for chain in re.findall(r"\bself((?:\.\w+|\[\d+\])+)", source):
         steps = re.sub(r"\[(\d+)\]", r".\1", chain).strip(".").split(".")
-        # What follows the parameter's name, such as .T, is no part of it.
+        # A suffix such as .T is not part of the parameter's name.
         found += [".".join([*([fqn] if fqn else []), *steps[:end]]) for end in range(1, len(steps) + 1)]
     yield from dict.fromkeys(name for name in found if name in known)
 
@@ -90,21 +90,21 @@ def _value(state: ShardedModel, name: str) -> Any:
 
 
 def _is_in_pieces(state: ShardedModel, name: str) -> bool:
-    """Whether a parameter shows a shard of itself, or nothing, where its module expects the whole."""
+    """Return whether a module that expects the whole parameter sees only a shard, or nothing."""
     value = _value(state, name)
     if not state.is_fsdp1 or not isinstance(value, torch.Tensor):
         return isinstance(value, DTensor) or state.is_fsdp1
     [shape] = [param.shape for param in state.plan.all_params() if name in _names_of(param)]
-    # Of use_orig_params=False it is a view of memory that was freed.
+    # With use_orig_params=False it is a view of memory that was freed.
     return value.shape != shape or value.untyped_storage().size() < value.numel() * value.element_size()
 
 
 def _entry(error: BaseException, names: dict[int, str], unit: ShardUnit) -> str | None:
-    """The method of a unit's own module that was called from outside, if that is how it came to the error."""
+    """Return the method of a unit's module that was called from outside and led to the error, if there is one."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module, name = frame.f_locals.get("self"), frame.f_code.co_name
         if isinstance(module, nn.Module) and names.get(id(module)) in unit.fqns:
-            if name == "wrapped_method":  # of register_fsdp_forward_method; the method itself comes next
+            if name == "wrapped_method":  # torch's register_fsdp_forward_method adds it; the method itself comes next
                 continue
             return None if unit.is_root or name == "forward" or hasattr(nn.Module, name) or name == "inner" else name
     return None

@@ -1,9 +1,10 @@
-"""Gradients that only some ranks have, and gradients of parameters held whole: what is done at the end of a backward.
+"""Completes gradients at the end of a backward: those that only some ranks have, and those of whole parameters.
 
 A rank whose graph lacks a parameter contributes zeros to the sum, as with DistributedDataParallel. If no rank used the
-parameter, its gradient stays None: zeros would let weight decay and momentum move it. Ranks agree on what was used with
-one all-reduce of a byte per parameter, which only ranks that lack one wait for. It also tells when ranks gathered and
-reduced different units, which nothing else would notice if these are of equal size.
+parameter, its gradient stays None: with zeros, weight decay and momentum would change the parameter. The ranks agree on
+the used parameters with one all-reduce of a byte per parameter, and only ranks that lack a gradient wait for it. The
+same message detects ranks that gathered and reduced different units, which would go unnoticed if the units have equal
+sizes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class GradientAgreement:
 
     Args:
         mesh: All ranks that train together.
-        groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters need no help.
-        whole: Parameters that every rank holds whole; their gradients are averaged here, one bucket per dtype.
-        is_reduced: Whether the backward under way reduces gradients of parameters held whole.
+        groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters always have
+            gradients.
+        whole: Parameters that every rank holds whole; their gradients are averaged here, in one bucket per dtype.
+        is_reduced: Returns whether the current backward reduces the gradients of whole parameters.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class GradientAgreement:
             self._count += len(list(shards_of(group)))
 
     def begin(self) -> None:
-        """Called in a backward that reduces gradients: have its end complete them, once."""
-        backward = torch._C._current_graph_task_id()  # there is no public name for "this backward"
+        """Arrange that the current backward completes its gradients at its end. Call it as often as you like."""
+        backward = torch._C._current_graph_task_id()  # torch has no public name for the current backward
         if backward != self._backward:
             self._backward = backward
             Variable._execution_engine.queue_callback(self._finish)
 
     def check(self) -> None:
-        """Wait for what the last backward sent. Not collective; on an accelerator the host does not wait.
+        """Check the message of the last backward if it has arrived. Not collective; the host never waits for a device.
 
         Raises:
             RankMismatchError: Ranks gathered and reduced different units.
@@ -91,7 +93,7 @@ class GradientAgreement:
             if torch.is_grad_enabled():
                 self._trained_with.add(first)
             live = group()
-            assert live is not None  # it is its method
+            assert live is not None  # one of its methods is running
             if will_gather(live):
                 self._note(first, 0)
             with Waiting(f"gathering the shard unit {name_of(live)!r}"):
@@ -114,7 +116,7 @@ class GradientAgreement:
         def complete_and_reduce(*args: Any) -> Any:
             live = group()
             assert live is not None
-            # Units that no rank used since the last reduction are not reduced.
+            # A unit that no rank used since the last reduction is not reduced.
             if live.reduce_grads and (first in self._trained_with or has_gradient(live)):
                 self._trained_with.discard(first)
                 self._remember(first, list(shards_of(live)), stand_in_for_missing(live))
@@ -127,13 +129,13 @@ class GradientAgreement:
 
     def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
         known = self._missing.get(first)
-        if known is None:  # what has a gradient from an earlier backward keeps it
+        if known is None:  # a gradient of an earlier backward is kept
             self._missing[first] = {place: shards[place] for place in missing if shards[place].grad is None}
-        else:  # a unit that ran several times is reduced several times
+        else:  # a unit that ran several times is reduced as often
             self._missing[first] = {place: known[place] for place in missing if place in known}
 
     def _note(self, *step: int) -> None:
-        self._sequence = hash((self._sequence, *step))  # of numbers: the same in every process
+        self._sequence = hash((self._sequence, *step))  # numbers have the same hash in every process
 
     def _finish(self) -> None:
         missing = [(first + place, shard) for first, found in self._missing.items() for place, shard in found.items()]
@@ -173,7 +175,7 @@ class GradientAgreement:
         for params in buckets.values():
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
             joined = torch.cat([grad.reshape(-1) for grad in grads])
-            with Waiting("averaging the gradients of parameters held whole"):
+            with Waiting("averaging the gradients of whole parameters"):
                 for group in self._rank_groups:
                     dist.all_reduce(joined, group=group)
             joined.div_(self._world_size)
@@ -186,7 +188,7 @@ class GradientAgreement:
 
 
 class _Sent:
-    """A message that all ranks reduce by the largest byte: what is used anywhere, and a digest both ways round."""
+    """A message that all ranks reduce by maximum: which parameters were used, and a digest with its complement."""
 
     def __init__(self, digest: bytes, content: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
         self._digest = digest
@@ -198,27 +200,27 @@ class _Sent:
             self._work = dist.all_reduce(content, dist.ReduceOp.MAX, group=group, async_op=True)
         self._event: Any = None
         if content.device.type != "cpu":
-            self._work.wait()  # on an accelerator the stream waits, and not the host
+            self._work.wait()  # on an accelerator the stream waits, not the host
             self._content = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
             self._content.copy_(content, non_blocking=True)
             self._event = torch.get_device_module(content.device).Event()
             self._event.record()
 
     def has_arrived(self) -> bool:
-        """Whether `check` will not keep the host waiting for an accelerator."""
+        """Return whether `check` can run without making the host wait for an accelerator."""
         return self._event is None or bool(self._event.query())
 
     def check(self) -> bytes:
-        """Wait for the other ranks and return which parameters any of them used, a byte for each."""
-        with Waiting("agreeing on the parameters that were used in backward"):
+        """Wait for the other ranks, and return one byte per parameter: whether any rank used it."""
+        with Waiting("agreeing on the parameters that a backward used"):
             self._work.wait() if self._event is None else self._event.synchronize()
         content = bytes(self._content.tolist())
         digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
         if digest != self._digest or inverse != bytes(255 - byte for byte in digest):
             raise RankMismatchError(
-                "Ranks gathered or reduced different shard units, or in another order, so this backward mixed up their "
-                "parameters or gradients. Every rank must run the same units: a part of the model that only some ranks "
-                "use must not be a unit of its own (exclude it in the wrap policy), and nothing that gathers may be "
-                "called on one rank alone."
+                "Ranks gathered or reduced different shard units, or the same ones in another order, so this backward "
+                "mixed up parameters or gradients. Every rank must run the same units: a part of the model that only "
+                "some ranks use must not be a unit of its own (exclude it in the wrap policy), and calls that gather "
+                "must be made on every rank."
             )
         return content

@@ -1,4 +1,4 @@
-"""Refusing an optimizer step that would train nothing, or the wrong thing."""
+"""Refuses optimizer steps that would silently train nothing, or train incorrectly."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["unwatched", "watch_optimizers"]
 
 @dataclass(slots=True)
 class _Known:
-    """What was found out about an optimizer when it stepped first."""
+    """What is known about an optimizer since its first step."""
 
     num_params: int
     models: list[weakref.ref[ShardedModel]]
     mixed: list[dict[str, Any]]
-    """Param groups that hold sharded and whole parameters, whose steps cannot be fused over all of them."""
+    """Param groups with both sharded and whole parameters; torch cannot step all of them in one fused call."""
 
 
 _hooks: list[Any] = []
@@ -38,7 +38,7 @@ _paused = False
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer's steps from now on; those of other models pass untouched."""
+    """Check the steps of every optimizer from now on; steps of optimizers of other models are not changed."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
@@ -46,7 +46,7 @@ def watch_optimizers() -> None:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let optimizers step unchecked: torch steps them with zero gradients to make their state."""
+    """Suspend the checks: torch steps an optimizer with zero gradients to create its state."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -61,7 +61,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != count:
-        # Once per optimizer: whose parameters are these?
+        # Once per optimizer, find the models that own its parameters.
         params = [param for group in optimizer.param_groups for param in group["params"]]
         models = [model for model in live_models() if model.owns(params)]
         for model in models:
@@ -108,22 +108,22 @@ def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[to
 
 
 def _is_mixed(group: dict[str, Any], name: str) -> bool:
-    """Whether ``foreach``, torch's default on accelerators, would meet sharded and whole parameters in one call."""
+    """Return whether ``foreach``, torch's default on accelerators, would mix sharded and whole parameters."""
     trained = [param for param in group["params"] if param.requires_grad]
     if len({isinstance(param, DTensor) for param in trained if param.dim()}) < 2 or "foreach" not in group:
         return False
     for setting in ("foreach", "fused"):
         if group.get(setting):
             raise ShardStateError(
-                f"{name} has {setting}=True and a param group of both sharded and whole (ignored) parameters, which "
-                f"torch cannot compute in one call. Leave {setting} unset, or give the whole ones a param group of "
-                f"their own with {setting}=False."
+                f"{name} has {setting}=True and a param group with both sharded and whole (ignored) parameters, which "
+                f"torch cannot compute in one call. Leave {setting} unset, or put the whole parameters into a param "
+                f"group of their own with {setting}=False."
             )
     return group["foreach"] is None
 
 
 def _grad_scaler() -> GradScaler | None:
-    """The GradScaler among the callers, if there is one: it steps the optimizer itself."""
+    """Return the GradScaler among the callers, which steps the optimizer itself; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         scaler = frame.f_locals.get("self")

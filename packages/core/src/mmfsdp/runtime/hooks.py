@@ -1,4 +1,4 @@
-"""How a sharded model's runtime gets to know of forwards, gradients and reads of its parameters."""
+"""Installs the hooks that report forwards, backwards and reads of parameters to a sharded model's state."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["install_hooks", "route_calls"]
 
 
 def install_hooks(state: ShardedModel, module: nn.Module) -> None:
-    """Hook a sharded root so that its runtime knows what happens to it. Not collective.
+    """Install the hooks that keep a sharded model's state up to date. Not collective.
 
     Args:
-        state: The runtime; the hooks keep only weak references.
-        module: The root.
+        state: The model's state; the hooks keep only weak references to it.
+        module: The sharded root.
     """
     me, root = weakref.ref(state), weakref.ref(module)
 
@@ -45,7 +45,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if (live := me()) is not None:
-            # torch calls this hook from an except block when forward failed, with no output.
+            # If forward failed, torch calls this hook in an except block, without an output.
             _end_forward(live, sys.exception() if output is None else None)
 
     module.register_forward_pre_hook(before, prepend=True)
@@ -67,13 +67,13 @@ def _end_forward(state: ShardedModel, error: BaseException | None) -> None:
 
 
 def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
-    """Let ``parameters()`` of the root yield shards, whatever is gathered, and leave it gathered."""
+    """Make ``parameters()`` of the root yield shards at all times, and keep gathered units gathered."""
     original = type(module).named_parameters
 
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         live, this = me(), root()
         params = original(this, *args, **kwargs)  # type: ignore[arg-type]
-        # Code inside a forward or a backward computes with what is gathered.
+        # Code inside a forward or backward computes with gathered parameters.
         gathered = live.gathered() if live is not None and live.parameters_are_settled() else {}
         for name, param in params:
             yield name, gathered[id(param)][1] if id(param) in gathered else param
@@ -95,7 +95,7 @@ def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.
 
 
 def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
-    """Have each backward that reduces gradients complete them at its end."""
+    """Make each backward that reduces gradients complete them at its end."""
     trained = [param for param in state.whole_params if param.requires_grad]
     if state.is_fsdp1 and not trained:
         return
@@ -111,17 +111,17 @@ def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None
     for param in trained:
         param.register_post_accumulate_grad_hook(begin)
     for flat in flat_params(state.module):
-        # A rank may use none of the parameters held whole; it uses flat ones in any case.
+        # A rank may use no whole parameter, but it always uses flat ones.
         if flat.requires_grad:
             flat.register_hook(begin)
 
 
 def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
-    """Let units, their methods that the plan lists, and layers inside them be called from anywhere. Not collective.
+    """Make units, their methods that the plan lists, and layers inside them callable from anywhere. Not collective.
 
     Args:
-        state: The runtime.
-        parts: What `parts_of_units` returned before the model was sharded.
+        state: The model's state.
+        parts: The result of `parts_of_units` before the model was sharded.
     """
     begin = _begin_at_root(state)
     wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(state.module)}
@@ -140,7 +140,7 @@ def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
 
 
 def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
-    """Let units be called before their root ever was: torch takes the first module that runs for the root."""
+    """Return what makes units callable before their root: torch takes the first module that runs as the root."""
     me = weakref.ref(state)
     begun = False
 
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
-    """A method of the root that computes as forward does, but that no hook sees."""
+    """Return a method of the root that is treated as a forward, although no hook sees its calls."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Letting a layer inside a shard unit be called from outside of the unit's forward.
+"""Makes layers inside a shard unit callable from outside the unit's forward.
 
-Detectors do it: a decoder calls branches of the head, a backbone the ``downsample`` of its stages, a loss ``head.fc``.
-Such a call gathers the unit, computes, and frees it again, with the same hooks as a call of the unit.
+Detectors make such calls: a decoder calls branches of the head, a backbone the ``downsample`` of its stages, and a loss
+``head.fc``. Such a call gathers the unit, computes, and frees the unit, with the same hooks as a call of it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _tracker = ModuleTracker()
 
 
 class UnitGate:
-    """Whether a unit is in use, and a way to use it for a call other than its forward.
+    """Knows whether a unit is in use, and runs calls other than its forward with the unit gathered.
 
     Args:
-        begin: Called before each use: makes torch take the model for the root, and not the first unit that runs.
+        begin: Called before each use. It makes torch take the model as the root, rather than the first unit that runs.
 
     Attributes:
-        is_open: Whether a use has begun and not ended: layers of the unit compute as they are.
-        members: Modules that are called as the unit, several if they share parameters.
-        pending: What the unit's module is to run in place of its forward; only engine ``fsdp1`` sets it.
+        is_open: Whether a use has begun and not ended; meanwhile layers of the unit compute as usual.
+        members: The modules that are the unit; there are several if they share parameters.
+        pending: What the unit's module runs instead of its forward; only engine ``fsdp1`` sets it.
         run: ``(forward, *args, **kwargs)``, computes ``forward`` with the unit gathered. Set once the unit is watched.
     """
 
@@ -52,7 +52,7 @@ class UnitGate:
         self._missing: set[nn.Module] = set()
 
     def watch(self, members: list[nn.Module]) -> None:
-        """Open with each call of ``members``, and close after it."""
+        """Open the gate before each call of ``members``, and close it after the call."""
         self.members = members
         for module in members:
             module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
@@ -68,7 +68,7 @@ class UnitGate:
 
     @property
     def is_between_members(self) -> bool:
-        """Whether some modules of a unit of several ran, and it stays gathered until the others did."""
+        """Whether only some modules of a unit have run: it stays gathered until the others have."""
         return bool(self._missing) and any(
             not isinstance(param, DTensor) for member in self.members for param in member.parameters()
         )
@@ -81,12 +81,12 @@ class UnitGate:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._missing.discard(module)
-        # Also after a call within another use: torch has freed the unit now, whoever began.
+        # Also after a nested call: torch has freed the unit now, whichever call began the use.
         self.is_open = False
 
 
 class _Routed:
-    """What stands in ``forward`` of a module inside a unit."""
+    """Replaces ``forward`` of a module inside a unit."""
 
     def __init__(self, module: nn.Module, gate: UnitGate) -> None:
         self.module = module
@@ -108,14 +108,14 @@ class _Routed:
         return getattr(self.__dict__["forward"], name)
 
     def __reduce__(self) -> Any:
-        # A copy of the module is a plain module: nothing gathers it.
+        # A copy of the module is a plain module, which nothing gathers.
         if self.replaced is not None:
             return _itself, (self.replaced,)
         return MethodType, (type(self.module).forward, self.module)
 
 
 class _RoutedUnit(_Routed):
-    """The same for the module of a flat unit, whose forward is also the way to everything inside it."""
+    """Replaces ``forward`` of a flat unit's module, through which calls of everything inside go."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate = self.gate
@@ -144,21 +144,21 @@ def _itself(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UnitParts:
-    """A unit's modules, found before sharding changes them."""
+    """A unit's modules, as they are before sharding."""
 
     unit: ShardUnit
     modules: list[nn.Module]
     owned: list[nn.Module]
-    """All modules in the unit and in no unit below it."""
+    """All modules of the unit, without those of units below it."""
     holders: list[nn.Module]
-    """Those of them, the unit's modules left out, that compute with its parameters when they are called."""
+    """The owned modules that compute with the unit's parameters, without the unit's own modules."""
 
 
 def parts_of_units(model: nn.Module, plan: ShardPlan) -> list[UnitParts]:
-    """Return what belongs to each unit.
+    """Return the modules of each unit. Not collective.
 
     Args:
-        model: The model that the plan was made for, not yet sharded.
+        model: The model that the plan was made for, before sharding.
         plan: The plan.
     """
     named = dict(model.named_parameters())
@@ -187,12 +187,12 @@ def _holders(owned: list[nn.Module], units: list[nn.Module], params: set[int]) -
 
 
 def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool) -> None:
-    """Prepare a unit of ``fully_shard``.
+    """Attach a gate to a unit of ``fully_shard``. Not collective.
 
     Args:
-        members: The modules that ``fully_shard`` was given together.
+        members: The modules that were passed to ``fully_shard`` together.
         gate: The unit's gate.
-        full_precision: Whether the unit computes in float32 whatever surrounds it.
+        full_precision: Whether the unit computes in float32 inside a model of lower precision.
     """
     module = members[0]
     setattr(module, _RUN, gate.compute)
@@ -200,7 +200,7 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
     run = vars(module).pop(_RUN)
 
     def run_and_keep_hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # What hooks do for a call of the unit.
+        # For a call of the unit itself, hooks do this.
         output = run(in_full_precision(forward) if full_precision else forward, *args, **kwargs)
         _keep_hook(module, args, kwargs, output)
         return output
@@ -213,7 +213,7 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
 
 
 def _keep_hook_eagerly(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    # Recomputed in backward, a unit is gathered already.
+    # When backward recomputes a unit, the unit is gathered already.
     if isinstance(module, FSDPModule) and not _tracker.is_bw:
         keep_backward_hook(module, (args, kwargs), output)
 
@@ -222,10 +222,10 @@ _keep_hook = torch.compiler.disable(_keep_hook_eagerly)
 
 
 def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
-    """Prepare a unit of FSDP1.
+    """Attach a gate to a unit of FSDP1. Not collective.
 
     Args:
-        unit: The object around the unit's module.
+        unit: The wrapper around the unit's module.
         gate: The unit's gate.
     """
 
@@ -242,7 +242,7 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
 
 
 def open_to_methods(module: nn.Module, names: Iterable[str], gate: UnitGate) -> None:
-    """Let methods of a unit's module use its parameters as its forward does."""
+    """Make methods of a unit's module gather its parameters, as its forward does."""
     for name in names:
         if callable(method := getattr(module, name, None)):
             setattr(module, name, _routed_method(method, gate))
@@ -260,7 +260,7 @@ def _routed_method(method: Callable[..., Any], gate: UnitGate) -> Callable[..., 
 
 
 def route(modules: Iterable[nn.Module], gate: UnitGate) -> None:
-    """Let calls of modules inside a unit find it gathered.
+    """Make calls of modules inside a unit gather the unit.
 
     Args:
         modules: See `UnitParts.holders`.
@@ -268,7 +268,7 @@ def route(modules: Iterable[nn.Module], gate: UnitGate) -> None:
     """
     members = set(gate.members) if len(gate.members) > 1 else set()
     for module in modules:
-        # What only holds the members of a unit calls them in turn; each of them knows what to do.
+        # A module that only holds the members of a unit calls them in turn, and each of them gathers.
         if type(module).forward is not nn.Module.forward and members.isdisjoint(module.modules()):
             _stand_in(module, _Routed(module, gate))
 

@@ -1,4 +1,4 @@
-"""Which modules, and so which parameters and buffers, belong to which shard unit."""
+"""Assigns each module, and with it its parameters and buffers, to a shard unit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["modules_by_unit"]
 
 
 def modules_by_unit(model: nn.Module, plan: ShardPlan) -> dict[tuple[str, ...], list[tuple[str, nn.Module]]]:
-    """Return, for each unit by its FQNs, the modules below it that no other unit holds, each once, children first.
+    """Return the modules of each unit, by the unit's FQNs: each module once, children first, with its name.
 
     Args:
-        model: The model that the plan was made for, not yet sharded.
+        model: The model that the plan was made for, before sharding.
         plan: The plan.
     """
     unit_of = {id(model.get_submodule(fqn)): unit.fqns for unit in plan.units for fqn in unit.fqns}

@@ -1,7 +1,7 @@
-"""What torch's FSDP2 keeps private and this library needs: the only module that looks into it.
+"""The private parts of torch's FSDP2 that this library uses; no other module accesses them.
 
-torch has one parameter group per unit. A group registers either its shards or gathered copies of them in the modules,
-and reduces its gradients in backward. Names are those of torch 2.9 to 2.15.
+torch has one parameter group per unit. A group registers either its shards or their gathered copies in the modules, and
+reduces its gradients in backward. The names are those of torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Group = Any
-"""torch's ``FSDPParamGroup``; several modules that are sharded together share one."""
+"""torch's ``FSDPParamGroup``; modules that are sharded together share one."""
 
 
 def groups_of(modules: Iterable[nn.Module]) -> list[Group]:
@@ -48,7 +48,7 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Group]:
 
 
 def begin_root(root: FSDPModule) -> None:
-    """Make torch take ``root`` for the root: it takes the first module that runs."""
+    """Make torch take ``root`` as the root; by itself it takes the first module that runs."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -58,13 +58,13 @@ def begin_backward(module: FSDPModule, grad: torch.Tensor) -> None:
 
 
 def shards_of(group: Group) -> Iterator[nn.Parameter]:
-    """The sharded parameters of a group, whether they are registered or gathered copies are."""
+    """Yield the sharded parameters of a group, also while gathered copies are registered."""
     for param in group.fsdp_params:
         yield param.sharded_param
 
 
 def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-    """Return what is registered in place of shards now: ``id`` of it to (it, the shard)."""
+    """Return the gathered parameters that are registered in place of shards: by ``id``, the parameter and its shard."""
     found = {}
     for group in groups:
         if group.is_sharded:
@@ -77,15 +77,15 @@ def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn
 
 
 def computed_with(group: Group, param: torch.Tensor) -> bool:
-    """Whether ``param`` is a copy of a shard that the group has gathered at some time."""
+    """Return whether ``param`` is a gathered copy of one of the group's shards, current or earlier."""
     smaller = group.post_forward_mesh_info
     if smaller is not None and smaller is not group.mesh_info and getattr(param, "device_mesh", None) is smaller.mesh:
-        return True  # of a reshard to fewer ranks after forward, made anew each time
+        return True  # made by a reshard to fewer ranks after forward, anew each time
     return any(getattr(entry, "_unsharded_param", None) is param for entry in group.fsdp_params)
 
 
 def shard_versions(groups: Iterable[Group]) -> int:
-    """Return a number that grows with writes to the shards of gathered groups, those through ``.data`` excepted."""
+    """Return a number that grows with each write to shards of gathered groups, except through ``.data``."""
     total = 0
     for group in groups:
         if not group.is_sharded:
@@ -96,9 +96,9 @@ def shard_versions(groups: Iterable[Group]) -> int:
 
 
 def keep_state_dicts_pure(group: Group) -> None:
-    """Let ``state_dict()`` show shards without freeing what is gathered.
+    """Make ``state_dict()`` return shards without freeing gathered parameters.
 
-    torch frees it in a hook: the rank that asks would gather once more than the others do.
+    torch frees them in a hook. A rank that alone calls ``state_dict()`` would then gather once more than the others.
     """
     register = group._register_state_dict_hooks
 
@@ -130,22 +130,22 @@ def keep_state_dicts_pure(group: Group) -> None:
 
 
 def around(group: Group, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of a group (``unshard``, ``wait_for_unshard``, ``post_backward``) by ``wrap`` of it."""
+    """Replace a method of a group (``unshard``, ``wait_for_unshard``, ``post_backward``) by ``wrap(method)``."""
     setattr(group, name, wrap(getattr(group, name)))
 
 
 def name_of(group: Group) -> str:
-    """Return the FQN of a group's module; of several, joined by commas."""
+    """Return the FQN of a group's module, or the FQNs of several modules joined by commas."""
     return group._module_fqn or "(root)"
 
 
 def will_gather(group: Group) -> bool:
-    """Whether ``unshard`` is about to communicate."""
+    """Return whether the next ``unshard`` communicates."""
     return not group.is_unsharded and group._all_gather_result is None and group._all_gather_process_group.size() > 1
 
 
 def has_gradient(group: Group) -> bool:
-    """Whether a parameter has a gradient that waits to be reduced."""
+    """Return whether a parameter has a gradient that is still to be reduced."""
     return any(
         param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
         for param in group.fsdp_params
@@ -154,14 +154,14 @@ def has_gradient(group: Group) -> bool:
 
 
 def stand_in_for_missing(group: Group) -> list[int]:
-    """Give zeros to trained parameters without a gradient on this rank, right before gradients are reduced.
+    """Give zero gradients to trained parameters that have none on this rank, right before gradients are reduced.
 
-    torch reduces what has a gradient on this rank: ranks that differ would add up gradients of different parameters.
-    Its own ``set_reduce_scatter_unused_params`` (2.13) also fills in zeros, but does not tell for which parameters, and
-    until 2.15 fails if the other gradients were accumulated in another dtype.
+    torch reduces the gradients that this rank has: if ranks differ, it adds up gradients of different parameters. Its
+    own ``set_reduce_scatter_unused_params`` (2.13) also fills in zeros, but does not report for which parameters, and
+    until 2.15 it fails if the other gradients were accumulated in another dtype.
 
     Returns:
-        The places of these parameters in the group.
+        The indices of these parameters in the group.
     """
     params = group.fsdp_params
     missing = [
@@ -171,7 +171,7 @@ def stand_in_for_missing(group: Group) -> list[int]:
         and param.unsharded_accumulated_grad is None
         and param.unsharded_param.requires_grad
     ]
-    # Until 2.14 what no_sync accumulates is kept apart, in the dtype of its reduction: bring all to that dtype.
+    # Until 2.14, gradients accumulated in no_sync are kept apart in their reduce dtype: convert all to that dtype.
     kept_apart = hasattr(params[0], "to_accumulated_grad_if_needed") and any(
         param.unsharded_accumulated_grad is not None for param in params
     )

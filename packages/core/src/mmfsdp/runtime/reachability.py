@@ -1,4 +1,4 @@
-"""Which parameters a loss reaches, by the names that the unsharded model gives them."""
+"""Finds the parameters that a loss depends on, by their names in the unsharded model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["LossReach"]
 
 
 class LossReach:
-    """Finds out which parameters are in the graph of a loss. Slow: for debugging.
+    """Finds the parameters in the autograd graph of a loss. It is slow and meant for debugging.
 
-    What reentrant activation checkpointing recomputes is in no graph.
+    Modules that reentrant activation checkpointing recomputes do not appear in any graph.
 
     Args:
-        model: A model, sharded or not, or a wrapper around it. For a sharded one, collective: every rank, outside of
-            forward and backward; each unit is gathered once.
+        model: A model, sharded or not, or a wrapper around one. For a sharded model this is collective: every rank,
+            outside of forward and backward; each unit is gathered once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class LossReach:
         self._names: dict[int, set[str]] = {}
         self._flat: dict[int, list[str | None]] = {}
         self._part_of: dict[str, str] = {}
-        self._kept: list[Any] = []  # no other tensor may get an id that is noted here
+        self._kept: list[Any] = []  # keeps tensors alive, so that no other tensor gets an id that is noted here
         root = model
         while isinstance(inner := getattr(root, "module", None), nn.Module) and not _is_sharded(root):
             root = inner
@@ -39,24 +39,24 @@ class LossReach:
         self._root = root
         self._note()
         for unit in units:
-            # The tensors that are computed with stay the same objects from one gathering to the next.
+            # The gathered tensors are the same objects each time a unit is gathered.
             unit.unshard()
             self._note()
             unit.reshard()
         self._note_flat()
 
     def unreached(self, losses: Iterable[torch.Tensor]) -> dict[str, torch.Size]:
-        """Return names and shapes of trainable parameters that are in the graph of none of ``losses``. Not collective.
+        """Return the names and shapes of trainable parameters that no graph of ``losses`` contains. Not collective.
 
         Args:
-            losses: Before or after their backward.
+            losses: The losses, before or after their backward.
         """
         reached: set[str] = set()
         for node, parents in _graph(losses):
             variable = getattr(node, "variable", None)
             reached |= self._names.get(id(variable), set()) if variable is not None else set()
             for parent, output in parents:
-                # A flat parameter is split; only the pieces that are used count.
+                # A flat parameter is split into pieces; only the used pieces count.
                 names = self._pieces(parent)
                 if names and (name := names[output]) is not None:
                     reached.add(name)
@@ -73,7 +73,7 @@ class LossReach:
                     continue
                 name = clean_fqn(f"{prefix}.{own}".lstrip("."))
                 first = self._names.setdefault(id(param), set())
-                if not any(known in self._shapes for known in first):  # tied: the first name stands for all
+                if not any(known in self._shapes for known in first):  # of tied names only the first is reported
                     self._shapes.setdefault(name, param.shape)
                     first.add(name)
                     self._kept.append(param)
@@ -88,7 +88,7 @@ class LossReach:
                     self._part_of[name] = own_name
 
     def _pieces(self, node: Any) -> list[str | None]:
-        """The names of a split's outputs if it splits a flat parameter."""
+        """Return the names of a split's outputs if it splits a flat parameter."""
         if not self._flat or not type(node).__name__.startswith("Split"):
             return []
         for parent, _ in node.next_functions:
@@ -99,7 +99,7 @@ class LossReach:
 
 
 def _graph(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, tuple[tuple[Any, int], ...]]]:
-    """Every node of the graphs, with the edges to what it was computed from."""
+    """Yield every node of the graphs, with the edges to its inputs."""
     waiting = [node for loss in losses if (node := loss.grad_fn) is not None]
     seen = set(waiting)
     while waiting:

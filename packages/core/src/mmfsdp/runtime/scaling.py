@@ -1,4 +1,4 @@
-"""A gradient scaler for float16 that every engine can use."""
+"""A gradient scaler for float16 that works with every engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["GradScaler", "agrees_on_inf"]
 class GradScaler(TorchGradScaler):
     """``torch.amp.GradScaler`` for sharded models: an infinite gradient on one rank makes all ranks skip the step.
 
-    torch's own does so for parameters that are all DTensors. This one also takes models that hold some parameters
-    whole (scalars, ignored ones), and engine ``fsdp1``, whose shards torch's scaler takes for whole parameters.
+    torch's own scaler does so only if all parameters are DTensors. This one also supports models with whole parameters
+    (scalars, ignored ones), and engine ``fsdp1``, whose shards torch's scaler treats as whole parameters.
 
     `unscale_` and `step` are collective: every rank of the model's mesh.
     """
@@ -32,7 +32,7 @@ class GradScaler(TorchGradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         sharded = [param for param in params if isinstance(param, DTensor)]
         whole = [param for param in params if not isinstance(param, DTensor)]
-        # A rank may hold nothing of what an optimizer trains; it has a say all the same.
+        # A rank that holds no part of the optimizer's parameters still takes part in the reduction.
         found = {params[0].device: torch.zeros_like(found_inf, device=params[0].device)}
         for part in (sharded, whole):
             group: Any = SimpleNamespace(param_groups=[{"params": part}])
@@ -46,5 +46,5 @@ class GradScaler(TorchGradScaler):
 
 
 def agrees_on_inf(scaler: TorchGradScaler) -> bool:
-    """Tell whether all ranks skip a step that one of them must skip, though each sees only its own plain shards."""
+    """Return whether a scaler makes all ranks skip a step if one of them must, also for plain shards."""
     return isinstance(scaler, (GradScaler, ShardedGradScaler))

@@ -1,15 +1,17 @@
-"""What is known of each sharded model while it trains, and the hooks that keep it from training wrongly.
+"""The state of a sharded model while it trains: plan, mesh, gathered parameters, and whether gradients are reduced.
 
-torch accepts, without a word, several uses that leave weights untrained or ranks apart. Closed here:
+torch silently accepts several uses that leave weights untrained or let ranks drift apart. A sharded model prevents them
+(`mmfsdp.runtime.hooks` installs the hooks):
 
-- a forward before the optimizer is built, or an exception in it, leaves units gathered, and an optimizer built
-  then would train copies: ``parameters()`` of a sharded model returns the shards whatever ran before, and changes
-  nothing, so that one rank may call it alone;
-- what is gathered in evaluation stays so as the strategy says, until shards are written or trained on;
-- whether a backward reduces gradients is decided by its forward, inside or outside of `no_sync`, as with DDP;
-- gradients that only some ranks have, and those of parameters held whole, are averaged over all (`runtime.gradients`).
+- A forward before the optimizer is built, or an exception in one, leaves units gathered; an optimizer built then would
+  train copies. Therefore ``parameters()`` of a sharded model always returns the shards. It changes nothing, so one rank
+  may call it alone.
+- Parameters gathered in an evaluation stay gathered if the strategy says so, until shards are written or trained.
+- A backward reduces gradients if its forward ran outside of `no_sync`, as with DDP.
+- Gradients that only some ranks have, and those of whole parameters, are averaged over all ranks
+  (`mmfsdp.runtime.gradients`).
 
-`mmfsdp.runtime.guards` refuses the rest when an optimizer steps.
+`mmfsdp.runtime.guards` refuses the remaining uses when an optimizer steps.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDi
 
 
 def find_sharded_model(model: nn.Module) -> ShardedModel:
-    """Return what is known of a sharded model.
+    """Return the state of a sharded model. Not collective.
 
     Args:
-        model: What `apply_plan` or `shard` returned, or a wrapper around it.
+        model: The result of `apply_plan` or `shard`, or a wrapper around it.
 
     Raises:
         ShardStateError: ``model`` is not sharded by this library.
@@ -65,18 +67,18 @@ def live_models() -> list[ShardedModel]:
 
 
 class ShardedModel:
-    """A sharded model's plan and mesh, and whether its gradients are reduced.
+    """A sharded model's plan and mesh, and its state while it trains.
 
     Args:
         module: The sharded root; only a weak reference is kept.
-        plan: What was applied.
-        mesh: Where.
+        plan: The plan that was applied.
+        mesh: The mesh of its ranks.
 
     Attributes:
-        sync_gradients: Whether forwards from now on are followed by gradient reduction; `no_sync` turns it off.
-        unreduced: Whether the last backward left its gradients unreduced.
+        sync_gradients: Whether gradients of the coming forwards are reduced; `no_sync` sets it to False.
+        unreduced: Whether the gradients of the last backward were not reduced.
         whole_params: Parameters that every rank holds whole.
-        agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` if it holds none whole.
+        agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
     def __init__(self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
@@ -95,7 +97,7 @@ class ShardedModel:
 
     @property
     def exists(self) -> bool:
-        """Whether the sharded root has not been collected."""
+        """Whether the sharded root is still alive."""
         return self._module() is not None
 
     @property
@@ -112,11 +114,11 @@ class ShardedModel:
         return self.plan.engine == "fsdp1"
 
     def alias(self, wrapper: nn.Module) -> None:
-        """Let ``wrapper`` stand for the model wherever a sharded model is asked for."""
+        """Register ``wrapper``, so that functions that expect the sharded model accept it."""
         _sharded[wrapper] = self
 
     def reshard(self) -> None:
-        """Free whatever is gathered. Not collective."""
+        """Free all gathered parameters. Not collective."""
         for group in self.groups:
             group.reshard()
         if self.is_fsdp1:
@@ -128,37 +130,40 @@ class ShardedModel:
         return [group for reference in self._groups if (group := reference()) is not None]
 
     def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        """Return what is registered in place of shards now: ``id`` of it to (it, the shard). Not with ``fsdp1``."""
+        """Return what is registered in place of shards: by ``id``, the parameter and its shard. Not with ``fsdp1``."""
         return gathered_params(self.groups)
 
     def owns(self, params: Iterable[torch.Tensor]) -> bool:
-        """Tell whether any of ``params`` is a parameter of this model, sharded or gathered."""
+        """Return whether any of ``params`` is a parameter of this model, sharded or gathered."""
         if (module := self._module()) is None:
-            return False  # collected since `live_models` listed it
+            return False  # garbage-collected since `live_models` listed it
         params = list(params)
         given = {id(param) for param in params}
         shards = (shard for group in self.groups for shard in shards_of(group))
         return any(id(param) in given for param in chain(shards, _registered(module))) or bool(self.stale(params))
 
     def stale(self, params: Iterable[torch.Tensor]) -> set[int]:
-        """Return the ``id`` of those ``params`` that are gathered copies of this model's shards."""
+        """Return the ``id`` of each of ``params`` that is a gathered copy of one of this model's shards."""
         groups = self.groups
         return {id(param) for param in params if any(computed_with(group, param) for group in groups)}
 
     def check_reduced(self, action: str) -> None:
-        """Refuse to go on when the last backward ran inside `no_sync`.
+        """Check that the gradients of the last backward were reduced.
+
+        Args:
+            action: What is about to happen, for the message.
 
         Raises:
-            ShardStateError: It did.
+            ShardStateError: The last forward ran inside `no_sync`.
         """
         if self.unreduced:
             raise ShardStateError(
-                f"{action}, but the last forward ran inside no_sync(): its gradients were not reduced over ranks, and "
-                "there is nothing to act on. Run the last micro-batch of an accumulation outside of no_sync()."
+                f"{action}, but the last forward ran inside no_sync(): its gradients were not reduced over ranks. "
+                "Run the last micro-batch of an accumulation outside of no_sync()."
             )
 
     def before_forward(self) -> None:
-        """Called as the root's forward begins."""
+        """Called when the root's forward begins."""
         self._in_forward += 1
         if self._kept_from_evaluation is not None and self._in_forward == 1:
             versions, self._kept_from_evaluation = self._kept_from_evaluation, None
@@ -169,23 +174,27 @@ class ShardedModel:
             self.unreduced = not self.sync_gradients
 
     def after_forward(self, *, failed: bool) -> None:
-        """Called as the root's forward ends, and whether it raised."""
+        """Called when the root's forward ends.
+
+        Args:
+            failed: Whether it raised.
+        """
         self._in_forward = max(self._in_forward - 1, 0)
         if failed:
             self._recover()
-        elif not torch.is_grad_enabled() and not self._in_forward:  # a method that runs forward itself still computes
+        elif not torch.is_grad_enabled() and not self._in_forward:  # no enclosing method goes on computing
             if self.is_fsdp1:
-                self.reshard()  # its parameters themselves change as they are gathered
+                self.reshard()  # gathering changes its parameters themselves
             else:
                 self._kept_from_evaluation = shard_versions(self.groups)
 
     def before_writing(self) -> None:
-        """Called before shards are written other than by training, on every rank: what is gathered must not stay."""
+        """Free gathered parameters before shards are written other than by training. Call it on every rank."""
         self._kept_from_evaluation = None
         self.reshard()
 
     def before_mode(self) -> None:
-        """Called by ``train()`` and ``eval()``, with which an evaluation begins: weights may have been exchanged."""
+        """Called by ``train()`` and ``eval()``: an evaluation may begin with other weights than the last one."""
         if self._kept_from_evaluation is not None:
             self._kept_from_evaluation = -1
 
@@ -195,7 +204,7 @@ class ShardedModel:
             return
         reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
         if reset is not None:
-            with contextlib.suppress(AttributeError):  # nothing ran yet, so there is nothing to reset
+            with contextlib.suppress(AttributeError):  # nothing has run yet
                 reset()
         self.reshard()
 
@@ -207,7 +216,7 @@ class ShardedModel:
             vars(module).pop(_FSDP1_NO_SYNC).__exit__(None, None, None)
         elif not sync and _FSDP1_NO_SYNC not in vars(module) and isinstance(module, FullyShardedDataParallel):
             # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context stays
-            # open until a forward outside of it. It holds the module, so only the module may hold it.
+            # open until a forward outside of it. It references the module, so only the module may reference it.
             vars(module)[_FSDP1_NO_SYNC] = context = FullyShardedDataParallel.no_sync(module)
             context.__enter__()
 
@@ -219,16 +228,16 @@ class ShardedModel:
 
     @property
     def is_running(self) -> bool:
-        """Whether the root's forward is under way."""
+        """Whether the root's forward is running."""
         return self._in_forward > 0
 
     def parameters_are_settled(self) -> bool:
-        """Whether neither forward nor backward is under way."""
+        """Return whether neither forward nor backward is running."""
         return not self.is_running and not self._tracker.is_bw
 
 
 def _registered(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Every registered parameter as it is now, gathered or not."""
+    """Yield every registered parameter, gathered or sharded."""
     for submodule in module.modules():
         yield from (param for param in submodule._parameters.values() if param is not None)
 

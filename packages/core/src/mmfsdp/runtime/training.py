@@ -1,4 +1,4 @@
-"""Accumulating without communication, clipping by the true norm, looking at whole parameters."""
+"""Accumulates gradients without communication, clips by the global norm, and shows whole parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["clip_grad_norm_", "full_params", "no_sync"]
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without reducing them over ranks.
 
-    As with DDP, the forward decides: a backward whose forward ran inside this context does not communicate
-    gradients, wherever the backward itself is called. Gradients stay whole meanwhile, which costs memory. The
-    last micro-batch must run outside, or clipping and stepping are refused.
+    As with DDP, the forward decides: if a forward runs inside this context, its backward does not communicate
+    gradients, wherever the backward itself is called. Until they are reduced, gradients are whole, which costs memory.
+    Run the last micro-batch outside of the context; otherwise clipping and stepping raise an error.
 
     Args:
         model: A sharded model.
@@ -48,23 +48,23 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``. Collective: every rank.
 
-    The norm is that of the unsharded model's gradients: over all ranks, and over sharded and whole parameters. A rank
-    that calls this alone waits for the others until the process group's timeout.
+    The norm is that of the unsharded model's gradients, over all ranks and all parameters, sharded and whole. If one
+    rank calls this alone, it waits for the others until the process group's timeout.
 
     Args:
-        parameters: A sharded model, or parameters of one; with engine ``fsdp1`` it must be the model.
-        max_norm: Largest norm to keep.
+        parameters: A sharded model, or parameters of one; with engine ``fsdp1`` only the model is accepted.
+        max_norm: The largest norm that is left unchanged.
         norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite.
-        foreach: Compute with one kernel for many tensors; None: where torch has such kernels, as in
-            ``torch.nn.utils.clip_grad_norm_``. Without effect with engine ``fsdp1``.
+        foreach: Use one kernel for many tensors. None uses it where torch has such kernels, as
+            ``torch.nn.utils.clip_grad_norm_`` does. Ignored with engine ``fsdp1``.
 
     Returns:
         The norm before clipping, a 0-d tensor of float32 or float64, the same on every rank.
 
     Raises:
-        ShardStateError: The last backward ran inside `no_sync`, or parameters of an ``fsdp1`` model are given alone:
-            they are pieces of flat ones, whose norm no rank knows.
+        ShardStateError: The last forward ran inside `no_sync`; or parameters of an ``fsdp1`` model were passed instead
+            of the model, although they are pieces of flat parameters whose norm no rank knows.
         LostRankError: Not all ranks called it.
         RuntimeError: See ``error_if_nonfinite``.
         ValueError: ``norm_type`` is not positive.
@@ -86,7 +86,7 @@ def clip_grad_norm_(
         state.check_reduced("Gradients are about to be clipped")
         if state.is_fsdp1:
             raise ShardStateError(
-                "With engine 'fsdp1' a rank's parameters are pieces of flat ones, so their own norm is not the "
+                "With engine 'fsdp1' a rank's parameters are pieces of flat parameters, so their norm is not the "
                 "model's. Pass the model itself to clip_grad_norm_()."
             )
     total = global_norm(params, norm_type, foreach)
@@ -97,13 +97,13 @@ def clip_grad_norm_(
 
 @contextmanager
 def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Show every parameter whole, in its stored dtype, for looking and editing. Collective: every rank.
+    """Make every parameter whole, in its stored dtype, for reading and editing. Collective: every rank.
 
-    The whole model is in memory on every rank meanwhile. Do not run forward inside.
+    Inside the context every rank holds the whole model in memory. Do not run a forward inside.
 
     Args:
         model: A sharded model.
-        writeback: Keep what was changed; each rank keeps its own part of its own changes.
+        writeback: Keep changes; each rank keeps its own part of its own changes.
     """
     state = find_sharded_model(model)
     if isinstance(state.module, FullyShardedDataParallel):

@@ -1,7 +1,7 @@
-"""In-place operations on the output of a unit when that is a view: ``ReLU(inplace=True)`` after a 3-D ``Linear``.
+"""Makes in-place operations safe on a unit's output that is a view, such as ``ReLU(inplace=True)`` after a ``Linear``.
 
 FSDP2 gathers a unit for its backward in a hook on each output. Writing to a view replaces its node in the graph, and
-the hook goes with it. The node that made the base of the view stays: it gets a hook as well.
+the hook is lost. The node that made the base of the view stays, so that node gets a hook as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["accept_views", "keep_backward_hook"]
 
 
 def keep_backward_hook(module: FSDPModule, args: Any, output: Any) -> None:
-    """Gather a unit for its backward whatever is written to its outputs. Called after each forward of the unit.
+    """Make sure that a unit is gathered for its backward, also if its outputs are changed in place. Call after forward.
 
     Args:
-        module: A module that was sharded.
-        args: What forward was given, in any structure.
-        output: What it returned, in any structure.
+        module: A sharded module.
+        args: The arguments of forward, in any structure.
+        output: The result of forward, in any structure.
     """
     if not torch.is_grad_enabled():
         return
@@ -34,13 +34,13 @@ def keep_backward_hook(module: FSDPModule, args: Any, output: Any) -> None:
     given = {id(base_of(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
     for view in views:
         base = base_of(view)
-        # A view of what came in is not computed with parameters, and its base has its backward after the unit's.
+        # A view of an input is not computed with parameters, and the backward of its base runs after the unit's.
         if view.requires_grad and base.grad_fn is not None and id(base) not in given:
             _hook_both(module, view, base)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which ``tensor`` is a view, or itself."""
+    """Return the tensor that ``tensor`` is a view of, or ``tensor`` itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -49,7 +49,7 @@ def _hook_both(module: FSDPModule, view: torch.Tensor, base: torch.Tensor) -> No
 
     def at_view(grad: torch.Tensor) -> None:
         nonlocal began
-        began = True  # torch's own hook is at the same place
+        began = True  # torch's own hook runs at the same point
 
     def at_base(grads: tuple[torch.Tensor, ...]) -> None:
         if not began:
@@ -61,5 +61,5 @@ def _hook_both(module: FSDPModule, view: torch.Tensor, base: torch.Tensor) -> No
 
 
 def accept_views() -> None:
-    """Do not repeat torch's warning that an in-place operation on such an output fails."""
+    """Silence torch's warning that an in-place operation on such an output fails."""
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")

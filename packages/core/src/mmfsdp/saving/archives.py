@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` whose checksums are taken while they are written: a rank's part, or all of a checkpoint."""
+"""Writes files with ``torch.save``, a rank's part or a whole checkpoint, and takes their checksums on the way."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["SummedFile", "write_archive", "write_rank_file", "write_whole"]
 
 
 class SummedFile:
-    """A file open for writing in order, and the checksums of what was written.
+    """A file that is written from beginning to end, and the checksums of what was written.
 
     Args:
-        file: Open for writing, at its beginning.
+        file: A file open for writing, at its beginning.
     """
 
     def __init__(self, file: IO[bytes] | io.IOBase) -> None:
@@ -34,14 +34,14 @@ class SummedFile:
         self._sums = BlockSums()
 
     def write(self, data: Any) -> int:
-        """Write bytes, and sum them."""
-        # A plain file can write less than it is given, which torch ignores: this one is buffered.
+        """Write bytes, and add them to the checksums."""
+        # An unbuffered file can write less than it is given, which torch ignores: this one is buffered.
         count: int = self._file.write(data)
         self._sums.add(data)
         return count
 
     def entry(self) -> FileEntry:
-        """Return what the manifest says of the file."""
+        """Return the file's entry for the manifest."""
         return self._sums.entry()
 
     def __getattr__(self, name: str) -> Any:
@@ -49,9 +49,9 @@ class SummedFile:
 
 
 def write_archive(content: Mapping[str, Any], path: Path) -> FileEntry:
-    """Save with ``torch.save``, wait until all is on disk, and return the checksums. Not collective."""
-    # Given a path, torch writes through a C++ stream, which is closed in a destructor: a disk that is full by then cuts
-    # the file off in silence.
+    """Save with ``torch.save``, wait until all data is on disk, and return the checksums. Not collective."""
+    # Given a path, torch writes through a C++ stream and closes it in a destructor: if the disk is full by then, the
+    # file is truncated and no error is raised.
     with path.open("wb") as file:
         summed = SummedFile(file)
         torch.save(dict(content), summed)
@@ -61,18 +61,18 @@ def write_archive(content: Mapping[str, Any], path: Path) -> FileEntry:
 
 
 def write_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Save with ``torch.save``, with the checksums of its blocks in the file. Not collective; the caller syncs it."""
+    """Save with ``torch.save``, and store checksums of blocks in the file. Not collective; the caller syncs it."""
     embed_sums(path, write_archive(content, path))
 
 
 def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh) -> Files:
-    """Write this rank's file of a ``local`` checkpoint: what it holds, and which boxes of the whole that is.
+    """Write this rank's file of a ``local`` checkpoint: its part of each tensor, and which box of the whole that is.
 
-    Ranks that hold the same box share the work: each box is written by one of them.
+    If several ranks hold the same box, one of them writes it. Not collective.
 
     Args:
-        save: Where to.
-        content: Nested dicts and lists, DTensors where a tensor is sharded.
+        save: The save that the file belongs to.
+        content: Nested dicts and lists, with DTensors where tensors are sharded.
         mesh: The ranks that save.
     """
     path = save.temporary / f"rank{save.rank}.pth"
@@ -82,12 +82,12 @@ def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: Devic
 
 def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> dict[str, Any]:
     boxes: dict[str, dict[str, Any]] = {}
-    written: dict[int, dict[int, int]] = {}  # by the number of replicas, bytes that each of them has to write
+    written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
 
     def localise(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        is_own = save.rank == 0  # what every rank holds alike is read from the first rank's file
+        is_own = save.rank == 0  # tensors that are not sharded are read from the first rank's file
         local = leaf
         if isinstance(leaf, DTensor):
             box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
@@ -119,9 +119,9 @@ def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh
 
 
 def _share(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, int]:
-    """Return which of the replicas writes a tensor (the one with the least to write so far), and which this rank is in.
+    """Return which replica writes a tensor (the one with the least to write so far), and which one this rank is in.
 
-    Every rank comes to the same answer by itself: what counts is the size of the whole.
+    Every rank computes the same answer by itself, since only the size of the whole tensor counts.
     """
     mesh = tensor.device_mesh
     coordinates = tuple(mesh.get_coordinate() or ())
@@ -130,7 +130,7 @@ def _share(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, in
         if dim is None:
             replicas, mine = replicas * size, mine * size + coordinate
     if not tensor.dim():
-        return 0, 0  # every rank writes its own: there is no empty tensor without dimensions
+        return 0, 0  # every rank writes its own, as a tensor without dimensions cannot be empty
     loads = written.setdefault(replicas, dict.fromkeys(range(replicas), 0))
     replica = min(loads, key=lambda place: (loads[place], place))
     loads[replica] += math.prod(tensor.shape) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Saves that go on in a background thread, on a process group of their own, while training continues."""
+"""Saves that run in a background thread, on a process group of their own, while training continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
 
 
 class PendingSave:
-    """A save that may still be under way, or the outcome of one that is over.
+    """A save that may still be running, or the outcome of one that has ended.
 
     Args:
-        future: Of what is being done.
+        future: The future of the thread that saves.
     """
 
     def __init__(self, future: Future[None]) -> None:
@@ -35,7 +35,7 @@ class PendingSave:
         return cls(future)
 
     def done(self) -> bool:
-        """Tell whether it is over on this rank, well or not. Not collective, does not wait."""
+        """Return whether the save has ended on this rank, with or without an error. Not collective, does not wait."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> None:
@@ -45,8 +45,8 @@ class PendingSave:
             timeout: Seconds to wait at most.
 
         Raises:
-            CheckpointError: It could not be written; what was at the path is untouched.
-            TimeoutError: It is not over yet; it goes on.
+            CheckpointError: The checkpoint could not be written; what was at the path is untouched.
+            TimeoutError: The save is still running; it continues.
         """
         try:
             self._future.result(timeout)
@@ -57,26 +57,26 @@ class PendingSave:
             raise
 
     def settle(self) -> None:
-        """Wait until it is over, and raise its error unless `result` has done so already."""
+        """Wait until the save has ended, and raise its error unless `result` has raised it."""
         if not self._told:
             self.result()
 
 
 class Saver:
-    """The saves of the ranks of one mesh: one at a time. Collective: every rank of the mesh.
+    """Runs the saves of one mesh's ranks, one at a time. Making one is collective: every rank of the mesh.
 
     Args:
         mesh: The ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        # Training uses the mesh's own groups, and its collectives must not meet those of a save.
+        # Training uses the mesh's own groups; collectives of a save must not mix with those.
         self.scope: Scope = new_scope(mesh)
         self._pending: PendingSave | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group through which its ranks talk."""
+        """The process group that saves use."""
         assert isinstance(self.scope.channel, GlooChannel)
         return self.scope.channel.group
 
@@ -86,20 +86,20 @@ class Saver:
         return self.scope.place
 
     def settle(self) -> None:
-        """Wait for the save under way. Collective: every rank.
+        """Wait for the running save. Collective: every rank.
 
         Raises:
-            CheckpointError: It failed, on any rank, and nobody was told yet.
+            CheckpointError: The save failed on some rank, and `PendingSave.result` has not raised the error there.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             on_all_ranks(pending.settle, self.scope)
 
     def start(self, step: Callable[[], None]) -> PendingSave:
-        """Run ``step`` in a thread. No other save may be under way."""
+        """Run ``step`` in a thread. No other save may be running."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="mmfsdp-save")
         self._pending = PendingSave(executor.submit(step))
-        executor.shutdown(wait=False)  # once that step is done
+        executor.shutdown(wait=False)  # ends the thread once the step is done
         return self._pending
 
 
@@ -107,7 +107,7 @@ _savers: dict[tuple[int, ...], tuple[Any, Saver]] = {}
 
 
 def saver_of(mesh: DeviceMesh) -> Saver:
-    """Return the saver of a mesh's ranks, made on first use. Collective: every rank of the mesh."""
+    """Return the saver of a mesh's ranks, which is made on first use. Collective: every rank of the mesh."""
     saver = _known_saver(mesh)
     if saver is None:
         saver = Saver(mesh)
@@ -116,10 +116,10 @@ def saver_of(mesh: DeviceMesh) -> Saver:
 
 
 def settle_saves(mesh: DeviceMesh) -> None:
-    """Wait for the save that a mesh's ranks have under way, if any. Collective: every rank of the mesh.
+    """Wait for the save that a mesh's ranks are running, if any. Collective: every rank of the mesh.
 
     Raises:
-        CheckpointError: It failed, on any rank, and nobody was told yet.
+        CheckpointError: The save failed on some rank, and `PendingSave.result` has not raised the error there.
     """
     saver = _known_saver(mesh)
     if saver is not None:
@@ -128,7 +128,7 @@ def settle_saves(mesh: DeviceMesh) -> None:
 
 def _known_saver(mesh: DeviceMesh) -> Saver | None:
     world, saver = _savers.get(_ranks(mesh), (None, None))
-    return saver if world is dist.group.WORLD else None  # groups end with the world that they were made in
+    return saver if world is dist.group.WORLD else None  # groups end with the world they were made in
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def staged(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested content in CPU memory that shares nothing with it. Not collective."""
+    """Return a copy of nested content in CPU memory that shares nothing with the original. Not collective."""
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False

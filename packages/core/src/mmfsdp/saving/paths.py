@@ -1,4 +1,4 @@
-"""What ranks must agree on before they read or write: one path, in a directory that they all see."""
+"""Checks that all ranks name the same path before they read or write there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def same_path(path: str | Path, scope: Scope) -> Path:
     """Return the absolute path that all ranks gave. Collective: every rank of the scope.
 
     Raises:
-        RankMismatchError: They gave different ones, or relative ones in different working directories.
+        RankMismatchError: Ranks gave different paths, or relative paths in different working directories.
     """
     own = os.path.abspath(path)
     if all_equal(scope, own):
@@ -24,5 +24,5 @@ def same_path(path: str | Path, scope: Scope) -> Path:
     other = next(place for place, path in enumerate(given) if path != given[0])
     raise RankMismatchError(
         f"Ranks gave different paths of a checkpoint: rank 0 {given[0]!r}, rank {other} {given[other]!r}. Give the "
-        "same path on every rank; a name with a time in it must be made on one rank and sent to the others."
+        "same path on every rank. If a name contains the time, make it on one rank and broadcast it."
     )

@@ -1,4 +1,4 @@
-"""Writing a checkpoint directory from all ranks: each rank its own files, and all of it or nothing appears."""
+"""Writes a checkpoint directory from all ranks; the directory appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 __all__ = ["DirectorySave", "Files", "as_checkpoint_error"]
 
 Files = dict[str, FileEntry]
-"""File name to what the manifest says of it."""
+"""By file name, what the manifest says about each file."""
 
-_LOOK_AGAIN = 10  # times, a tenth of a second apart: clients of network file systems remember what was not there
+_LOOK_AGAIN = 10  # times, 0.1 s apart: clients of network file systems cache that a file was missing
 
 
 @dataclass(frozen=True)
 class DirectorySave:
-    """One save of a directory by several ranks, from the moment that its target was found free."""
+    """One save of a directory by several ranks."""
 
     target: Path
     """Where the directory will appear."""
@@ -39,11 +39,11 @@ class DirectorySave:
     world_size: int
     """How many ranks save."""
     overwrite: bool
-    """Replace what is at the target, once the new one is complete."""
+    """Whether to replace what is at the target once the new directory is complete."""
 
     @classmethod
     def begin(cls, target: Path, scope: Scope, *, overwrite: bool) -> DirectorySave:
-        """Create the temporary directory, and see that all ranks see it. Collective: every rank of the scope.
+        """Create the temporary directory, and check that all ranks see it. Collective: every rank of the scope.
 
         Args:
             target: Where the directory will appear; the same on every rank.
@@ -51,8 +51,8 @@ class DirectorySave:
             overwrite: Replace what is there.
 
         Raises:
-            CheckpointError: It cannot be created, a host does not see it, or the target exists and is not to be
-                replaced; raised on every rank, and nothing is left.
+            CheckpointError: The directory cannot be created, a host does not see it, or the target exists and
+                ``overwrite`` is False; raised on every rank, and nothing is left behind.
         """
 
         def create() -> tuple[Path, str]:
@@ -71,14 +71,14 @@ class DirectorySave:
         return save
 
     def finish(self, write: Callable[[DirectorySave], Files], scope: Scope) -> None:
-        """Write on every rank, then add the manifest and move everything in place. Collective.
+        """Write on every rank, add the manifest, and move everything into place. Collective: every rank of the scope.
 
         Args:
             write: Writes this rank's files into `temporary`, syncs them, and returns them. It may be collective.
-            scope: Through which the ranks talk.
+            scope: The ranks that save.
 
         Raises:
-            CheckpointError: It could not be written; raised on every rank, and nothing of it is left.
+            CheckpointError: The checkpoint could not be written; raised on every rank, and nothing is left behind.
         """
 
         def complete(parts: list[Files] | None) -> None:
@@ -87,7 +87,7 @@ class DirectorySave:
             with as_checkpoint_error(self.target):
                 files = {name: entry for part in parts for name, entry in part.items()}
                 write_manifest(self.temporary, save_id=self.save_id, world_size=self.world_size, files=files)
-                # Whoever wrote a file has synced it: from here, only its own client of a network file system would.
+                # Each rank synced its own files: on a network file system only the client that wrote a file can.
                 for entry in (self.temporary / "manifest.json", self.temporary):
                     sync(entry)
                 commit(self.temporary, self.target, overwrite=self.overwrite, fsync=False)
@@ -118,15 +118,18 @@ class DirectorySave:
                 return
             time.sleep(0.1)
         raise CheckpointError(
-            f"{str(self.target.parent)!r} is not the same directory on all hosts: what rank 0 creates there on host "
-            f"{first_host!r} is not there on host {host_of()!r}. Save to a file system that all hosts share, or save "
-            "with kind='full', which rank 0 writes alone. Nothing was written.",
+            f"{str(self.target.parent)!r} is not the same directory on all hosts: rank 0 created a directory there on "
+            f"host {first_host!r}, but host {host_of()!r} does not see it. Save to a file system that all hosts share, "
+            "or save with kind='full', which rank 0 writes alone. Nothing was written.",
             file=str(self.target),
         )
 
 
 class as_checkpoint_error:  # noqa: N801 - reads as a statement
-    """Whatever goes wrong (a full disk, what cannot be pickled) becomes ours, which travels and names the file."""
+    """Turns any failure (a full disk, an object that cannot be pickled) into a `CheckpointError` that names the file.
+
+    Other ranks can receive such an error.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""`apply_plan()` and `shard()`: doing what a plan says, on every rank alike."""
+"""Shards a model as a plan says, in the same way on every rank: `shard` and `apply_plan`."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def shard(
     """Plan and apply in one call. Collective: every rank of the mesh, with equal models and settings.
 
     Args:
-        model: The model, on any device; ``meta`` saves the memory of a whole copy.
-        config: The settings; a mapping is validated first and not changed.
-        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
+        model: The model, on any device; on ``meta`` it needs no memory for a whole copy.
+        config: The settings; a mapping is validated and not changed.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for all ranks.
         policy: See `plan`.
         check_fn: See `plan`.
         param_init_fn: See `apply_plan`.
@@ -67,10 +67,10 @@ def shard(
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
 
     Raises:
-        RankMismatchError: Ranks have different models, settings, versions or devices; raised on all of them before
+        RankMismatchError: Ranks have different models, settings, versions or devices; raised on every rank before
             anything is changed.
-        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
-        MmfsdpError: See `plan` and `apply_plan`; an error of one rank is raised on all.
+        LostRankError: A rank died or does not take part. The model is then half sharded: build a new one.
+        MmfsdpError: See `plan` and `apply_plan`; if one rank fails, all ranks raise.
     """
 
     def decide() -> ShardPlan:
@@ -97,31 +97,31 @@ def apply_plan(
 ) -> nn.Module:
     """Shard ``model`` as ``plan`` says. Collective: every rank of the mesh.
 
-    In order: check that the model is the plan's and the same on every rank; activation checkpointing; then for each
-    unit, children before parents, make its weights if they are on the meta device, move them, broadcast them from
-    the mesh's first rank, and shard them.
+    The steps are: check that the model fits the plan and is the same on every rank; apply activation checkpointing;
+    then for each unit, children before parents, initialise its weights if they are on the meta device, move them to the
+    device, broadcast them from the mesh's first rank, and shard them.
 
     Args:
         model: The model that the plan was made for.
-        plan: What to do.
-        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the running world.
-        param_init_fn: ``(module) -> None``, initialises a model on the meta device as ``model.apply`` would: called
-            for every module, children before parents, with tensors allocated. Default: the plan's reference, or
-            ``module.reset_parameters()``.
-        wrap_root: ``(module, arguments) -> module``, makes the FullyShardedDataParallel around the root in place of
-            the class itself; only engine ``fsdp1`` calls it.
+        plan: The plan to apply.
+        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for all ranks.
+        param_init_fn: ``(module) -> None``, initialises a model on the meta device. It is called as ``model.apply``
+            would: for every module, children before parents, once tensors are allocated. Default: the plan's reference,
+            or ``module.reset_parameters()``.
+        wrap_root: ``(module, arguments) -> module``, makes the FullyShardedDataParallel around the root instead of the
+            class itself; only engine ``fsdp1`` calls it.
 
     Returns:
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
 
     Raises:
         PlanMismatchError: The plan was made for another model.
-        PlanError: Weights on the meta device cannot be given the values that the unsharded model would have.
+        PlanError: Weights on the meta device cannot be initialised to the values of the unsharded model.
         MeshError: The mesh does not have the plan's shape.
-        ConfigError: The engine cannot do what the plan says.
-        RankMismatchError: Ranks have different models, plans, versions or devices; raised on all of them before
+        ConfigError: The engine cannot carry out the plan.
+        RankMismatchError: Ranks have different models, plans, versions or devices; raised on every rank before
             anything is changed.
-        LostRankError: A rank died, or does not take part. The model is half sharded then: build it anew.
+        LostRankError: A rank died or does not take part. The model is then half sharded: build a new one.
     """
     return _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root)
 
@@ -176,17 +176,17 @@ def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
     if found != plan.fingerprint:
         raise PlanMismatchError(
             f"This plan was made for another model: its fingerprint is {plan.fingerprint}, the model's is {found}. "
-            "Names, shapes, dtypes, requires_grad and module classes must be as they were. Make a new plan."
+            "Names, shapes, dtypes, requires_grad and module classes must be the same. Make a new plan."
         )
     return plan
 
 
 def _on_device(plan: ShardPlan, mesh: Any) -> ShardPlan:
-    """The plan with the device type that it will run on; this rank's device becomes the current one."""
+    """Return the plan with the device type that it will run on, and make this rank's device the current one."""
     if isinstance(mesh, DeviceMesh):
         if plan.device not in ("auto", mesh.device_type):
             raise MeshError(
-                f"init.device is {plan.device!r}, but the mesh is of {mesh.device_type!r}. Drop one of the two.",
+                f"init.device is {plan.device!r}, but the mesh is on {mesh.device_type!r}. Drop one of the two.",
                 config="init.device",
             )
         device, why = mesh.device_type, None
