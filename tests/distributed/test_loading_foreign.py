@@ -229,11 +229,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     for found in run_ranks(refused, 2, str(tmp_path)):
         texts = [text for _, text in found]
         assert {kind for kind, _ in found} == {StateDictError}
-        assert "The optimizer has 'scale', of which the state says nothing." in texts[0]
-        assert "The state is of 'neck.weight', which the optimizer does not have." in texts[1]
-        assert "one param group of the optimizer, but the state has lr 0.01 for the one and 0.02" in texts[2]
+        assert "The optimizer has 'scale', which the state does not hold." in texts[0]
+        assert "The state holds 'neck.weight', which the optimizer does not have." in texts[1]
+        assert "one param group of the optimizer, but the state has lr=0.01 for the first and 0.02" in texts[2]
         assert "The state has 'scale' in two param groups." in texts[3]
-        assert "The state is of 'head.bias', which the optimizer does not have." in texts[4]
+        assert "The state holds 'head.bias', which the optimizer does not have." in texts[4]
         assert "(2, 2)" in texts[5]
         assert "fqn='embed.weight'" in texts[5]
         assert "'param_groups' is missing" in texts[6]

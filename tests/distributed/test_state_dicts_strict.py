@@ -88,10 +88,10 @@ def test_an_optimizer_state_that_does_not_fit(case: str) -> None:
     mine, theirs = ("[14]", "[4, 10]") if case == "fsdp1-flat" else ("[4, 10]", "[14]")
     for messages in run_ranks(wrong_optimizer_state, *CASES[case]):
         assert [*messages[:2], messages[3]] == [
-            "An optimizer's state has 'state' and 'param_groups'; 'param_groups' is missing.",
+            "An optimizer's state needs 'state' and 'param_groups'; 'param_groups' is missing.",
             f"The optimizer has param groups of {mine} parameters, the state has {theirs}. Build the optimizer as it "
             "was built when the state was saved.",
-            "The state is of a parameter 99, but the optimizer has 14. Build the optimizer as it was built when the "
-            "state was saved.",
+            "The state is for parameter 99, but the optimizer has 14 parameters. Build the optimizer as it was built when "
+            "the state was saved.",
         ]
-        assert messages[2].startswith("State 'exp_avg' has shape (3, 7), its parameter (10, 7). [fqn='embed.weight']")
+        assert messages[2].startswith("State 'exp_avg' has shape (3, 7), but its parameter has shape (10, 7). [fqn=")

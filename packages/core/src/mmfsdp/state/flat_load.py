@@ -1,4 +1,4 @@
-"""Loading into FSDP1's flat parameters: each rank writes the elements that it holds, and nothing is gathered."""
+"""Loads whole values into FSDP1's flat parameters: each rank writes the elements it holds, and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["fill_piece", "piece_box"]
 
 
 def piece_box(piece: FlatPiece) -> Box:
-    """Return the rows of the parameter in which this rank's elements lie; no rows if it has none. Not collective."""
+    """Return the rows of the parameter that hold this rank's elements; no rows if it has none. Not collective."""
     count, start = piece.target.numel(), piece.start
     if not piece.shape:
         return Box((), ())
@@ -28,8 +28,8 @@ def fill_piece(piece: FlatPiece, value: Any) -> None:
     """Copy this rank's elements of a whole value. Not collective.
 
     Args:
-        piece: Where to.
-        value: A whole tensor, or a `LazyTensor`, of which only rows that are needed are read.
+        piece: The elements to write.
+        value: A whole tensor, or a `LazyTensor`, from which only the needed rows are read.
     """
     count = piece.target.numel()
     if not count:

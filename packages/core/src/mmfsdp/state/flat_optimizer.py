@@ -1,4 +1,4 @@
-"""Optimizer state of engine ``fsdp1``: torch names flat parameters' pieces by FQN, the plain format numbers them."""
+"""Converts the optimizer state of engine ``fsdp1``: torch keys it by FQN, the plain format by position."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]
 
 
 def state_by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state, sharded, in the plain optimizer's format. Collective: every rank."""
+    """Return the sharded optimizer state in the plain optimizer's format. Collective: every rank."""
     named = state_by_name(state, optimizer)
     places: dict[str, int] = {}
     groups = []
@@ -43,11 +43,11 @@ def state_by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state that was checked to fit. Collective: every rank.
+    """Load an optimizer state that is known to fit. Collective: every rank.
 
     Args:
-        state: The runtime of the model.
-        optimizer: Built from its parameters.
+        state: The model's state.
+        optimizer: Built from the model's parameters.
         state_dict: The plain optimizer's format, whole or sharded.
     """
     fqn_at: dict[int, str] = {}
@@ -67,7 +67,7 @@ def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mappi
     is_full = not any(isinstance(value, DTensor) for entries in values.values() for value in entries.values())
     options = StateDictOptions(full_state_dict=is_full)
     with unwatched(), _initialised(state, optimizer):
-        # torch wants an entry of every parameter; one that never got a gradient has its initial zeros.
+        # torch needs an entry for every parameter; one that never got a gradient has its initial zeros.
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
         filled: dict[str, Any] = {"state": {**named["state"], **values}, "param_groups": groups}
         set_optimizer_state_dict(state.module, optimizer, filled, options=options)
@@ -79,12 +79,12 @@ def _own(value: Any) -> Any:
 
 
 def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Return torch's state by FQN, sharded, each group in the order of the plain optimizer. Collective: every rank."""
+    """Return torch's sharded state by FQN, groups in the plain optimizer's order. Collective: every rank."""
     fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
     with unwatched(), _initialised(state, optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
         if fresh:
-            # torch has stepped it with zero gradients, which advances the step count.
+            # torch has stepped the optimizer with zero gradients, which advances the step count.
             optimizer.state.clear()
             named["state"] = {}
     place = {param.fqn: param.place for param in state.plan.all_params()}
@@ -100,9 +100,9 @@ def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def _initialised(state: ShardedModel, optimizer: Optimizer) -> Iterator[None]:
-    """Put gradients aside: torch initialises an optimizer's state only where there are none.
+    """Set gradients aside: torch initialises an optimizer's state only if there are none.
 
-    Those of flat parameters as well: torch drops them where the parameters that they belong to have none.
+    This includes gradients of flat parameters: torch drops them if the parameters in them have none.
     """
     params = [*flat_params(state.module), *(param for group in optimizer.param_groups for param in group["params"])]
     grads = [param.grad for param in params]
@@ -119,7 +119,7 @@ def _give_back(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     if grad is None or grad.shape == param.shape:
         param.grad = grad
         return
-    # What no_sync accumulates is whole, while the parameter is a piece: torch refuses to assign it to one.
+    # A gradient accumulated in no_sync is whole, but the parameter is a piece, and torch checks the shape.
     piece, param.data = param.data, grad
     param.grad = grad
     param.data = piece

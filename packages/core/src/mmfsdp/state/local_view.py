@@ -1,4 +1,4 @@
-"""A sharded model's weights as plain tensors: what this rank holds of each, under the model's own names."""
+"""Shows this rank's part of a sharded model's weights as plain tensors under the model's own names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ __all__ = ["LocalView", "exchange", "exchanged"]
 
 
 class LocalView:
-    """A tree of modules without forward whose parameters and buffers are this rank's part of a sharded model's.
+    """A tree of modules without forward that holds this rank's part of a sharded model's parameters and buffers.
 
-    They share memory with the model: what is written to them is trained on, and they follow training. A deep copy of
-    the tree is one shard of memory of its own, for averages and the like. Tied parameters are tied in it; with engine
+    They share memory with the model: training changes them, and what you write to them is trained on. A deep copy of
+    the tree needs the memory of one shard, which suits averages. Tied parameters are tied in the tree, too. With engine
     ``fsdp1`` parameters are one-dimensional pieces.
 
     Args:
-        model: A sharded model. With engine ``fsdp1``, whose parameters are those of memory that is gathered, making a
-            view frees what is gathered: every rank.
+        model: A sharded model. With engine ``fsdp1`` this is collective, as making a view frees gathered parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,9 +38,9 @@ class LocalView:
         self._tree = self._copy(self._state.module, {}, {})
 
     def tree(self) -> nn.Module:
-        """Return the view as the model is now; the same object every time. Not collective, and changes nothing.
+        """Return the current view, always the same object. Not collective; changes nothing.
 
-        Before you write to it, call `before_writing`.
+        Call `before_writing` before you write to it.
         """
         if not self._state.is_fsdp1 or not is_flat_gathered(self._state.module):
             gathered = self._state.gathered()
@@ -56,14 +55,14 @@ class LocalView:
         return self._tree
 
     def before_writing(self) -> None:
-        """Let what is written to the view count: call it before, on every rank, outside of forward and backward."""
+        """Prepare for writes to the view. Call it on every rank, outside of forward and backward."""
         self._state.before_writing()
 
     def _copy(self, module: nn.Module, modules: dict[int, nn.Module], params: dict[int, nn.Parameter]) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
         if isinstance(module, FullyShardedDataParallel):
-            # The unsharded model has no such step.
+            # The unsharded model has no such wrapper.
             modules[id(module)] = view = self._copy(module.module, modules, params)
             return view
         modules[id(module)] = view = nn.Module()
@@ -86,7 +85,7 @@ class LocalView:
 
 
 def exchange(first: nn.Module, second: nn.Module) -> None:
-    """Exchange the values of two trees of equal parameters and buffers, one tensor at a time. Not collective."""
+    """Swap the values of two trees with equal parameters and buffers, one tensor at a time. Not collective."""
     with torch.no_grad():
         for mine, yours in _pairs(first, second):
             kept = mine.detach().clone()
@@ -96,11 +95,11 @@ def exchange(first: nn.Module, second: nn.Module) -> None:
 
 @contextmanager
 def exchanged(view: LocalView, other: nn.Module) -> Iterator[None]:
-    """Let a sharded model have the values of ``other``, which has the model's meanwhile. Every rank: see `LocalView`.
+    """Swap the values of a sharded model and ``other`` within the context. Collective: every rank, see `LocalView`.
 
     Args:
         view: A view of the model.
-        other: Made by deep copy of its tree.
+        other: A deep copy of the view's tree.
     """
     view.before_writing()
     exchange(view.tree(), other)

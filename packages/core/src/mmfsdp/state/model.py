@@ -1,4 +1,4 @@
-"""A sharded model's weights as plain or sharded state dicts, and back."""
+"""Converts a sharded model's weights to plain or sharded state dicts, and loads them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ def model_state_dict(
 
     Args:
         model: A sharded model.
-        kind: ``full``: whole tensors. ``sharded``: DTensors, each rank's own part, for torch's DCP or a rank file.
-        rank0_only: For ``full``: other ranks than the mesh's first get an empty dict, and never hold the model.
+        kind: ``full``: whole tensors. ``sharded``: DTensors with each rank's own part.
+        rank0_only: For ``full``: only the mesh's first rank gets the tensors. The others get an empty dict, and never
+            hold the whole model.
         cpu_offload: For ``full``: return CPU tensors.
 
     Returns:
-        A new dict; its tensors share no memory with the model when ``kind`` is ``full``.
+        A new dict. With ``full`` its tensors share no memory with the model.
     """
     state = find_sharded_model(model)
     if kind not in ("full", "sharded"):
-        raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
+        raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     sharded = _sharded(state)
     if kind == "sharded":
         return sharded
@@ -60,22 +61,22 @@ def load_model_state_dict(
     strict: bool = True,
     from_rank0: bool = False,
 ) -> LoadReport:
-    """Load weights into a sharded model, each rank its own part. Collective: every rank.
+    """Load weights into a sharded model; each rank loads its own part. Collective: every rank.
 
-    Nothing is changed unless everything fits (with ``strict``), or what fits is loaded (without).
+    With ``strict`` nothing is changed unless everything fits. Otherwise everything that fits is loaded.
 
     Args:
         model: A sharded model.
-        state_dict: Whole tensors (memory-mapped ones are read only where this rank needs them), or DTensors of the
-            model's own placement, under the unsharded model's keys. Not changed.
-        strict: Raise on every rank if any key is missing or unexpected, or any shape differs.
-        from_rank0: Only the mesh's first rank's ``state_dict`` counts; it is sent tensor by tensor.
+        state_dict: Tensors under the unsharded model's keys: whole ones (of memory-mapped or lazy ones a rank reads
+            only its part), or DTensors placed as the model's own. Not changed.
+        strict: Raise on every rank if a key is missing or unexpected, or a shape differs.
+        from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
 
     Returns:
-        What did not match; the same on every rank.
+        The keys and shapes that did not match; the same on every rank.
 
     Raises:
-        StateDictError: With ``strict``, something did not match.
+        StateDictError: With ``strict``, a key or a shape did not match.
     """
     state = find_sharded_model(model)
     own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
@@ -110,7 +111,7 @@ def load_model_state_dict(
 
 
 def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
-    """Return the whole of a possibly sharded value, or None where it is not kept. Collective for DTensors."""
+    """Return a value whole, or None on ranks that do not keep it. Collective for DTensors: every rank."""
     if not isinstance(value, torch.Tensor):
         return value if keep else None
     tensor = whole_tensor(value, cpu_offload=cpu_offload and keep)
@@ -118,7 +119,7 @@ def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
 
 
 def is_first_rank(state: ShardedModel) -> bool:
-    """Tell whether this rank is the first of the model's mesh."""
+    """Return whether this rank is the first of the model's mesh."""
     return place_in(state.mesh) == 0
 
 
@@ -137,16 +138,16 @@ def _fill(into: torch.Tensor | FlatPiece, value: Any) -> None:
 
 
 def _held(into: torch.Tensor | FlatPiece) -> Box:
-    """The box of the whole that this rank reads to fill what it holds."""
+    """Return the box that this rank reads to fill its part."""
     return piece_box(into) if isinstance(into, FlatPiece) else box_of(into)
 
 
 def _fill_from_first(
     names: list[str], state_dict: Mapping[str, Any], offered: Mapping[str, _Offer], target: Any, state: ShardedModel
 ) -> None:
-    """Fill every target with what the mesh's first rank has. Collective: every rank.
+    """Fill every target with the values of the mesh's first rank. Collective: every rank.
 
-    Before each tensor ranks tell each other whether all is well, so that none waits for one that failed.
+    Before each tensor the ranks agree that none has failed, so no rank waits for one that has.
     """
     scope, failure = scope_of(state.mesh), None
     for name in names:
@@ -180,7 +181,7 @@ def _fill_from_first(
 def _sources(
     state: ShardedModel, names: list[str], state_dict: Mapping[str, Any], target: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What torch's own load takes for FSDP1. Collective: every rank."""
+    """Return the values that torch's own load for FSDP1 needs. Collective: every rank."""
     source = on_all_ranks(lambda: {name: whole_value(state_dict[name]) for name in names}, scope_of(state.mesh))
     if state.plan.use_orig_params:
         return source
@@ -196,7 +197,7 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
 
 
 def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str, Any]:
-    """What a state dict of engine ``fsdp1`` has beside flat parameters: whole parameters, buffers, extra states."""
+    """Return what a state dict of engine ``fsdp1`` holds beside flat parameters: whole ones, buffers, extra states."""
     found: dict[str, Any] = {}
     for prefix, module in state.module.named_modules(remove_duplicate=False):
         start = clean_fqn(f"{prefix}.") if prefix else ""
@@ -213,7 +214,7 @@ def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str,
 
 
 def _in_order(state: ShardedModel, found: dict[str, Any]) -> dict[str, Any]:
-    """In the unsharded model's order, as messages name them; what is no parameter comes last."""
+    """Return values in the unsharded model's order, for messages; values that are not parameters come last."""
     params = [name for param in state.plan.params_in_order() for name in (param.fqn, *param.aliases)]
     return {name: found[name] for name in (*(name for name in params if name in found), *found)}
 
@@ -228,7 +229,7 @@ def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
 
 
 def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: bool) -> dict[str, _Offer]:
-    """Shape and dtype by key; neither for what is no tensor."""
+    """Return shape and dtype by key; None and an empty string for values that are not tensors."""
     mine = {name: (_shape(value), _dtype(value)) for name, value in state_dict.items()}
     if not from_rank0:
         return mine
@@ -244,11 +245,11 @@ def _dtype(value: Any) -> str:
 
 
 def _load_extra_states(state: ShardedModel, state_dict: Mapping[str, Any], from_rank0: bool) -> None:
-    """What modules save beside tensors (``get_extra_state``) goes back to them as it came."""
+    """Give each module its extra state back, which it saved with ``get_extra_state``."""
     extra = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE}
     if from_rank0:
         extra = broadcast_object(scope_of(state.mesh), extra)
-    # Of a module and FSDP1's wrapper around it, which have one name, the module comes last.
+    # A module and FSDP1's wrapper around it have the same name; the module comes last.
     modules = {clean_fqn(f"{fqn}.").lstrip("."): module for fqn, module in state.module.named_modules()}
     for name, value in extra.items():
         owner = name.removesuffix(_EXTRA_STATE)

@@ -1,8 +1,6 @@
-"""Optimizer state by parameter name, as torch's distributed checkpoints (DCP) hold it, from and to state by place.
+"""Converts optimizer state between its forms: by position, by parameter name, and flattened.
 
-Three forms are known: by place (``Optimizer.state_dict()``), by name (``get_optimizer_state_dict()`` of torch, with
-names under ``params``), and that one flattened to ``'state.<name>.exp_avg'`` and ``'param_groups.<name>.lr'``
-(``flatten_optimizer_state_dict=True``).
+`mmfsdp.basics.optimizer_forms` describes the forms.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
+from mmfsdp.basics.text import name_list
 from mmfsdp.errors import StateDictError, closest
 
 __all__ = ["by_name", "by_place", "renamed", "with_names"]
@@ -19,11 +18,11 @@ _REBUILD = "Build the optimizer as it was built when the state was saved."
 
 
 def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return state by place as state by name.
+    """Return state by position as state by name.
 
     Args:
-        state_dict: By place. Not changed.
-        groups: The names in each param group, in the order of the places.
+        state_dict: State by position. Not changed.
+        groups: The names in each param group, in the order of the positions.
     """
     names: dict[Any, str] = {}
     named_groups = []
@@ -35,11 +34,11 @@ def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> d
 
 
 def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return state by place whose groups also hold the names, under ``'param_names'`` as torch has it.
+    """Return state by position whose groups also hold the names, under ``'param_names'`` as in torch.
 
     Args:
-        state_dict: By place. Not changed.
-        groups: The names in each param group, in the order of the places.
+        state_dict: State by position. Not changed.
+        groups: The names in each param group, in the order of the positions.
     """
     named = [{**group, NAMES: list(own)} for group, own in zip(state_dict[GROUPS], groups, strict=True)]
     return {**state_dict, GROUPS: named}
@@ -48,20 +47,20 @@ def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -
 def by_place(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return state of any form as state by place.
+    """Return state of any form as state by position.
 
     Args:
-        state_dict: Of any form. Not changed.
+        state_dict: State of any form. Not changed.
         groups: The names in each of the optimizer's param groups.
-        settings: The optimizer's param groups; what the state does not say of a group stays as it is here.
+        settings: The optimizer's param groups; a setting that the state lacks keeps its value here.
 
     Raises:
-        StateDictError: It is of none of these forms, of other parameters, or says different things of one group.
+        StateDictError: The state has no known form, is for other parameters, or has contradictory settings in a group.
     """
     state_dict = unflattened(state_dict)
     for key in (GROUPS, STATE):
         if key not in state_dict:
-            raise StateDictError(f"An optimizer's state has 'state' and 'param_groups'; {key!r} is missing.")
+            raise StateDictError(f"An optimizer's state needs 'state' and 'param_groups'; {key!r} is missing.")
     stored = state_dict[GROUPS]
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
         placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
@@ -96,7 +95,7 @@ def by_place(
 
 
 def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return a state, of any form, with a prefix taken off the names that have it."""
+    """Return a state of any form with a prefix removed from the names that have it."""
 
     def short(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
@@ -110,7 +109,7 @@ def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _same_sizes(named: Sequence[Any], groups: Sequence[Sequence[str]]) -> bool:
-    """Tell whether groups hold names of the same parameters, and as many each, as the optimizer's."""
+    """Return whether groups hold the names of the optimizer's parameters, and as many in each group."""
     if not all(isinstance(own, list) for own in named):
         return False
     sizes = [len(own) for own in named] == [len(own) for own in groups]
@@ -118,7 +117,7 @@ def _same_sizes(named: Sequence[Any], groups: Sequence[Sequence[str]]) -> bool:
 
 
 def _without_unknown_names(stored: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
-    # An optimizer that was built without names would have them from now on.
+    # Otherwise an optimizer that was built without names would get them.
     return {key: value for key, value in stored.items() if key != NAMES or NAMES in known}
 
 
@@ -126,13 +125,12 @@ def _check_names(own: Sequence[str], said: Mapping[str, Any]) -> None:
     known = set(own)
     unexpected, missing = [name for name in said if name not in known], [name for name in own if name not in said]
     for names, text in (
-        (unexpected, "The state is of {}, which the optimizer does not have."),
-        (missing, "The optimizer has {}, of which the state says nothing."),
+        (unexpected, "The state holds {}, which the optimizer does not have."),
+        (missing, "The optimizer has {}, which the state does not hold."),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             hint = closest(names[0], missing if names is unexpected else unexpected, count=1)
-            raise StateDictError(f"{text.format(repr(names[0]) + more)}{hint} {_REBUILD}", fqn=names[0])
+            raise StateDictError(f"{text.format(name_list(names, 1))}{hint} {_REBUILD}", fqn=names[0])
 
 
 def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, first: str) -> None:
@@ -141,7 +139,7 @@ def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, fir
     for key in sorted({*one, *other} - {"params", "param_names"}):
         if one.get(key) != other.get(key):
             raise StateDictError(
-                f"{first!r} and {name!r} are in one param group of the optimizer, but the state has {key} "
-                f"{other.get(key)!r} for the one and {one.get(key)!r} for the other. {_REBUILD}",
+                f"{first!r} and {name!r} are in one param group of the optimizer, but the state has {key}="
+                f"{other.get(key)!r} for the first and {one.get(key)!r} for the second. {_REBUILD}",
                 fqn=name,
             )

@@ -1,8 +1,8 @@
-"""A sharded optimizer's state in the plain optimizer's own format, and back.
+"""Converts a sharded optimizer's state to the plain optimizer's own format, and loads it.
 
-The full form is exactly what ``optimizer.state_dict()`` gives for the unsharded model: parameters by their place in
-the param groups. So it loads into the plain optimizer of the plain model, and the reverse. (torch's
-``get_optimizer_state_dict`` is not used for DTensor engines: it advances the step count of a fresh AdamW.)
+The full form equals ``optimizer.state_dict()`` of the unsharded model: parameters are numbered by their position in the
+param groups. The plain optimizer of the plain model can load it, and the reverse. (Engines with DTensors do not use
+torch's ``get_optimizer_state_dict``: it advances the step count of a fresh AdamW.)
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def optim_state_dict(
 
     Args:
         model: The sharded model.
-        optimizer: Built from its parameters.
-        kind: ``full``: whole tensors, as the plain optimizer of the unsharded model has them. ``sharded``: DTensors.
-        rank0_only: For ``full``: other ranks than the mesh's first get an empty dict.
+        optimizer: Built from the model's parameters.
+        kind: ``full``: whole tensors, as in the plain optimizer of the unsharded model. ``sharded``: DTensors.
+        rank0_only: For ``full``: only the mesh's first rank gets the state, the others get an empty dict.
         cpu_offload: For ``full``: return CPU tensors.
-        by_name: Parameters by their FQN, in ``state`` and in ``params`` of the groups, instead of by their place; the
-            form of torch's ``get_optimizer_state_dict``.
-        param_names: Put the FQNs into the groups too, under ``'param_names'``, as torch does for an optimizer that is
-            built from ``named_parameters()``.
+        by_name: Identify parameters by FQN instead of position, in ``state`` and in ``params`` of the groups. torch's
+            ``get_optimizer_state_dict`` has this form.
+        param_names: Also put the FQNs into the groups, under ``'param_names'``, as torch does for an optimizer built
+            from ``named_parameters()``.
 
     Raises:
-        StateDictError: ``kind`` is neither.
+        StateDictError: ``kind`` is neither ``'full'`` nor ``'sharded'``.
     """
     if kind not in ("full", "sharded"):
-        raise StateDictError(f"kind is 'full' or 'sharded', got {kind!r}.")
+        raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
     keep = not rank0_only or is_first_rank(state)
     if state.is_fsdp1:
@@ -79,18 +79,18 @@ def optim_state_dict(
 def load_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any], *, from_rank0: bool = False
 ) -> None:
-    """Load an optimizer's state, each rank its own part. Collective: every rank.
+    """Load an optimizer's state; each rank loads its own part. Collective: every rank.
 
     Args:
         model: The sharded model.
-        optimizer: Built from its parameters, with as many param groups and parameters as the state has.
-        state_dict: The full or the sharded form, of this or of the unsharded model's optimizer: parameters by place, or
-            by name as torch's ``get_optimizer_state_dict`` has them, flattened or not. Not changed. A parameter may
-            have no state, as one that never got a gradient.
-        from_rank0: Only the mesh's first rank's ``state_dict`` counts; it is sent tensor by tensor.
+        optimizer: Built from the model's parameters, with as many param groups and parameters as the state has.
+        state_dict: The full or sharded state of this optimizer or of the unsharded model's: parameters by position, or
+            by name as in torch's ``get_optimizer_state_dict``, flattened or not. Not changed. A parameter that never
+            got a gradient may have no state.
+        from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
 
     Raises:
-        StateDictError: Param groups, parameters or shapes do not fit; raised on every rank, nothing is changed.
+        StateDictError: Param groups, parameters or shapes do not fit; raised on every rank, and nothing is changed.
     """
     state = find_sharded_model(model)
     if from_rank0:
@@ -99,13 +99,13 @@ def load_optim_state_dict(
 
 
 def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-    """Check that an optimizer's state fits, and return what loads it. Both collective: every rank.
+    """Check that an optimizer's state fits, and return a function that loads it. Both are collective: every rank.
 
-    See `load_optim_state_dict`. Until the result is called nothing is changed.
+    See `load_optim_state_dict`. Nothing is changed until the function is called.
     """
     state = find_sharded_model(model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # By rank, as files of ranks may differ; and before torch is asked anything, which waits for all ranks.
+    # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
     groups = _groups_of(state, optimizer)
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
@@ -159,15 +159,15 @@ def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str
 
 def _check_form(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping):
-        raise StateDictError(f"An optimizer's state is a mapping, got a {type(state_dict).__name__}.")
+        raise StateDictError(f"An optimizer's state must be a mapping, got a {type(state_dict).__name__}.")
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:
-    """A whole tensor of the parameter's shape becomes a DTensor of its placement; all else stays."""
+    """Turn a whole tensor of the parameter's shape into a DTensor placed like it; return other values as they are."""
     if not isinstance(value, (torch.Tensor, LazyTensor)):
         return value
     if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.shape != param.shape:
-        # Steps change state in place: never what the caller holds.
+        # Steps change state in place, which must not change the caller's tensors.
         return value.clone() if isinstance(value, torch.Tensor) else whole_value(value)
     local = local_value(value, param).to(param.to_local().device, copy=True).contiguous()
     return DTensor.from_local(
@@ -185,7 +185,7 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
     for place, entries in state_dict["state"].items():
         if place not in places:
             raise StateDictError(
-                f"The state is of a parameter {place!r}, but the optimizer has {len(names)}. {_REBUILD}"
+                f"The state is for parameter {place!r}, but the optimizer has {len(names)} parameters. {_REBUILD}"
             )
         shape = shapes[places[place]]
         for name, value in entries.items():
@@ -193,12 +193,13 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
                 continue
             if value.numel() != 1 and value.dim() == len(shape):
                 raise StateDictError(
-                    f"State {name!r} has shape {tuple(value.shape)}, its parameter {shape}.", fqn=places[place]
+                    f"State {name!r} has shape {tuple(value.shape)}, but its parameter has shape {shape}.",
+                    fqn=places[place],
                 )
 
 
 def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
-    """The first rank's state on every rank; the structure first, then tensor by tensor."""
+    """Return the first rank's state on every rank; the structure is sent first, then tensor by tensor."""
     first = is_first_rank(state)
     skeleton: Any = None
     if first:
@@ -230,7 +231,7 @@ def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
 
 
 class _Sent:
-    """Stands for a tensor that follows."""
+    """Stands for a tensor that is sent later."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape, self.dtype = shape, dtype

@@ -1,4 +1,4 @@
-"""What a state dict and a model do not have in common, found alike on every rank."""
+"""Reports how a state dict and a model differ; the report is the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["LoadReport", "agree", "compare_shapes"]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a state dict and a model did not have in common; the same on every rank."""
+    """How a state dict and a model differ; the same on every rank."""
 
     missing: tuple[str, ...] = ()
-    """FQNs that the model has and the state dict has not."""
+    """FQNs that only the model has."""
     unexpected: tuple[str, ...] = ()
-    """Keys that the state dict has and the model has not."""
+    """Keys that only the state dict has."""
     mismatched: tuple[str, ...] = ()
-    """FQNs whose shapes differ, with both shapes."""
+    """FQNs whose shapes differ, each with both shapes."""
 
     @property
     def missing_keys(self) -> list[str]:
@@ -55,8 +55,8 @@ def compare_shapes(wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> Loa
     """Return how two sets of shapes by name differ. Not collective.
 
     Args:
-        wanted: Shapes that the model has; None for what is no tensor.
-        offered: Shapes that the state dict has.
+        wanted: The model's shapes; None for a value that is not a tensor.
+        offered: The state dict's shapes.
     """
     return LoadReport(
         missing=tuple(name for name in wanted if name not in offered),
@@ -70,16 +70,16 @@ def compare_shapes(wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> Loa
 
 
 def agree(mine: LoadReport, what: str, scope: Scope, *, strict: bool) -> LoadReport:
-    """Return what did not match on any rank. Collective: every rank of the scope.
+    """Return the differences that any rank found. Collective: every rank of the scope.
 
     Args:
-        mine: What this rank found.
-        what: What the state dict was for, for the message.
-        scope: Who takes part.
-        strict: Raise if anything did not match.
+        mine: The differences that this rank found.
+        what: Name of the model, for the message.
+        scope: The ranks that take part.
+        strict: Raise if there is any difference.
 
     Raises:
-        StateDictError: With ``strict``, something did not match on some rank; raised on all.
+        StateDictError: With ``strict``, some rank found a difference; raised on every rank.
     """
 
     def check() -> None:
