@@ -91,7 +91,7 @@ def test_an_optimizer_state_that_does_not_fit(case: str) -> None:
             "An optimizer's state needs 'state' and 'param_groups'; 'param_groups' is missing.",
             f"The optimizer has param groups of {mine} parameters, the state has {theirs}. Build the optimizer as it "
             "was built when the state was saved.",
-            "The state is for parameter 99, but the optimizer has 14 parameters. Build the optimizer as it was built when "
-            "the state was saved.",
+            "The state is for parameter 99, but the optimizer has 14 parameters. Build the optimizer as it was built "
+            "when the state was saved.",
         ]
         assert messages[2].startswith("State 'exp_avg' has shape (3, 7), but its parameter has shape (10, 7). [fqn=")

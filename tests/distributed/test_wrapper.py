@@ -157,14 +157,20 @@ def test_arguments_are_not_changed() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"fsdp_auto_wrap_policy": old_policy, "auto_wrap_policy": old_policy}, "give one of them"),
-        ({"process_group": object(), "device_mesh": object()}, "give one of them"),
+        ({"fsdp_auto_wrap_policy": old_policy, "auto_wrap_policy": old_policy}, "give only one of them"),
+        ({"process_group": object(), "device_mesh": object()}, "give only one of them"),
         ({"sharding_strategy": "FULL_SHRAD"}, "Did you mean 'FULL_SHARD'"),
-        ({"backward_prefetch": 3}, "backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got 3 (type int)."),
-        ({"cpu_offload": "yes"}, "cpu_offload is a bool, a CPUOffload or a dict, got 'yes' (type str)."),
-        ({"mixed_precision": 16}, "mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got 16"),
+        (
+            {"backward_prefetch": 3},
+            "backward_prefetch must be 'pre', 'post', None or a BackwardPrefetch, got 3 (type int).",
+        ),
+        ({"cpu_offload": "yes"}, "cpu_offload must be a bool, a CPUOffload or a dict, got 'yes' (type str)."),
+        (
+            {"mixed_precision": 16},
+            "mixed_precision must be a MixedPrecision, a dict of its fields or a preset name, got 16",
+        ),
         ({"ignored_states": [3]}, "ignored_states holds 3 (type int); give modules, parameters or names."),
-        ({"config": 3}, "config is a ShardConfig or a mapping, got 3 (type int)."),
+        ({"config": 3}, "config must be a ShardConfig or a mapping, got 3 (type int)."),
     ],
 )
 def test_arguments_that_mean_nothing(kwargs: dict[str, Any], message: str) -> None:

@@ -1,10 +1,11 @@
-"""Running functions on several ranks: real processes over gloo, for tests and for trying things on a laptop."""
+"""Runs functions on several ranks, as real processes over gloo: for tests, and for experiments on a laptop."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -29,15 +30,15 @@ import torch.multiprocessing as mp
 __all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
 
 _Answer = tuple[BaseException | None, Any, str]
-_CALLS = 10  # after so many, processes are replaced: gloo has threads for each group ever made, and they never rest
-_GRACE = 5.0  # seconds that other ranks have to end once one has failed
+_CALLS = 10  # then processes are replaced: gloo keeps busy threads for each group that was ever made
+_GRACE = 5.0  # seconds that the other ranks get to end once one has failed
 _pools: dict[int, _Pool] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
-_preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports them at some first use
+_preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports these on first use
 
 
 class RankError(MmfsdpError):
-    """A function failed on some rank; ``errors`` holds each rank's exception, or None."""
+    """A function failed on some rank; ``errors`` holds the exception of each rank, or None."""
 
     errors: list[BaseException | None]
 
@@ -45,16 +46,16 @@ class RankError(MmfsdpError):
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world and return the results by rank.
 
-    The processes are kept for some more calls with the same ``world_size``; one that fails or hangs ends them all.
+    The processes serve several calls with the same ``world_size``. If one fails or hangs, all are ended.
 
     Args:
-        function: Defined at the top of a module, so that other processes can import it.
+        function: A function at the top level of a module, which other processes can import.
         world_size: Number of ranks.
         *args: Picklable arguments. Results must be picklable too.
         timeout: Seconds to wait for all ranks.
 
     Raises:
-        RankError: A rank raised or did not answer; its traceback is in the message.
+        RankError: A rank raised or did not answer; the message contains its traceback.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -77,10 +78,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def preload(*modules: str) -> None:
-    """Name modules that ranks shall find imported, so that starting ranks costs less. Not collective.
+    """Import modules once for all ranks, so that starting ranks takes less time. Not collective.
 
-    They are imported once, by the process that ranks are forked from, and must not start threads. It has an effect
-    before the first `run_ranks` only, and on Linux only.
+    The process that ranks are forked from imports them; they must not start threads. Call this before the first
+    `run_ranks`; it has an effect on Linux only.
     """
     _preloaded.extend(modules)
 
@@ -93,7 +94,7 @@ def close_ranks() -> None:
 
 @contextmanager
 def single_rank() -> Iterator[None]:
-    """A gloo world of this process alone."""
+    """Initialise a gloo world that contains only this process."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -126,7 +127,7 @@ class _Pool:
             self._idle = len(answers) == len(self._pipes)
             return [answers.get(pipe, (None, None, "")) for pipe in self._pipes]
         finally:
-            self._signal("SIGSTOP")  # gloo's threads take up to a twentieth of a core each while nobody calls
+            self._signal("SIGSTOP")  # an idle gloo thread takes up to 5 % of a core
 
     def _signal(self, name: str) -> None:
         number = getattr(signal, name, None)  # not on Windows
@@ -148,7 +149,7 @@ class _Pool:
                 if pipe in ready:
                     answers[pipe] = self._receive(pipe, function)
             if any(error for error, _, _ in answers.values()):
-                # The others may wait in a collective for the one that gave up.
+                # The others may wait in a collective for the rank that failed.
                 deadline = min(deadline, time.monotonic() + _GRACE)
         if len(answers) < len(self._pipes) and not any(error for error, _, _ in answers.values()):
             rank = next(rank for rank, pipe in enumerate(self._pipes) if pipe not in answers)
@@ -164,7 +165,7 @@ class _Pool:
         return answer
 
     def close(self) -> None:
-        """Ask ranks that wait for a call to end, which lets coverage save what they ran, and kill the others."""
+        """Ask idle ranks to end, so that coverage can save its data, and kill the others."""
         if self._idle:
             self._signal("SIGCONT")
             for pipe in self._pipes:
@@ -179,10 +180,10 @@ class _Pool:
 
 
 def _context() -> Any:
-    """How ranks are started: forked from a server process that has imported torch, and has neither threads nor groups.
+    """Return how ranks are started: forked from a server process that has imported torch but has no threads or groups.
 
-    The server starts with the first ranks and lives as long as this process; importing torch once saves each rank a
-    second or two.
+    The server starts with the first ranks and lives as long as this process. Importing torch only once saves one to two
+    seconds per rank.
     """
     if sys.platform != "linux":
         return mp.get_context("spawn")  # elsewhere system libraries do not survive a fork
@@ -198,7 +199,7 @@ def _drop(world_size: int) -> None:
 
 
 def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pipe: Connection) -> None:
-    os.environ.clear()  # that of the server is as old as the server
+    os.environ.clear()  # the server's environment is as old as the server
     os.environ.update(
         environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -212,20 +213,18 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
         except EOFError:
             return
         if call is None:
-            os._exit(0)  # gloo's threads may not end in order
+            os._exit(0)  # gloo's threads may fail to end in order
         function, args = call
         try:
             torch.manual_seed(0)
             answer: _Answer = (None, function(rank, *args), "")
-        except BaseException as error:  # also what test tools raise, which are no Exceptions
+        except BaseException as error:  # test tools raise errors that are not Exceptions
             answer = (_portable(error), None, traceback.format_exc())
         pipe.send(answer)
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error if it can be sent to the parent, else one like it."""
-    import pickle
-
+    """Return the error if it can be sent to the parent, else a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

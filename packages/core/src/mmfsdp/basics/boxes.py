@@ -1,4 +1,4 @@
-"""The rule for which box of a tensor a rank holds, and boxes that meet. Without torch."""
+"""The one rule for which box of a tensor a rank holds, and tests whether boxes overlap. It needs no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box in a tensor, in elements, one of each per dimension."""
+"""The offsets and sizes of a box in a tensor, in elements, one per dimension."""
 
 _MOST_RANKS = 65_536
 
 Placements = Sequence[int | None]
-"""Per mesh dimension the tensor dimension that it shards, or None where it replicates."""
+"""For each mesh dimension, the tensor dimension that it shards, or None if it replicates."""
 
 
 def sharded_box(
@@ -44,10 +44,10 @@ def sharded_box(
     ``ceil(d / n)`` of them. A dimension that several mesh dimensions shard is divided by the first one first.
 
     Args:
-        shape: Of the whole tensor, in elements.
-        mesh: Ranks per mesh dimension.
+        shape: Shape of the whole tensor, in elements.
+        mesh: Number of ranks per mesh dimension.
         placements: How each mesh dimension places the tensor.
-        coordinates: The rank's, one per mesh dimension.
+        coordinates: The rank's coordinates, one per mesh dimension.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, parts, place in zip(placements, mesh, coordinates, strict=True):
@@ -68,14 +68,14 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 def boxes_meeting(
     box: Bounds, shape: Sequence[int], mesh: Sequence[int], placements: Placements
 ) -> Iterator[tuple[tuple[int | None, ...], Bounds]]:
-    """Yield what ranks hold of a box: coordinates (None in dimensions that replicate), and all of their box.
+    """Yield the ranks' boxes that overlap a box, each with its ranks' coordinates (None in dimensions that replicate).
 
-    The work does not grow with the number of ranks, only with that of the boxes that meet.
+    The work grows with the number of overlapping boxes, not with the number of ranks.
 
     Args:
         box: The box; nothing is yielded if it is empty.
-        shape: Of the whole tensor, in elements.
-        mesh: Ranks per mesh dimension.
+        shape: Shape of the whole tensor, in elements.
+        mesh: Number of ranks per mesh dimension.
         placements: How each mesh dimension places the tensor.
     """
     if 0 in box[1]:
@@ -94,7 +94,7 @@ def boxes_meeting(
 
 
 def meet(one: Bounds, other: Bounds) -> bool:
-    """Tell whether two boxes of one tensor share an element. Boxes without dimensions do."""
+    """Return whether two boxes of one tensor share an element; boxes without dimensions do."""
     return all(
         max(start, begin) < min(start + size, begin + extent)
         for start, size, begin, extent in zip(*one, *other, strict=True)
@@ -102,7 +102,7 @@ def meet(one: Bounds, other: Bounds) -> bool:
 
 
 def is_within(one: Bounds, other: Bounds) -> bool:
-    """Tell whether all of one box lies in the other."""
+    """Return whether one box lies entirely within the other."""
     return all(
         begin <= start and start + size <= begin + extent
         for start, size, begin, extent in zip(*one, *other, strict=True)

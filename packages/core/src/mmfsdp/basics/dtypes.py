@@ -1,6 +1,6 @@
 """Names, sizes and codes of tensor dtypes, without importing torch.
 
-``'float16'``, ``'torch.float16'``, ``torch.float16``, ``'fp16'`` and ``'half'`` are one thing here: ``'float16'``.
+``'float16'``, ``'torch.float16'``, ``torch.float16``, ``'fp16'`` and ``'half'`` all become ``'float16'``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``'package.module:attribute'`` strings: checked when a config is read, imported only when used."""
+"""Checks references such as ``'package.module:attribute'`` when a config is read, and imports them on use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:|\.)[A-Za-z_]\w*(\.[A-Z
 
 
 def check_reference(text: str) -> str:
-    """Return ``text`` if it is spelt like a reference, without importing anything.
+    """Return ``text`` if it has the form of a reference. Nothing is imported.
 
     Args:
         text: ``'package.module:attribute'`` or ``'package.module.attribute'``.
 
     Raises:
-        ConfigError: It is spelt otherwise.
+        ConfigError: ``text`` has another form.
     """
     if not isinstance(text, str) or _REFERENCE.fullmatch(text) is None:
         raise ConfigError(
@@ -37,8 +37,8 @@ def resolve_reference(text: str) -> Any:
         text: ``'package.module:attribute'``, or with a dot in place of the colon.
 
     Raises:
-        ConfigError: It is not spelt like a reference.
-        PolicyNotFoundError: The module cannot be imported or lacks the attribute; the nearest names are given.
+        ConfigError: ``text`` does not have the form of a reference.
+        PolicyNotFoundError: The module cannot be imported or lacks the attribute; the message suggests names.
     """
     check_reference(text)
     module_name, separator, attribute = text.partition(":")

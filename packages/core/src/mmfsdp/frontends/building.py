@@ -1,4 +1,4 @@
-"""A model by its name on a command line: where its factory can be imported from, or a config that describes it."""
+"""Builds a model by its name on a command line: a factory that can be imported, or a config that describes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["build_model", "is_config_path"]
 
 
 def is_config_path(text: str) -> bool:
-    """Tell whether ``text`` is the path of a config, and not a reference such as ``'package.module:factory'``."""
+    """Return whether ``text`` is the path of a config rather than a reference such as ``'package.module:factory'``."""
     return ":" not in text or Path(text).exists()
 
 
@@ -44,12 +44,12 @@ def build_model(text: str, arguments: Mapping[str, Any] | None = None) -> tuple[
         factory = resolve_reference(text)
     except MmfsdpError:
         raise
-    except Exception as error:  # whatever importing the user's module raises
+    except Exception as error:  # importing the user's module may raise anything
         raise ConfigError(f"Importing {text!r} failed: {type(error).__name__}: {error}") from error
     if isinstance(factory, nn.Module) and not arguments:
         return factory, None
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise ConfigError(f"{text!r} is not a factory of a model but {factory!r}. Name a class or a function.")
+        raise ConfigError(f"{text!r} is not a factory of a model, but {factory!r}. Name a class or a function.")
     try:
         with parameters_on_meta():
             model = factory(**(arguments or {}))
@@ -57,5 +57,5 @@ def build_model(text: str, arguments: Mapping[str, Any] | None = None) -> tuple[
         given = ", ".join(f"{name}={value!r}" for name, value in (arguments or {}).items())
         raise ConfigError(f"{text}({given}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{text!r} gives no nn.Module but {model!r} (type {type(model).__name__}).")
+        raise ConfigError(f"{text!r} must return an nn.Module, got {model!r} (type {type(model).__name__}).")
     return model, None

@@ -1,4 +1,4 @@
-"""What a diagnosis of a config says: one finding per setting, and the plan that the config leads to."""
+"""The diagnosis of a config: one finding per setting, and the plan that the config leads to."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ __all__ = ["LEVELS", "Diagnosis", "Finding", "Level"]
 
 Level = Literal["ok", "changed", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "changed", "ok")
-"""From the gravest: ``error`` cannot run, ``warning`` is probably not what was meant, ``changed`` works and is not what
-the framework's own classes did, ``ok`` works as before."""
+"""From the most severe: ``error`` cannot run, ``warning`` is probably not intended, ``changed`` works, but
+differently from the framework's own classes, ``ok`` works as before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is to be known about a config."""
+    """One thing to know about a config."""
 
     level: Level
     path: str
     """The setting, as a dotted path."""
     here: str
-    """What mmfsdp does, or why it cannot."""
+    """What mmfsdp does, or why it cannot do it."""
     stock: str = ""
     """What the framework's own classes did."""
     advice: str = ""
-    """What to write, as lines of a config; empty where nothing is to be done."""
+    """What to write, as lines of a config; empty if nothing needs to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found about a config."""
+    """All findings about a config."""
 
     path: str
     """The config's file."""
     findings: tuple[Finding, ...]
-    """The gravest first."""
+    """The findings, most severe first."""
     plan: ShardPlan | None = None
-    """What would be done; None if there is none, because of an error."""
+    """The plan; None if an error prevents one."""
     suggested: bool = False
-    """Whether the plan is that of the advice, as the config itself shards nothing."""
+    """Whether the plan follows the advice, because the config itself shards nothing."""
     memory: MemoryEstimate | None = None
-    """What rank 0 needs for a step of the plan with the config's optimizer; None without a plan."""
+    """The memory that rank 0 needs for a step with the config's optimizer; None without a plan."""
 
     @property
     def ok(self) -> bool:

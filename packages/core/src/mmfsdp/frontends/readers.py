@@ -1,4 +1,4 @@
-"""Configs of training frameworks: installed readers are found by entry points, so that nobody here knows them."""
+"""Reads configs of training frameworks with installed readers, which are found by entry points."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "ReadConfig", "read_config"]
 
 GROUP = "mmfsdp.config_readers"
-"""Group of entry points. Each is named by a file suffix without its dot and is a function from a path to a
-`ReadConfig`."""
+"""The group of entry points. Each has the name of a file suffix without its dot, and is a function that takes a path
+and returns a `ReadConfig`."""
 
 
 class ReadConfig(Protocol):
-    """A config that was read. Nothing here is collective or needs a device."""
+    """A config that was read. No method is collective or needs a device."""
 
     def model(self) -> nn.Module:
-        """Return its model with parameters on the meta device.
+        """Return the config's model with parameters on the meta device.
 
         Raises:
-            ConfigError: It cannot be built; the context has the setting.
+            ConfigError: The model cannot be built; the context names the setting.
         """
 
     def settings(self, model: nn.Module) -> Translated:
-        """Return how it says that its model is sharded.
+        """Return the config's settings for sharding.
 
         Args:
-            model: What `model` returned: named classes are looked up in it.
+            model: The result of `model`; named classes are looked up in it.
 
         Raises:
-            ConfigError: A setting is wrong; the context has it.
+            ConfigError: A setting is wrong; the context names it.
         """
 
     def optimizer(self) -> str | None:
-        """Return the name of its optimizer in `mmfsdp.planning.OPTIMIZERS`; None if it has none there."""
+        """Return the name of the config's optimizer in `mmfsdp.planning.OPTIMIZERS`; None if it is not there."""
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
-        """Return what there is to know about it.
+        """Return the diagnosis of the config.
 
         Args:
-            mesh: For how many ranks to plan, or (replicate, shard) of them; None for 8, or what the config says.
+            mesh: The number of ranks to plan for, or (replicate, shard); None for the config's own number, or 8.
         """
 
 
@@ -56,7 +56,7 @@ def read_config(path: str | Path) -> ReadConfig:
     """Read a config with the installed reader of its suffix.
 
     Raises:
-        ConfigError: There is no such file, no reader of such files, or it cannot be read.
+        ConfigError: The file does not exist, no installed reader reads such files, or the file cannot be read.
     """
     path = Path(path)
     found = [point for point in entry_points(group=GROUP) if point.name == path.suffix.removeprefix(".")]
@@ -66,7 +66,7 @@ def read_config(path: str | Path) -> ReadConfig:
         )
     if not found:
         raise ConfigError(
-            f"Nothing that is installed reads {path.suffix or path.name!r} configs. For those of MMEngine: "
+            f"No installed package reads {path.suffix or path.name!r} configs. For MMEngine's configs: "
             "pip install mmfsdp-mmengine."
         )
     try:

@@ -1,4 +1,4 @@
-"""The arguments of torch's FullyShardedDataParallel, from 1.11 to today, as a `ShardConfig` and objects beside it."""
+"""Translates the arguments of torch's FullyShardedDataParallel, of torch 1.11 and later, to a `ShardConfig`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNSET: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A configuration, and what no configuration can hold."""
+    """A configuration, and the objects that a configuration cannot hold."""
 
     config: ShardConfig
     policy: Policy = None
@@ -59,11 +59,13 @@ def translate_arguments(
     fsdp_auto_wrap_policy: Any = None,
     **unknown: Any,
 ) -> Translated:
-    """Return what the arguments mean. Pure but for ``device_id``, which selects the CUDA device as torch's does.
+    """Return the settings that the arguments mean. Not collective.
+
+    It changes nothing, except that ``device_id`` selects the current device, as in torch's class.
 
     Args:
-        config: Base settings; every argument given here wins over them.
-        process_group: A group, a (shard, replicate) pair of groups as torch's class takes it, or None.
+        config: Base settings; every argument that is given overrides them.
+        process_group: A group, a (shard, replicate) pair of groups as in torch's class, or None.
         sharding_strategy: Enum member or name.
         cpu_offload: bool, ``CPUOffload``, or a dict of ``CpuOffloadConfig`` fields.
         auto_wrap_policy: Anything `mmfsdp.planning.resolve_policy` takes, or a dict with ``kind``.
@@ -72,20 +74,20 @@ def translate_arguments(
         ignored_modules: Modules, or FQN patterns.
         param_init_fn: A function of one module, or a reference to it.
         device_id: Device to shard on.
-        sync_module_states: Default True: unlike torch, starting from rank 0's weights must be turned off.
-        forward_prefetch: Whether, or how many units ahead, forward gathers.
-        limit_all_gathers: Accepted; always so.
-        use_orig_params: ``False`` needs, and selects, engine ``fsdp1``. Default True.
+        sync_module_states: Whether to start from rank 0's weights; unlike in torch the default is True.
+        forward_prefetch: Whether forward gathers the next unit early, or how many units ahead.
+        limit_all_gathers: Accepted; it is always on.
+        use_orig_params: ``False`` selects engine ``fsdp1``, which it needs. Default True.
         ignored_states: Modules or parameters, or FQN patterns of parameters.
-        ignored_parameters: Parameters, or FQN patterns (torch 2.0's name).
-        device_mesh: A mesh of one dimension, or two: (replicate, shard).
+        ignored_parameters: Parameters, or FQN patterns; the name is torch 2.0's.
+        device_mesh: A mesh of one dimension, or of two: (replicate, shard).
         engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
         activation_checkpointing: A mode, or a dict of its settings, whose ``check_fn`` may be a function.
         fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
-        **unknown: Refused, with the nearest argument.
+        **unknown: Any other name raises an error that suggests the nearest arguments.
 
     Raises:
-        ConfigError: An argument has a value that is not accepted, or two contradict each other.
+        ConfigError: An argument is unknown, has a value that is not accepted, or contradicts another one.
     """
     for name in unknown:
         accepted = ", ".join(ARGUMENTS)
@@ -94,10 +96,10 @@ def translate_arguments(
         )
     if fsdp_auto_wrap_policy is not None:
         if auto_wrap_policy is not None:
-            raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give one of them.")
+            raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give only one of them.")
         auto_wrap_policy = fsdp_auto_wrap_policy
     if process_group is not None and device_mesh is not None:
-        raise ConfigError("process_group and device_mesh both say which ranks shard; give one of them.")
+        raise ConfigError("process_group and device_mesh both say which ranks shard; give only one of them.")
     base = _as_dict(config)
     policy: Policy = None
     if isinstance(auto_wrap_policy, Mapping):
@@ -105,7 +107,7 @@ def translate_arguments(
     elif auto_wrap_policy is not None:
         policy = auto_wrap_policy
     else:
-        base.setdefault("wrap", "none")  # what torch's class does without a policy
+        base.setdefault("wrap", "none")  # torch's default
     modules, params, patterns = forms.ignored(ignored_modules, ignored_states, ignored_parameters)
 
     sharding = _section(base, "sharding", "strategy")
@@ -134,7 +136,7 @@ def translate_arguments(
         activation_checkpointing = dict(activation_checkpointing)
         check_fn = activation_checkpointing.pop("check_fn")
     _set(base, "activation_checkpointing", activation_checkpointing)
-    # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as a DeviceMesh has it.
+    # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as in a DeviceMesh.
     groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
     mesh = groups if groups is not None else device_mesh
     return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
@@ -151,11 +153,11 @@ def _as_dict(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
         return config.model_dump(exclude_unset=True)
     if isinstance(config, Mapping):
         return dict(config)
-    raise ConfigError(f"config is a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+    raise ConfigError(f"config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
 
 
 def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
-    """A copy of one section of the config, put in place; a bare value there is its shorthand setting."""
+    """Replace one section of the config by a copy, and return it; a bare value becomes its shorthand setting."""
     given = base.get(name)
     if given is None:
         section: dict[str, Any] = {}

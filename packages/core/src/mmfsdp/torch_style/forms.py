@@ -1,4 +1,4 @@
-"""The forms in which torch's FullyShardedDataParallel takes its arguments, each as settings of ours."""
+"""Converts the objects that torch's FullyShardedDataParallel accepts as arguments to settings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def backward_prefetch(value: Any) -> str:
     """Return ``'pre'``, ``'post'`` or ``'none'`` for an enum member, a name or None.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``value`` has another type.
     """
     if value is None:
         return "none"
     name = getattr(value, "name", value)
     if not isinstance(name, str):
         raise ConfigError(
-            f"backward_prefetch is 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
+            f"backward_prefetch must be 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
             f"(type {type(value).__name__})."
         )
     return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
@@ -45,7 +45,7 @@ def precision(value: Any) -> Any:
     """Return settings of `PrecisionConfig` for torch's policy objects, a dict of their fields or a preset name.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``value`` has another type.
     """
     if value is None or isinstance(value, str):
         return value
@@ -57,11 +57,11 @@ def precision(value: Any) -> Any:
         ignored = getattr(value, "_module_classes_to_ignore", None)
         if not fields:
             raise ConfigError(
-                f"mixed_precision is a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
+                f"mixed_precision must be a MixedPrecision, a dict of its fields or a preset name, got {value!r} "
                 f"(type {type(value).__name__})."
             )
     if isinstance(value, Mapping):
-        # Of torch's two settings one says how the model's inputs begin; off alone, it leaves nothing to cast inside.
+        # torch casts the root's inputs by a setting of its own; without it there is nothing left to cast inside.
         root = fields.setdefault("cast_root_forward_inputs", True)
         fields.setdefault("cast_forward_inputs", root)
     if ignored is not None:
@@ -73,7 +73,7 @@ def cpu_offload(value: Any) -> Any:
     """Return settings of `CpuOffloadConfig` for a bool, torch's ``CPUOffload`` or a dict.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``value`` has another type.
     """
     if hasattr(value, "offload_params"):
         return bool(value.offload_params)
@@ -84,7 +84,7 @@ def cpu_offload(value: Any) -> Any:
         return fields
     if value is not None and not isinstance(value, bool):
         raise ConfigError(
-            f"cpu_offload is a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__})."
+            f"cpu_offload must be a bool, a CPUOffload or a dict, got {value!r} (type {type(value).__name__})."
         )
     return value
 
@@ -93,7 +93,7 @@ def device_type(device_id: int | str | torch.device | None) -> str | None:
     """Return the type of a device; an index becomes the current device of its type, as in torch's class.
 
     Raises:
-        ConfigError: torch knows no such device.
+        ConfigError: torch does not know the device.
     """
     if device_id is None:
         return None
@@ -106,7 +106,7 @@ def device_type(device_id: int | str | torch.device | None) -> str | None:
         device = torch.device(device_id)
     except RuntimeError as error:
         raise ConfigError(
-            f"device_id names a device such as 'cpu' or 'cuda:0', got {device_id!r}: {str(error).splitlines()[0]}"
+            f"device_id must name a device such as 'cpu' or 'cuda:0', got {device_id!r}: {str(error).splitlines()[0]}"
         ) from None
     if device.index is not None and device.type == accelerator:
         torch.get_device_module(device.type).set_device(device.index)
@@ -116,10 +116,10 @@ def device_type(device_id: int | str | torch.device | None) -> str | None:
 def ignored(
     modules: Iterable[Any] | None, states: Iterable[Any] | None, params: Iterable[Any] | None
 ) -> tuple[list[nn.Module], list[nn.Parameter], dict[str, list[str]]]:
-    """Return the modules and parameters among what is to be ignored, and the FQN patterns by setting.
+    """Return the modules, parameters and FQN patterns (by setting) among the values to ignore.
 
     Raises:
-        ConfigError: Something is neither.
+        ConfigError: A value is none of these.
     """
     found_modules: list[nn.Module] = []
     found_params: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: a wrapper with ``.module`` for people who come from torch's class of that name."""
+"""`FullyShardedDataParallel`: a wrapper with the arguments and methods of torch's class of the same name."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _flat_classes: dict[type, type] = {}
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Shards a module and stands for it: same arguments as torch's class, old names included, FSDP2 inside.
+    """Shards a module and wraps it: it takes the arguments of torch's class, old names included, and uses FSDP2.
 
-    Collective: every rank, with equal modules and arguments. Names of parameters and keys of state dicts are those of
-    the module, without a prefix. With ``engine='fsdp1'`` the object, and every shard unit, is an instance of torch's
-    own FullyShardedDataParallel.
+    Collective: every rank, with equal modules and arguments. Parameters and keys of state dicts have the module's own
+    names, without a prefix. With ``engine='fsdp1'`` this object and every shard unit are instances of torch's own
+    FullyShardedDataParallel.
 
     Args:
-        module: The module to shard, on any device; ``meta`` saves the memory of a whole copy.
-        process_group: See `mmfsdp.torch_style.arguments.translate_arguments`, as for all further arguments.
-        **kwargs: Arguments of torch's class by their names of any version, and ``engine``, ``config``,
+        module: The module to shard, on any device; on ``meta`` it needs no memory for a whole copy.
+        process_group: This and all other arguments: see `mmfsdp.torch_style.translate_arguments`.
+        **kwargs: Arguments of torch's class under their names in any version, and ``engine``, ``config`` and
             ``activation_checkpointing``.
 
     Raises:
@@ -46,7 +46,7 @@ class FullyShardedDataParallel(nn.Module):
         roots: list[nn.Module] = []
 
         def become_torch_fsdp(root: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
-            # The root wrapper is this very object, so that isinstance() holds for what the user has in hand.
+            # The root wrapper is this object itself, so that isinstance() is true for the object that the user holds.
             self.__class__ = _with_torch_fsdp(type(self))
             torch_fsdp.FullyShardedDataParallel.__init__(self, root, **arguments)  # type: ignore[arg-type]
             roots.append(self)
@@ -115,8 +115,8 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state dict under its own keys. Collective with engine ``fsdp1``: every rank.
 
-        Values are DTensors, or with ``fsdp1`` what its state dict type says, whole tensors by default. See
-        `mmfsdp.model_state_dict` for whole ones with any engine.
+        The values are DTensors. With ``fsdp1`` torch's state dict type decides, by default whole tensors. Use
+        `mmfsdp.model_state_dict` for whole tensors with any engine.
         """
         if self._is_torch_fsdp:
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -129,7 +129,7 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             state_dict: Whole tensors or this model's own shards.
             strict: Raise if keys do not match.
-            assign: Accepted for torch's sake; values are always copied.
+            assign: Accepted for compatibility with torch; values are always copied.
         """
         if self._is_torch_fsdp:
             report = super().load_state_dict(state_dict, strict)
@@ -137,7 +137,7 @@ class FullyShardedDataParallel(nn.Module):
         return load_model_state_dict(self, state_dict, strict=strict)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the module's."""
+        """Return the module's attribute if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(modules["module"], name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Items are the module's, for modules that are containers."""
+        """Return an item of a module that is a container."""
         return self.module[key]  # type: ignore[index]
 
     @property
@@ -156,7 +156,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _with_torch_fsdp(cls: type) -> type:
-    """The same wrapper class with torch's FullyShardedDataParallel behind it."""
+    """Return the wrapper class with torch's FullyShardedDataParallel as a further base."""
     if cls not in _flat_classes:
         _flat_classes[cls] = type(cls.__name__, (cls, torch_fsdp.FullyShardedDataParallel), {"__doc__": cls.__doc__})
     return _flat_classes[cls]
