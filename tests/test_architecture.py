@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -68,6 +69,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def modules(*packages: str) -> list[Path]:
     return [path for package in packages or SOURCES for path in sorted(SOURCES[package].rglob("*.py"))]
 
@@ -77,11 +79,21 @@ def torch_free_modules() -> list[str]:
     return [*map(module_name, files)]
 
 
-def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute dotted name of everything that a file imports, functions included."""
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), path)
+
+
+@functools.cache
+def imported_names(path: Path) -> list[tuple[int, str]]:
+    """Return line and absolute dotted name of everything that a file imports, functions included."""
+    return [*_imported_names(path)]
+
+
+def _imported_names(path: Path) -> Iterator[tuple[int, str]]:
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), path)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -101,24 +113,23 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def executed_names(path: Path, *, at_top: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield what a file imports when it runs, ``if TYPE_CHECKING`` left out.
+@functools.cache
+def executed_names(path: Path, *, at_top: bool = True) -> list[tuple[int, str]]:
+    """Return what a file imports when it runs, ``if TYPE_CHECKING`` left out.
 
     Args:
         path: The file.
-        at_top: Yield what is imported with the module; otherwise what its functions import when they are called.
+        at_top: Return what is imported with the module; otherwise what its functions import when they are called.
     """
     inner: set[int] = set()
     hidden: set[int] = set()
-    for node in ast.walk(ast.parse(path.read_text(), path)):
+    for node in ast.walk(parsed(path)):
         lines = range(node.lineno, (node.end_lineno or 0) + 1) if isinstance(node, ast.stmt) else ()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner.update(lines)
         elif isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
             hidden.update(lines)
-    for line, name in imported_names(path):
-        if line not in hidden and (line not in inner) is at_top:
-            yield line, name
+    return [(line, name) for line, name in imported_names(path) if line not in hidden and (line not in inner) is at_top]
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
@@ -243,7 +254,7 @@ class TestImportDirection:
         found = []
         for path in modules(package):
             names = [*imported_names(path)]
-            for node in ast.walk(ast.parse(path.read_text(), path)):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Attribute):
                     names.append((node.lineno, dotted(node)))
             found += [
@@ -339,7 +350,7 @@ class TestRooms:
 class TestModules:
     @pytest.mark.parametrize("path", modules(), ids=module_name)
     def test_begins_with_a_sentence_and_names_what_it_exports(self, path: Path) -> None:
-        tree = ast.parse(path.read_text(), path)
+        tree = parsed(path)
         docstring = ast.get_docstring(tree, clean=False)
         assert docstring, "no module docstring"
         assert docstring.splitlines()[0].strip(), "the docstring's first line is empty"

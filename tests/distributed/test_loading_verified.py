@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp.checkpoint import open_layout
+from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, RankMismatchError
 from mmfsdp.saving.load import check_shared, open_shared
+from mmfsdp.saving.verified_files import VerifiedFiles, sums_of
 from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.testing import run_ranks
 
@@ -121,6 +125,21 @@ def test_verification_reads_little_more_than_a_rank_needs(kind: str, tmp_path: P
     shard = sum(value.nbytes for value in wide().state_dict().values()) // 2
     for verified in run_ranks(reading, 2, str(tmp_path / kind), True):
         assert verified < shard + (4 << 20) * (kind == "full") + 200_000
+
+
+def test_the_checksums_of_a_terabyte_are_not_copied() -> None:
+    """The first rank knows the checksums of all files: four million for a checkpoint of 1 TB."""
+    entry = FileEntry(1 << 40, None, array("I", [7]) * ((1 << 40) // BLOCK))
+    files = VerifiedFiles(verify=True, own_records=False)
+    tracemalloc.start()
+    try:
+        files.add_files({Path("large"): entry})
+        found = sums_of(entry, [0, 4_194_303, 4_194_304])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == {0: (BLOCK, 7), 4_194_303: (BLOCK, 7)}
+    assert peak < 10_000
 
 
 def stays_correct(rank: int, folder: str) -> list[str]:

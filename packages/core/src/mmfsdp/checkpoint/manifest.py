@@ -6,7 +6,9 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ class FileEntry:
     """Length in bytes."""
     crc32: int | None
     """CRC-32 of the whole file; ``None`` if it was not computed."""
-    blocks: tuple[int, ...] | None = None
-    """CRC-32 of each block of the file, the last one shorter, to check parts of the file."""
+    blocks: Sequence[int] | None = None
+    """CRC-32 of each block of the file, the last one shorter, to check parts of the file. An array: 1 TB has four million
+    blocks."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
@@ -82,7 +85,7 @@ class BlockSums:
         whole = 0
         for place, value in enumerate(blocks):
             whole = crc32_combine(whole, value, BLOCK if place < len(self._blocks) else self._held)
-        return FileEntry(len(self._blocks) * BLOCK + self._held, whole, tuple(blocks))
+        return FileEntry(len(self._blocks) * BLOCK + self._held, whole, array("I", blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +227,16 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     return Manifest(content["save_id"], content["world_size"], files)
 
 
-def _blocks(given: Any, size: int) -> tuple[int, ...] | None:
+def _blocks(given: Any, size: int) -> Sequence[int] | None:
     if given is None:
         return None
     count = -(-size // BLOCK)
     if not isinstance(given, str) or len(given) != 8 * count:
         raise ValueError("'crc32_blocks' is malformed")
-    return struct.unpack(f">{count}I", bytes.fromhex(given))
+    blocks = array("I", bytes.fromhex(given))
+    if sys.byteorder == "little":
+        blocks.byteswap()
+    return blocks
 
 
 def _is_crc(value: Any) -> bool:

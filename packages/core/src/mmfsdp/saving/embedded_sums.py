@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _parsed(content: Any, record: ZipRecord) -> FileEntry | None:
     if content["block_size"] != BLOCK:
         return None
     size, text = content["size"], content["crc32_blocks"]
-    blocks = tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+    blocks = array("I", (int(text[at : at + 8], 16) for at in range(0, len(text), 8)))
     if type(size) is not int or len(blocks) != -(-size // BLOCK) or size > record.header:
         raise ValueError("it does not fit the file")
     return FileEntry(size, None, blocks)
