@@ -48,8 +48,8 @@ class FileEntry:
     crc32: int | None
     """CRC-32 of the whole file; ``None`` if it was not computed."""
     blocks: Sequence[int] | None = None
-    """CRC-32 of each block of the file, the last one shorter, to check parts of the file. An array: 1 TB has four million
-    blocks."""
+    """CRC-32 of each block of the file, the last one shorter, to check parts of the file: an array, as 1 TB has four
+    million blocks."""
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
