@@ -943,8 +943,8 @@ class TestText:
         assert "~ strategy: FULL_SHARD -> SHARD_GRAD_OP" in lines
         assert "~ mesh: 2 ranks -> 4 ranks" in lines
         assert "+ unit norm (full precision: _BatchNorm)" in lines
-        assert "~ unit blocks.0.precision: - -> bfloat16/float32" in lines
-        assert "~ unit blocks.0.reshard_after_forward: True -> False" in lines
+        assert "~ unit blocks.{0..1}.precision: - -> bfloat16/float32" in lines
+        assert "~ unit blocks.{0..1}.reshard_after_forward: True -> False" in lines
         assert "~ unit (root).params: 49 -> 41 elements" in lines
         assert "~ bytes on rank 0: 412 B -> 216 B" in lines
         assert "- unit norm (full precision: _BatchNorm)" in new.diff(old).splitlines()

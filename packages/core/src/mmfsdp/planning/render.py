@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmfsdp.basics.tables import Column, format_table
@@ -126,24 +126,30 @@ def render_diff(old: ShardPlan, new: ShardPlan) -> str:
     return "\n".join(lines)
 
 
-def _unit_diff(old: ShardPlan, new: ShardPlan) -> Iterable[str]:
+def _unit_diff(old: ShardPlan, new: ShardPlan) -> list[str]:
+    changes = [*_unit_changes(old, new)]
+    groups = join_repeated([(name, (sign, change)) for sign, name, change in changes])
+    firsts = [(group.name, *changes[group.members[0]][::2]) for group in groups]
+    return [f"{sign} unit {name}{change}" for name, sign, change in firsts]
+
+
+def _unit_changes(old: ShardPlan, new: ShardPlan) -> Iterator[tuple[str, str, str]]:
+    """Yield for each change its sign, the name of the unit, and the change as text."""
     before = {unit.fqns: unit for unit in old.units}
     after = {unit.fqns: unit for unit in new.units}
     for fqns, unit in before.items():
         if fqns not in after:
-            yield f"- unit {_names(unit)} ({unit.matched_by})"
+            yield "-", _names(unit), f" ({unit.matched_by})"
     for fqns, unit in after.items():
         if fqns not in before:
-            yield f"+ unit {_names(unit)} ({unit.matched_by})"
+            yield "+", _names(unit), f" ({unit.matched_by})"
             continue
         for name in type(unit).model_fields:
             was, now = getattr(before[fqns], name), getattr(unit, name)
-            if was == now:
-                continue
-            if name == "params":
-                yield f"~ unit {_names(unit)}.params: {before[fqns].numel:,} -> {unit.numel:,} elements"
-            else:
-                yield f"~ unit {_names(unit)}.{name}: {was} -> {now}"
+            if was != now and name == "params":
+                yield "~", _names(unit), f".params: {before[fqns].numel:,} -> {unit.numel:,} elements"
+            elif was != now:
+                yield "~", _names(unit), f".{name}: {was} -> {now}"
 
 
 def _head(plan: ShardPlan) -> str:
