@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.console_blocks import plain, walk
 from tests.doc_pages import PAGES, ROOT, blocks, name, outputs, script_of
-from tests.test_architecture import LEVELS
+from tests.test_architecture import CHECKPOINT_LEVELS, LEVELS
 
 SECONDS = 240  # for all blocks of one page
 TESTED_ELSEWHERE = {"docs/tutorial.md"}  # by test_tutorial.py
@@ -149,10 +149,10 @@ def test_command_lines_exist(page: str, line: str) -> None:
 
 def test_the_map_has_every_room_at_its_level() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d) \| `mmfsdp\.(\w+)` \|", text, flags=re.MULTILINE)
-    assert {room: int(level) for level, room in rows} == {
-        room: level for level, rooms in enumerate(LEVELS) for room in rooms
-    }
+    for levels, prefix in ((LEVELS, r"mmfsdp\."), (CHECKPOINT_LEVELS, "")):
+        rows = re.findall(rf"^\| (\d) \| `{prefix}(\w+)` \|", text, flags=re.MULTILINE)
+        expected = {room: level for level, rooms in enumerate(levels) for room in rooms}
+        assert {room: int(level) for level, room in rows} == expected
 
 
 PUBLIC_ROOMS = sorted(
