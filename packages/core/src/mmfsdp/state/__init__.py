@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.lazy import lazy
+from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
     from mmfsdp.state.lazy_tensors import whole_value
     from mmfsdp.state.local_view import LocalView, exchanged
     from mmfsdp.state.report import LoadReport, compare_shapes
+
+require_torch(__name__)
 
 __all__ = [
     "LoadReport",
