@@ -155,13 +155,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"type": "MMDistributedDataParallel"},
         {},
         ConfigError,
-        ["FSDPStrategy needs a model_wrapper that is or derives from MMFullyShardedDataParallel"],
+        ["FSDPStrategy needs MMFullyShardedDataParallel or a class derived from it as model_wrapper"],
     ),
     "checkpointing set twice": (
         {"activation_checkpointing": "full"},
         {"strategy": {"activation_checkpointing": "full"}},
         ConfigError,
-        ["activation_checkpointing is set both in strategy and in strategy.model_wrapper. Set it once."],
+        ["activation_checkpointing is set in strategy and in strategy.model_wrapper. Set it in one of them."],
     ),
 }
 

@@ -120,9 +120,11 @@ def unsharded(rank: int, folder: Path) -> dict[str, Any]:
 class TestSyncBatchNorm:
     def test_is_refused_on_the_cpu_by_name(self, tmp_path: Path) -> None:
         for text in run_ranks(refused, 2, tmp_path, "torch", "ToyModel"):
-            assert "SyncBatchNorm does not run on the CPU, but norm would be one. Set sync_bn='revert'" in text
+            assert "SyncBatchNorm does not run on the CPU, but norm would need it. Set sync_bn='revert'" in text
         for text in run_ranks(refused, 2, tmp_path, "tourch", "ToyModel"):
-            assert "sync_bn is one of 'torch', 'mmcv', 'revert' or None, got 'tourch'. Did you mean 'torch'?" in text
+            assert (
+                "sync_bn must be one of 'torch', 'mmcv', 'revert' or None, got 'tourch'. Did you mean 'torch'?" in text
+            )
 
     def test_is_reverted_when_asked_and_for_one_rank(self, tmp_path: Path) -> None:
         [expected] = run_ranks(unsharded, 1, tmp_path)

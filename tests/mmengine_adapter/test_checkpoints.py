@@ -299,7 +299,7 @@ class TestLoading:
     def test_resuming_from_weights_alone(self, tmp_path: Path) -> None:
         for kind, message in run_ranks(failing, 2, "resume_weights", tmp_path):
             assert kind is FormatError
-            assert "holds no 'optimizer'. To start from its weights use load_from without resume." in message
+            assert "has no 'optimizer'. To start from its weights, use load_from without resume." in message
 
 
 def skip_init(rank: int, folder: Path, engine: str) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class TestSkipInitWeights:
     def test_training_without_weights_is_refused(self, tmp_path: Path) -> None:
         for kind, message in run_ranks(failing, 2, "skip_init_without_weights", tmp_path):
             assert kind is ShardStateError
-            assert "Set load_from or resume to a checkpoint, or skip_init_weights=False." in message
+            assert "Set load_from or resume to a checkpoint, or set skip_init_weights=False." in message
 
     def test_weights_that_the_checkpoint_lacks(self, tmp_path: Path) -> None:
         for kind, message in run_ranks(failing, 2, "skip_init_with_too_few_weights", tmp_path):

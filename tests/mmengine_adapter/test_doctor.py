@@ -362,7 +362,7 @@ def test_groups_are_counted(tmp_path: Path) -> None:
     model = read_config(tmp_path / "config.py").model() if diagnosis(tmp_path, text) else None
     assert model is not None
     count = len(list(model.parameters()))
-    assert f"groups are those of the whole model: {count} here" in of(tmp_path, text, "optim_wrapper.constructor")
+    assert f"param groups are those of the whole model: {count} here" in of(tmp_path, text, "optim_wrapper.constructor")
 
 
 def test_the_plan_is_that_of_the_wrapper(tmp_path: Path) -> None:
@@ -388,7 +388,10 @@ def test_the_plan_is_that_of_the_wrapper(tmp_path: Path) -> None:
 def test_unreadable_configs(tmp_path: Path) -> None:
     for text, message in (
         ("model = dict(", r"config\.py cannot be read: SyntaxError"),
-        ("custom_imports = dict(imports=['nowhere'])", "A module that config.py imports cannot be: .*nowhere"),
+        (
+            "custom_imports = dict(imports=['nowhere'])",
+            "A module in custom_imports of config.py cannot be imported: .*nowhere",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             diagnosis(tmp_path, text)

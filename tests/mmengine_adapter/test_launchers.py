@@ -107,7 +107,7 @@ class TestWhatIsMissing:
             ("slurm", {}, "launcher 'slurm' sets the environment variable SLURM_PROCID"),
             ("slurm", SLURM, r"'scontrol show hostname node\[1-2\]' does not tell it \(.*Set MASTER_ADDR"),
             ("mpi", {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR, the address of the first machine"),
-            ("torchrun", {}, "launcher is one of 'pytorch', 'slurm', 'mpi' or 'none', got 'torchrun'"),
+            ("torchrun", {}, "launcher must be one of 'pytorch', 'slurm', 'mpi' or 'none', got 'torchrun'"),
         ],
     )
     def test_is_told(

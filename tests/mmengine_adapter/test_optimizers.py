@@ -160,7 +160,7 @@ class TestAmp:
 
     def test_settings_that_are_not_accepted(self) -> None:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        with pytest.raises(Exception, match="loss_scale is 'dynamic', a number or a dict of GradScaler arguments"):
+        with pytest.raises(Exception, match="loss_scale must be 'dynamic', a number or a dict of GradScaler arguments"):
             AmpOptimWrapper(loss_scale="static", optimizer=optimizer)
         with pytest.raises(Exception, match="bfloat17"):
             AmpOptimWrapper(dtype="bfloat17", optimizer=optimizer)

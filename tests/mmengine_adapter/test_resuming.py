@@ -256,7 +256,7 @@ class TestAutoResume:
         resumed = run_ranks(train, 2, tmp_path, 2, by_iteration(resume=True))
         assert [result["losses"] for result in resumed] == [whole["losses"][4:]] * 2
         logs = "".join(path.read_text() for path in tmp_path.glob("*/*.log"))
-        assert "iter_4.pth, the newest complete one, is resumed." in logs
+        assert "iter_4.pth, the newest complete one." in logs
         assert "last_checkpoint names " in logs
 
     def test_finds_it_without_a_note_and_nothing_where_there_is_nothing(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""mmfsdp for MMEngine: importing this package registers its classes in place of the stock ones."""
+"""mmfsdp for MMEngine: importing this package registers its classes in place of MMEngine's."""
 
 from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.hooks.ema import EMAHook

@@ -1,4 +1,4 @@
-"""Registries of scope ``mmfsdp_mmengine``, and putting our classes where existing configs look for the stock ones."""
+"""The registries of scope ``mmfsdp_mmengine``, and functions that register our classes in place of the stock ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 SCOPE = "mmfsdp_mmengine"
 
 FUNCTIONS = Registry("function", parent=ROOT_FUNCTIONS, scope=SCOPE, locations=[SCOPE])
-"""Functions registered here are found under the scope ``mmfsdp_mmengine``."""
+"""Functions of this package, found under the scope ``mmfsdp_mmengine``."""
 HOOKS = Registry("hook", parent=ROOT_HOOKS, scope=SCOPE, locations=[SCOPE])
 """Hooks of this package."""
 MODEL_WRAPPERS = Registry("model wrapper", parent=ROOT_MODEL_WRAPPERS, scope=SCOPE, locations=[SCOPE])
@@ -38,7 +38,7 @@ STRATEGIES = Registry("strategy", parent=ROOT_STRATEGIES, scope=SCOPE, locations
 """Strategies of this package."""
 
 FSDP_WRAP_POLICIES = Registry("fsdp wrap policy", scope=SCOPE)
-"""Wrapping policies by name, beside those in MMEngine's FUNCTIONS; torch's own are in it."""
+"""Wrapping policies by name, including torch's own; policies in MMEngine's FUNCTIONS are found too."""
 
 for _policy in (
     wrap.size_based_auto_wrap_policy,
@@ -50,7 +50,7 @@ for _policy in (
 ):
     FSDP_WRAP_POLICIES.register_module(module=_policy)
 FSDP_WRAP_POLICIES.register_module(name="or_policy", module=wrap._or_policy)
-# MMEngine 0.4 to 0.8 had it under the name that torch 1.11 gave it.
+# Its name in torch 1.11, which MMEngine 0.4 to 0.8 used.
 FSDP_WRAP_POLICIES.register_module(name="default_auto_wrap_policy", module=wrap.size_based_auto_wrap_policy)
 
 
@@ -60,11 +60,11 @@ def register(registry: Registry, cls: type) -> None:
 
 
 def replace_stock(registry: Registry, cls: type) -> None:
-    """Register ``cls`` in a registry of this package and, in place of MMEngine's class of that name, in its parent.
+    """Register ``cls`` in a registry of this package, and in its parent in place of MMEngine's class of that name.
 
-    So ``type='FSDPStrategy'`` and ``type='mmengine.FSDPStrategy'`` both mean ours.
+    ``type='FSDPStrategy'`` and ``type='mmengine.FSDPStrategy'`` then both refer to our class.
     """
-    # MMEngine registers its own when its modules are imported, which therefore must not happen later.
+    # MMEngine registers its classes when their modules are imported: import them before we replace the classes.
     assert mmengine._strategy.FSDPStrategy
     assert mmengine.hooks.EMAHook
     assert mmengine.model.wrappers.MMDistributedDataParallel

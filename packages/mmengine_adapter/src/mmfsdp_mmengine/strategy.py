@@ -1,4 +1,4 @@
-"""`FSDPStrategy`: shards a model for MMEngine's FlexibleRunner, and saves, loads and resumes it."""
+"""`FSDPStrategy`: shards a model for MMEngine's FlexibleRunner, and saves, loads and resumes its training."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ __all__ = ["FSDPStrategy"]
 
 
 class FSDPStrategy(CheckpointingStrategy):
-    """Shards the model with `MMFullyShardedDataParallel` or a wrapper derived from it.
+    """Shards the model with `MMFullyShardedDataParallel` or a class derived from it.
 
     Runs on CUDA with NCCL and on the CPU with gloo, under a launcher or as a single process. Optimizers are built from
-    the model before it is sharded: constructors see its own names and shapes.
+    the model before it is sharded: optimizer constructors see the original names and shapes.
 
     Args:
         model_wrapper: Config of the wrapper. Default: ``dict(type='MMFullyShardedDataParallel')``.
-        skip_init_weights: Build the model without memory for its parameters and leave them to ``load_from`` or
-            ``resume``. Training before anything was loaded is refused.
+        skip_init_weights: Build the model without memory for its parameters, which ``load_from`` or ``resume`` then
+            fills. Training before weights are loaded raises an error.
         state_dict_cfg: ``'local'``: a checkpoint is a directory with a file per rank. ``'full'``: one file, as
             MMEngine's DDPStrategy writes it. ``'sharded'``: a directory of torch's distributed checkpoint.
-            Or a dict of ``state_dict_type``, ``state_dict_config`` and ``optim_state_dict_config`` in torch's words.
-            Any kind loads whatever this says, on any number of ranks.
+            Or a dict of ``state_dict_type``, ``state_dict_config`` and ``optim_state_dict_config`` as torch names
+            them. Checkpoints of every kind load whatever this setting is, on any number of ranks.
         activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``; or
             core's settings, such as ``'full'`` or ``dict(mode='ops')``.
         **kwargs: Arguments of MMEngine's DDPStrategy.
@@ -72,7 +72,7 @@ class FSDPStrategy(CheckpointingStrategy):
         super().__init__(settings.kind, model_wrapper=model_wrapper, **kwargs)
         if not isinstance(skip_init_weights, bool):
             raise ConfigError(
-                f"skip_init_weights is True or False, got {skip_init_weights!r}.", config="skip_init_weights"
+                f"skip_init_weights must be True or False, got {skip_init_weights!r}.", config="skip_init_weights"
             )
         self.skip_init_weights = skip_init_weights
         self.state_dict_type = settings.state_dict_type
@@ -96,16 +96,15 @@ class FSDPStrategy(CheckpointingStrategy):
             optim_wrapper: An optimizer, an optimizer wrapper, several by name, or a config of these.
             param_scheduler: Schedulers or their configs.
             compile: Whether, or with which arguments, to compile.
-            dispatch_kwargs: What the runner knows: ``max_iters``, ``max_epochs``, ``epoch_length`` and the like.
+            dispatch_kwargs: Values that the runner knows: ``max_iters``, ``max_epochs``, ``epoch_length`` and the like.
 
         Returns:
-            The sharded model; with the optimizer wrapper and the schedulers if there are any.
+            The sharded model, or a list of the model, the optimizer wrapper and the schedulers that there are.
 
         Raises:
-            RankMismatchError: Ranks are to train differently: for other numbers of iterations, or with other settings
-                of the optimizers.
+            RankMismatchError: Ranks have different numbers of iterations, or different settings of the optimizers.
             MmfsdpError: See `mmfsdp.shard`.
-            GradScalerError: The model computes in float16 and the optimizer wrapper has no gradient scaler.
+            GradScalerError: The model computes in float16, and the optimizer wrapper has no gradient scaler.
         """
         lengths = {name: (dispatch_kwargs or {}).get(name) for name in ("epoch_length", "max_epochs", "max_iters")}
         check_alike({**lengths, "optim_wrapper": optim_wrapper, "param_scheduler": param_scheduler}, scope_of(None))
@@ -115,7 +114,7 @@ class FSDPStrategy(CheckpointingStrategy):
         self.dispatch_kwargs.update(dispatch_kwargs or {})
         if not self._prepared:
             self._shard(self._init_model_weights(self.build_model(model)), optim_wrapper)
-        elif self._structure is not None:  # validation came first
+        elif self._structure is not None:  # a validation prepared the model already
             self._bind(OptimizerBinding(self._structure, self.build_optim_wrapper(optim_wrapper, self._structure)))
         self.model = self.compile_model(self.model, compile)
         if param_scheduler is not None:
@@ -143,7 +142,7 @@ class FSDPStrategy(CheckpointingStrategy):
         self._count_iterations(0)
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
-        """Return the model, built if it is a config; with ``skip_init_weights`` parameters are on the meta device."""
+        """Build the model if it is a config; with ``skip_init_weights`` its parameters are on the meta device."""
         if self.skip_init_weights and isinstance(model, Mapping):
             with parameters_on_meta():
                 built: nn.Module = super().build_model(model)
@@ -152,16 +151,17 @@ class FSDPStrategy(CheckpointingStrategy):
         return built
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Return the model with its batch norm layers as ``sync_bn`` says: see `synchronise_batch_norm`."""
+        """Convert the batch norm layers as ``sync_bn`` says: see `synchronise_batch_norm`."""
         return synchronise_batch_norm(model, self.sync_bn, get_device(), self.world_size)
 
     def compile_model(self, model: nn.Module, compile: dict[str, Any] | bool = False) -> nn.Module:
-        """Compile the model's ``forward``, which its own ``train_step`` calls too; return the wrapper.
+        """Compile the model's ``forward``, which its own ``train_step`` calls too, and return the wrapper.
 
         Args:
             model: The wrapper.
-            compile: Whether, or arguments of ``torch.compile``; ``target`` names another method. Not changed. A whole
-                ``train_step``, which runners name, is more than torch compiles under sharding: it means ``forward``.
+            compile: Whether to compile, or the arguments of ``torch.compile``. Not changed. ``target`` names a method.
+                Runners name ``train_step``, which torch cannot compile as a whole under sharding: ``forward`` is
+                compiled instead.
         """
         if compile is not False:
             settings: dict[str, Any] = {} if compile is True else plain(compile)
@@ -195,7 +195,7 @@ class FSDPStrategy(CheckpointingStrategy):
             start_process_group(launcher, backend, **kwargs)
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
-        """Run the model's own initialisation, whole, on every rank; sharding sends the first rank's values to all."""
+        """Run the model's own initialisation of the whole model on every rank; sharding broadcasts the first rank's."""
         wanted = self.dispatch_kwargs.get("init_weights_for_test_or_val", True)
         if hasattr(model, "init_weights") and wanted and not self.skip_init_weights and not is_model_wrapper(model):
             model.init_weights()  # type: ignore[operator]
@@ -209,7 +209,7 @@ class FSDPStrategy(CheckpointingStrategy):
         if self.activation_checkpointing is not None:
             if config.get("activation_checkpointing") is not None:
                 raise ConfigError(
-                    "activation_checkpointing is set both in strategy and in strategy.model_wrapper. Set it once.",
+                    "activation_checkpointing is set in strategy and in strategy.model_wrapper. Set it in one of them.",
                     config="strategy.activation_checkpointing",
                 )
             config["activation_checkpointing"] = activation_arguments(self.activation_checkpointing)
@@ -222,8 +222,8 @@ class FSDPStrategy(CheckpointingStrategy):
         wrapped: nn.Module = MODEL_WRAPPERS.build(config, default_args=defaults)
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ConfigError(
-                f"FSDPStrategy needs a model_wrapper that is or derives from MMFullyShardedDataParallel, not "
-                f"{type(wrapped).__name__}. For that one use DDPStrategy.",
+                f"FSDPStrategy needs MMFullyShardedDataParallel or a class derived from it as model_wrapper, got "
+                f"{type(wrapped).__name__}. Use DDPStrategy with that wrapper.",
                 config="strategy.model_wrapper.type",
             )
         if self._pending is not None:
@@ -232,7 +232,7 @@ class FSDPStrategy(CheckpointingStrategy):
         return wrapped
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: dict[str, Any]) -> Any:
-        # MMEngine takes values out of the dict, which several optimizers share.
+        # MMEngine removes values from the dict, which several optimizers share.
         return super()._build_param_scheduler(scheduler, optim_wrapper, dict(default_args))
 
 

@@ -1,4 +1,4 @@
-"""Averaged weights of a sharded model: one shard per rank, and what checkpoints hold of them."""
+"""Averaged weights of a sharded model: each rank averages its own shard, and checkpoints hold the averages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _live: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardAverages]] = weakre
 
 
 def averaged_model_class(config: Mapping[str, Any]) -> type:
-    """Return the averaged model's class that ``config`` names, having checked that it takes the arguments.
+    """Return the class of averaged model that ``config`` names, after checking that it accepts the arguments.
 
     Args:
-        config: ``type``, a registered name or a class, and its arguments.
+        config: ``type`` (a registered name or a class) and its arguments.
 
     Raises:
-        ConfigError: There is no such class, it averages nothing, or it has no such argument.
+        ConfigError: There is no such class, it is not an averaged model, or it does not accept an argument.
     """
     given = config["type"]
     with MODELS.switch_scope_and_registry(None) as registry:
@@ -51,7 +51,7 @@ def averaged_model_class(config: Mapping[str, Any]) -> type:
     except TypeError as error:
         hints = [closest(name, signature.parameters) for name in arguments if name not in signature.parameters]
         raise ConfigError(
-            f"EMAHook: {found.__name__}{signature} does not take what is given: {error}.{''.join(hints)}",
+            f"EMAHook: {found.__name__}{signature} does not accept these arguments: {error}.{''.join(hints)}",
             config="custom_hooks.EMAHook",
         ) from None
     cls: type = found
@@ -59,12 +59,12 @@ def averaged_model_class(config: Mapping[str, Any]) -> type:
 
 
 class ShardAverages:
-    """An averaged model that is given, in place of the sharded model, what this rank holds of it.
+    """An averaged model of this rank's part of a sharded model.
 
-    So averaging runs the user's class on plain tensors, and costs one shard of memory per rank.
+    The user's class averages plain tensors, which takes the memory of one shard per rank.
 
     Args:
-        model: The sharded model; a wrapper, too.
+        model: The sharded model or a wrapper around it.
         config: ``type`` and arguments of the averaged model.
 
     Attributes:
@@ -82,17 +82,17 @@ class ShardAverages:
         _live[self._state.module] = weakref.ref(self)
 
     def are_of(self, model: Any) -> bool:
-        """Tell whether these are averages of ``model``."""
+        """Return whether these are the averages of ``model``."""
         return isinstance(model, nn.Module) and find_sharded_model(model) is self._state
 
     def source(self) -> nn.Module:
-        """Return what is averaged: this rank's part of the model, in memory that is the model's own."""
+        """Return the source of the averages: this rank's part of the model, which shares the model's memory."""
         return self._view.tree()
 
     def content(self, weights: Mapping[str, Any], kind: Literal["full", "sharded"]) -> dict[str, Any]:
         """Return ``state_dict`` and ``ema_state_dict`` as MMEngine saves them. Collective: every rank.
 
-        The averages are under ``state_dict``, and what is trained under ``ema_state_dict``.
+        The averages are under ``state_dict``, and the trained weights under ``ema_state_dict``.
 
         Args:
             weights: The model's state dict of that kind.
@@ -100,17 +100,17 @@ class ShardAverages:
         """
         with exchanged(self._view, self.averaged.module):
             averages = model_state_dict(self._state.module, kind)
-            if kind == "sharded":  # what is not gathered is the model's memory, whose values go back
+            if kind == "sharded":  # shards share the model's memory, which holds the averages only now
                 averages = {name: _copy(value) for name, value in averages.items()}
         trained = {f"{_PREFIX}{name}": value for name, value in weights.items()}
         return {"state_dict": averages, "ema_state_dict": {**self._own(), **trained}}
 
     def check(self, averages: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Refuse what `load` or `follow` could not take as a whole. Not collective.
+        """Raise if `load` or `follow` could not use all of a checkpoint. Not collective.
 
         Args:
-            averages: The state dict that averages are to be loaded from, or the weights that they are to begin with.
-            own: What the averaged model itself is to load; None to begin anew.
+            averages: The state dict to load the averages from, or the weights to start averaging from.
+            own: The state of the averaged model itself; None to start averaging anew.
 
         Raises:
             StateDictError: Keys or shapes do not match.
@@ -128,20 +128,20 @@ class ShardAverages:
         report = compare_shapes(wanted, shapes)
         if not report.clean:
             raise StateDictError(
-                f"EMAHook(strict_load=True): averages cannot begin with this checkpoint: {report}. With "
-                "strict_load=False, what does not match begins with the model's own values."
+                f"EMAHook(strict_load=True): this checkpoint does not match the averages: {report}. With "
+                "strict_load=False, whatever does not match starts from the model's own values."
             )
 
     def load(self, averages: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool) -> LoadReport:
         """Load averages. Collective: every rank.
 
         Args:
-            averages: A state dict of the model, whole or this model's own shards.
-            own: What the averaged model itself holds, such as ``steps``.
+            averages: A state dict of the model, with whole tensors or this model's own shards.
+            own: State of the averaged model itself, such as ``steps``.
             strict: Raise if keys or shapes do not match.
 
         Raises:
-            StateDictError: With ``strict``, something did not match; raised on every rank.
+            StateDictError: With ``strict``, keys or shapes do not match; raised on every rank.
         """
         with exchanged(self._view, self.averaged.module):
             offered = with_own_counters(self._state.module, averages)
@@ -153,7 +153,7 @@ class ShardAverages:
         return report
 
     def follow(self) -> None:
-        """Make the averages what the model is now, as they are before the first step. Not collective."""
+        """Copy the model's weights into the averages, as before the first step. Not collective."""
         self.averaged.module.load_state_dict(self._view.tree().state_dict())
 
     def _own(self) -> dict[str, Any]:
@@ -161,11 +161,11 @@ class ShardAverages:
 
 
 def with_averages(model: nn.Module, content: Mapping[str, Any], kind: Literal["full", "sharded"]) -> dict[str, Any]:
-    """Return a checkpoint's content with the averages of the model in it, if it has any. Collective: every rank.
+    """Return a checkpoint's content, with the model's averages added if it has any. Collective: every rank.
 
     Args:
         model: The sharded model.
-        content: With the model's state dict under ``state_dict``. Not changed.
+        content: Has the model's state dict under ``state_dict``. Not changed.
         kind: Kind of that state dict, see `mmfsdp.model_state_dict`.
     """
     reference = _live.get(find_sharded_model(model).module)

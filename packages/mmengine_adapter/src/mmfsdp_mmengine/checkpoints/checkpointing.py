@@ -1,4 +1,4 @@
-"""Saving, loading and resuming of `FSDPStrategy`: every rank takes part, and all succeed or all raise."""
+"""The part of `FSDPStrategy` that saves, loads and resumes: all ranks succeed or all ranks raise."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _NO_PREFIX = [(r"^module.", "")]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a resumed checkpoint says beside weights and optimizers, for whoever runs the training loop."""
+    """State of a resumed checkpoint that the training loop needs, besides weights and optimizers."""
 
     progress: dict[str, Any]
     seed: int
-    """What this rank's generators began with."""
+    """The seed of this rank."""
     random_state: torch.Tensor | None
-    """This rank's generators; None if the checkpoint is of another number of ranks."""
+    """The state of this rank's random number generators; None if another number of ranks saved the checkpoint."""
 
 
 class CheckpointingStrategy(DDPStrategy):
-    """The part of `FSDPStrategy` that deals with checkpoints.
+    """The part of `FSDPStrategy` that handles checkpoints.
 
     Args:
-        kind: ``full``, ``local`` or ``sharded``: what is saved.
+        kind: The kind of checkpoints to save: ``full``, ``local`` or ``sharded``.
         **kwargs: Arguments of MMEngine's DDPStrategy.
     """
 
@@ -66,7 +66,7 @@ class CheckpointingStrategy(DDPStrategy):
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights under their own names. Collective: every rank.
 
-        Whole ones, on the first rank alone, if checkpoints are ``full``; else each rank's DTensors.
+        Whole tensors on the first rank if checkpoints are ``full``, otherwise each rank's DTensors.
         """
         return model_state_dict(self.model, "full" if self._kind == "full" else "sharded")
 
@@ -77,15 +77,15 @@ class CheckpointingStrategy(DDPStrategy):
     def load_model_state_dict(
         self, state_dict: dict[str, Any], *, strict: bool = False, revise_keys: Sequence[tuple[str, str]] = _NO_PREFIX
     ) -> None:
-        """Load weights, and log what did not match. Collective: every rank.
+        """Load weights, and log keys and shapes that do not match. Collective: every rank.
 
         Args:
-            state_dict: Whole tensors, or shards of this very model. Not changed.
-            strict: Raise, with nothing changed, if anything does not match.
-            revise_keys: ``(pattern, replacement)`` pairs by which keys are changed first.
+            state_dict: Whole tensors, or shards of this model. Not changed.
+            strict: Raise if keys or shapes do not match; nothing is changed then.
+            revise_keys: ``(pattern, replacement)`` pairs that change the keys first.
 
         Raises:
-            StateDictError: With ``strict``, something did not match; raised on every rank.
+            StateDictError: With ``strict``, keys or shapes do not match; raised on every rank.
         """
         offered = with_own_counters(self.model, revised_keys(state_dict, revise_keys))
         report = load_model_state_dict(self.model, offered, strict=strict)
@@ -110,18 +110,18 @@ class CheckpointingStrategy(DDPStrategy):
         """Load a model's weights from a checkpoint of any kind and world size. Collective: every rank.
 
         Args:
-            filename: A file or directory, or what else MMEngine loads from.
-            map_location: Of checkpoints that are downloaded; others are read where they are needed.
+            filename: A file or directory, or anything else that MMEngine loads from.
+            map_location: The device for downloaded checkpoints; other checkpoints are read where they are needed.
             strict: Raise if keys or shapes do not match.
-            revise_keys: ``(pattern, replacement)`` pairs by which keys are changed first.
-            callback: Called with the content on every rank before it is used; may change it.
+            revise_keys: ``(pattern, replacement)`` pairs that change the keys first.
+            callback: Called on every rank with the content before it is used; may change it.
 
         Returns:
             The rest of the content.
 
         Raises:
-            CheckpointError: It cannot be read; raised on every rank.
-            StateDictError: With ``strict``, it does not match; raised on every rank.
+            CheckpointError: The checkpoint cannot be read; raised on every rank.
+            StateDictError: With ``strict``, keys or shapes do not match; raised on every rank.
         """
         self.logger.info(f"Load checkpoint from {filename}")
 
@@ -154,9 +154,9 @@ class CheckpointingStrategy(DDPStrategy):
             The rest of the content.
 
         Raises:
-            FormatError: The checkpoint holds weights only.
-            StateDictError: It is of other optimizers; nothing is loaded then.
-            CheckpointError: It cannot be read; raised on every rank.
+            FormatError: The checkpoint has only weights.
+            StateDictError: The checkpoint has other optimizers; nothing is loaded then.
+            CheckpointError: The checkpoint cannot be read; raised on every rank.
         """
         self.logger.info(f"Resume checkpoint from {filename}")
         wanted = {
@@ -169,15 +169,15 @@ class CheckpointingStrategy(DDPStrategy):
             missing = [name for name, needed in wanted.items() if needed and name not in content]
             if missing:
                 raise FormatError(
-                    f"Training cannot be resumed from {filename}: it holds no {' and no '.join(map(repr, missing))}. "
-                    "To start from its weights use load_from without resume.",
+                    f"Training cannot be resumed from {filename}: it has no {' and no '.join(map(repr, missing))}. "
+                    "To start from its weights, use load_from without resume.",
                     file=str(filename),
                 )
             saved = content.get("progress", {}).get("optimizers", {}) if wanted["optimizer"] else {}
             if saved and saved != (mine := self._optimizer_classes()):
                 raise StateDictError(
-                    f"{filename} was saved with the optimizers {saved}, the config has {mine}. Configure those, or "
-                    "start from its weights alone with load_from and resume=False."
+                    f"{filename} was saved with the optimizers {saved}, but the config has {mine}. Configure the "
+                    "optimizers that were saved, or load only the weights with load_from and resume=False."
                 )
             if callback is not None:
                 callback(content)
@@ -202,18 +202,18 @@ class CheckpointingStrategy(DDPStrategy):
         extra_ckpt: dict[str, Any] | None = None,
         callback: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
-        """Save a checkpoint, whole or not at all. Collective: every rank; it is complete when any returns.
+        """Save a checkpoint atomically. Collective: every rank; the checkpoint is complete when any rank returns.
 
         Args:
-            filename: The file, or for ``local`` and ``sharded`` the directory.
+            filename: The file to write, or the directory for ``local`` and ``sharded``.
             save_optimizer: Whether to save the optimizer wrapper's state.
             save_param_scheduler: Whether to save the schedulers' state.
             extra_ckpt: More content. Not changed.
-            callback: Called with the content before it is written; may change it. For ``full`` on the first rank only,
-                which alone has the content, as under DDPStrategy.
+            callback: Called with the content before it is written; may change it. With ``full`` only on the first rank,
+                which has the content, as under DDPStrategy.
 
         Raises:
-            CheckpointError: It could not be written; raised on every rank, and what was there before is untouched.
+            CheckpointError: It cannot be written; raised on every rank, and an older checkpoint there is untouched.
         """
         kind: Literal["full", "sharded"] = "full" if self._kind == "full" else "sharded"
         content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
@@ -243,17 +243,17 @@ class CheckpointingStrategy(DDPStrategy):
         write_checkpoint(filename, content, self.model, kind=self._kind)
 
     def pause_randomness(self) -> None:
-        """Remember the random numbers of training while something else draws some."""
+        """Save the state of the random number generators while something else uses them."""
         self._paused_at = random_state()
 
     def continue_randomness(self) -> None:
-        """Go on with what `pause_randomness` remembered."""
+        """Restore the state that `pause_randomness` saved."""
         if self._paused_at is not None:
             restore_random_state(self._paused_at)
             self._paused_at = None
 
     def take_resumed(self) -> Resumed | None:
-        """Return what `resume` found for the training loop, once."""
+        """Return what `resume` found for the training loop; only the first call after it does."""
         resumed, self._resumed = self._resumed, None
         return resumed
 
@@ -263,9 +263,9 @@ class CheckpointingStrategy(DDPStrategy):
             self._warned = True
             done, counts = waiting
             self.logger.warning(
-                f"{filename} is saved after {done} of accumulative_counts={counts} iterations. Gradients that wait for "
-                f"the others are not saved: resuming from it loses those of {done} iterations. Save at multiples of "
-                f"{counts} iterations. This is said once."
+                f"{filename} is saved after {done} of accumulative_counts={counts} iterations. Accumulated gradients "
+                f"are not saved: resuming from it loses those of {done} iterations. Save at multiples of {counts} "
+                "iterations. This warning appears once."
             )
 
     def _optimizer_classes(self) -> dict[str, str]:
@@ -279,8 +279,8 @@ class CheckpointingStrategy(DDPStrategy):
         self._resumed = Resumed(progress, self.seed, mine)
         if mine is None:
             self.logger.info(
-                f"The checkpoint was saved by {progress['random_states'].shape[0]} ranks, these are {self.world_size}: "
-                "random number generators are not restored, everything else is."
+                f"The checkpoint was saved by {progress['random_states'].shape[0]} ranks and is resumed by "
+                f"{self.world_size}: everything is restored except the random number generators."
             )
 
     def _count_iterations(self, done: int) -> None:
@@ -288,7 +288,7 @@ class CheckpointingStrategy(DDPStrategy):
             return
         if "max_iters" not in self.dispatch_kwargs:
             raise ConfigError(
-                "accumulative_counts needs to know the number of iterations: pass max_iters in dispatch_kwargs.",
+                "accumulative_counts needs the number of iterations: pass max_iters in dispatch_kwargs.",
                 config="optim_wrapper.accumulative_counts",
             )
         self.optim_wrapper.initialize_count_status(self.model, done, self.dispatch_kwargs["max_iters"])
@@ -299,7 +299,7 @@ class CheckpointingStrategy(DDPStrategy):
             return
         if current is not None:
             self.logger.warning(
-                f"The checkpoint was trained with random seed {seed}, randomness.seed is {current}: {seed} is used."
+                f"The checkpoint was trained with random seed {seed}, but randomness.seed is {current}: {seed} is used."
             )
         self._randomness = {**self._randomness, "seed": seed}
         self._set_randomness(**self._randomness)

@@ -1,4 +1,4 @@
-"""What MMEngine's checkpoints hold, between a sharded model's live state and a file."""
+"""Converts between a sharded model's live state and the content of MMEngine's checkpoints."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ _REMOTE = re.compile(r"((?!file:)[a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo
 def optimizer_content(
     model: nn.Module, optim_wrapper: Any, kind: Literal["full", "local", "sharded"]
 ) -> dict[str, Any]:
-    """Return an optimizer wrapper's state as MMEngine saves it, whole or sharded. Collective: every rank.
+    """Return an optimizer wrapper's state in MMEngine's form, whole or sharded. Collective: every rank.
 
-    What the wrapper itself adds, such as ``loss_scaler`` and ``base_param_settings``, is kept.
+    The wrapper's own state, such as ``loss_scaler`` and ``base_param_settings``, is included.
 
     Args:
         model: The sharded model.
         optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
-        kind: ``full``: whole tensors, and an empty dict on all ranks but the first. ``local``: each rank's own.
-            ``sharded``: each rank's own, too, parameters by name.
+        kind: ``full``: whole tensors on the first rank, and an empty dict on the others. ``local``: each rank's own
+            shards. ``sharded``: each rank's own shards, with parameters by name.
     """
     contents = {}
     for name, wrapper in optim_wrappers_of(optim_wrapper).items():
@@ -70,7 +70,7 @@ def optimizer_content(
 
 
 def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mapping[str, Any]) -> None:
-    """Load what `optimizer_content` returned, or MMEngine saved unsharded. Collective: every rank.
+    """Load the result of `optimizer_content`, or unsharded state that MMEngine saved. Collective: every rank.
 
     Args:
         model: The sharded model.
@@ -78,13 +78,13 @@ def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mappin
         content: The state. Not changed.
 
     Raises:
-        StateDictError: It is of other optimizers, param groups or parameters.
+        StateDictError: The state belongs to other optimizers, param groups or parameters.
     """
     wrappers = optim_wrappers_of(optim_wrapper)
     contents = {"": content} if "" in wrappers else content
     if contents.keys() != wrappers.keys():
         raise StateDictError(
-            f"The checkpoint holds the optimizers {sorted(map(str, contents))}, the config has {sorted(wrappers)}."
+            f"The checkpoint has the optimizers {sorted(map(str, contents))}, but the config has {sorted(wrappers)}."
         )
     for name, wrapper in wrappers.items():
         _check_settings(name, wrapper.optimizer, contents[name])
@@ -93,21 +93,21 @@ def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mappin
         own = {key: value for key, value in contents[name].items() if key not in state}
         load_optim_state_dict(model, wrapper.optimizer, state)
         if own:
-            # The wrapper knows how to load what it added; its optimizer gets back what it just got.
+            # The wrapper loads its own state; its optimizer gets the state that was just loaded again.
             wrapper.load_state_dict({**own, **wrapper.optimizer.state_dict()})
 
 
 def _check_settings(name: str, optimizer: Optimizer, content: Mapping[str, Any]) -> None:
-    """Refuse the state of an optimizer with other settings; torch would take it and fail, or not, in a later step."""
+    """Raise for the state of an optimizer with other settings, which torch would load and perhaps fail on later."""
     groups = content.get("param_groups") or [{}]
     theirs = {key for key in groups[0] if not key.startswith(("initial_", "base_"))} - _IMPLEMENTATION
     mine = {*optimizer.defaults, "params"} - _IMPLEMENTATION
-    # One side alone may have more: versions of torch add settings.
+    # Versions of torch add settings, so that only differences on both sides count.
     if theirs - mine and mine - theirs:
         raise StateDictError(
             f"The checkpoint's optimizer{f' {name!r}' if name else ''} has the settings {_listed(theirs - mine)}, "
-            f"where {type(optimizer).__name__} has {_listed(mine - theirs)}: it was another one. Configure the "
-            "optimizer that was saved, or start from the weights alone with load_from and resume=False."
+            f"but {type(optimizer).__name__} has {_listed(mine - theirs)}. Configure the optimizer that was saved, or "
+            "load only the weights with load_from and resume=False."
         )
 
 
@@ -119,9 +119,9 @@ def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
     """Return the content of a local checkpoint, with the weights under ``'state_dict'``. Not collective.
 
     Args:
-        path: A file or directory of any kind that core reads. Tensors stay on disk until they are copied into the
+        path: A file or directory in any format that core reads. Tensors stay on disk until they are copied into the
             model.
-        model: The sharded model, whose shapes count where files of stock MMEngine do not say theirs.
+        model: The sharded model, which provides the shapes for files of stock MMEngine that do not state them.
 
     Raises:
         CheckpointError: See `mmfsdp.saving.read_checkpoint`.
@@ -133,18 +133,18 @@ def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
 def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scope) -> dict[str, Any]:
     """Return a checkpoint's content, with the weights under ``'state_dict'``. Collective: every rank of the scope.
 
-    What is read is compared with its checksums: a file here, by all ranks together, and parts of directories as they
-    are read.
+    Checksums are verified: all ranks together check a file here, and parts of directories are checked when they are
+    read.
 
     Args:
         filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
-        map_location: Where tensors are put that come from elsewhere than files and web servers.
+        map_location: The device of tensors that come neither from files nor from web servers.
         model: See `read_content`.
-        scope: The ranks.
+        scope: The ranks that load.
 
     Raises:
         RankMismatchError: Ranks load different checkpoints.
-        CheckpointError: It cannot be downloaded or read on some rank; raised on every rank.
+        CheckpointError: A rank cannot download or read it; raised on every rank.
     """
     check_alike({"the checkpoint to load": filename}, scope)
     if not _REMOTE.match(filename):
@@ -157,7 +157,7 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
                 reference=lambda: reference_of(model),
                 change=lambda content: _with_state_dict(content, filename),
             )[1]
-        # Hooks may work with the tensors of a file, which are mapped: the ranks verify all of it first.
+        # Hooks may use the tensors of a file, which is memory-mapped: the ranks verify all of it first.
         content = read_verified(path, scope, safe_globals=safe_globals(), reference=lambda: reference_of(model))
         return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
 
@@ -173,17 +173,17 @@ def _with_state_dict(content: dict[str, Any], filename: str) -> dict[str, Any]:
     if "state_dict" not in content:
         if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
             raise FormatError(
-                f"{filename} holds no 'state_dict'; it has {sorted(map(str, content))[:8]}.", file=str(filename)
+                f"{filename} has no 'state_dict'. Its keys are {sorted(map(str, content))[:8]}.", file=str(filename)
             )
         content = {"state_dict": content}
     if not isinstance(content["state_dict"], Mapping):
         kind = type(content["state_dict"]).__name__
-        raise FormatError(f"{filename} holds a {kind} under 'state_dict', no tensors by name.", file=str(filename))
+        raise FormatError(f"{filename} has a {kind} under 'state_dict', not a dict of tensors.", file=str(filename))
     return content
 
 
 def revised_keys(state_dict: Mapping[str, Any], revisions: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Return a state dict under keys changed by ``(pattern, replacement)`` pairs of ``re.sub``, one after the other."""
+    """Return a state dict whose keys are changed by ``(pattern, replacement)`` pairs of ``re.sub``, in order."""
     revised = dict(state_dict)
     for pattern, replacement in revisions:
         revised = {re.sub(pattern, replacement, key): value for key, value in revised.items()}
@@ -191,16 +191,16 @@ def revised_keys(state_dict: Mapping[str, Any], revisions: Iterable[tuple[str, s
 
 
 def with_own_counters(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which batch norm's ``num_batches_tracked`` is the model's own where it is missing.
+    """Return a state dict in which missing ``num_batches_tracked`` of batch norm are filled in from the model.
 
-    MMEngine does not report it as missing: older checkpoints lack it.
+    MMEngine does not report them as missing, because older checkpoints lack them.
     """
     counters = {name: buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")}
     return {**{name: buffer for name, buffer in counters.items() if name not in state_dict}, **state_dict}
 
 
 def describe_mismatch(report: LoadReport) -> str:
-    """Return what to log of a state dict that does not fit, in MMEngine's order."""
+    """Return the message for a state dict that does not match the model, in MMEngine's order."""
     lines = ["The model and loaded state dict do not match exactly", ""]
     lines += [f"size mismatch for {text}" for text in report.mismatched]
     if report.unexpected:
@@ -215,7 +215,7 @@ def _location(map_location: Any) -> Any:
 
 
 def safe_globals() -> list[Any]:
-    """Return what MMEngine's own content holds besides tensors and plain data: histories of scalars, in numpy.
+    """Return the classes that MMEngine's content needs besides tensors and plain data: numpy histories of scalars.
 
     For ``torch.serialization.safe_globals``, to load a checkpoint with ``weights_only=True`` in plain PyTorch.
     """
@@ -226,7 +226,7 @@ def safe_globals() -> list[Any]:
         np.ndarray,
         np.dtype,
         *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
-        # numpy's own makers of arrays and scalars, wherever this version of it keeps them
+        # numpy's constructors of arrays and scalars, wherever this version of numpy keeps them
         np.empty(0).__reduce__()[0],
         np.float64(0).__reduce__()[0],
         codecs.encode,
@@ -234,7 +234,9 @@ def safe_globals() -> list[Any]:
 
 
 def _statistic(owner: Any, name: str) -> Any:
-    """What ``getattr`` is to a pickle of ours: histories refer to their own methods by it, and to nothing else."""
+    """Replace ``getattr`` in pickles: histories use it to refer to their own methods, and to nothing else."""
     if owner is not HistoryBuffer or name not in _STATISTICS:
-        raise UnsafePickleError(f"The checkpoint's pickle wants attribute {name!r} of {owner!r}.")
+        raise UnsafePickleError(
+            f"The checkpoint's pickle asks for attribute {name!r} of {owner!r}, which is not allowed."
+        )
     return getattr(HistoryBuffer, name)

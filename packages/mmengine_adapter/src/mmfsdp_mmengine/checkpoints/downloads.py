@@ -1,4 +1,4 @@
-"""Checkpoints that MMEngine downloads: once per machine at most, and a failure stops all ranks."""
+"""Downloads checkpoints with MMEngine's loaders, at most once per machine, and raises on all ranks if one fails."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _FILE = "file://"
 
 
 def local_path(filename: str) -> Path:
-    """Return the path that a name or a ``file://`` URL of a local checkpoint means."""
+    """Return the path for the name or ``file://`` URL of a local checkpoint."""
     if filename.startswith(_FILE):
         return Path(unquote(urlparse(filename).path))
     return Path(filename).expanduser()
 
 
 def download_content(filename: str, map_location: Any, read: Callable[[Path], Any]) -> Any:
-    """Return the content of a checkpoint that MMEngine downloads. Collective: every rank.
+    """Return the content of a checkpoint that MMEngine can download. Collective: every rank.
 
-    Files of web servers are kept where MMEngine keeps them, in ``TORCH_HOME``. The first rank downloads, then the first
-    rank of each machine on which the file is not there by then: once for a file system that all share, else once per
-    machine. Ranks wait for each other as long as `mmfsdp.collective.wait_timeout` says.
+    Files from web servers are stored where MMEngine stores them, in ``TORCH_HOME``. The first rank downloads, and then
+    the first rank of every machine that does not see the file: once on a shared file system, otherwise once per
+    machine. Ranks wait for each other up to `mmfsdp.collective.wait_timeout`.
 
     Args:
         filename: A URL or a model zoo's name.
-        map_location: Where tensors are put that come from elsewhere than web servers.
+        map_location: The device of tensors that do not come from web servers.
         read: Reads a downloaded file.
 
     Raises:
-        CheckpointError: It cannot be downloaded or read; raised on every rank.
+        CheckpointError: The checkpoint cannot be downloaded or read; raised on every rank.
     """
 
     def load() -> Any:
@@ -56,10 +56,10 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
 
 @contextmanager
 def _one_process(read: Callable[[Path], Any]) -> Iterator[None]:
-    """Let MMEngine's loaders do as a single process does, and read with ``read``.
+    """Make MMEngine's loaders behave as in a single process, and read files with ``read``.
 
-    Else ranks wait for the first one even after its download failed, and each holds the whole content. There is no
-    argument for either.
+    Otherwise ranks wait for the first one even after its download failed, and each rank holds the whole content.
+    MMEngine has no argument for either.
     """
 
     def load_url(url: str, model_dir: str | None = None, progress: bool = True, **_: Any) -> Any:
@@ -71,7 +71,7 @@ def _one_process(read: Callable[[Path], Any]) -> Iterator[None]:
         try:
             return read(path)
         except CorruptCheckpointError:
-            if is_new:  # a connection that broke; the next attempt is to download again
+            if is_new:  # the connection broke: download again at the next attempt
                 path.unlink(missing_ok=True)
             raise
 

@@ -1,4 +1,4 @@
-"""Which checkpoint ``resume=True`` goes on from: the newest one that is complete."""
+"""Finds the checkpoint that ``resume=True`` continues from: the newest complete one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SUFFIXES = (".pth", ".pt")
 
 
 def find_latest_checkpoint(path: str) -> str | None:
-    """Return what ``last_checkpoint`` names, or if that cannot be resumed the newest checkpoint that can.
+    """Return the checkpoint that ``last_checkpoint`` names, or the newest one that can be resumed.
 
-    Collective where ``torch.distributed`` runs: every rank, which all get the first one's answer.
+    Collective if ``torch.distributed`` is initialised: every rank, and all ranks get the first rank's answer.
 
     Args:
         path: The work directory.
@@ -32,7 +32,7 @@ def find_latest_checkpoint(path: str) -> str | None:
         A file or directory, or None if there is nothing to resume.
 
     Raises:
-        CheckpointNotFoundError: Another host than the first rank's has a checkpoint, which the first does not see.
+        CheckpointNotFoundError: Another host has a checkpoint that the first rank's host does not see.
     """
     if not dist.is_initialized():
         return _find(Path(path))
@@ -45,10 +45,10 @@ def find_latest_checkpoint(path: str) -> str | None:
 
 
 def _check_none(work_dir: Path) -> None:
-    """Refuse to begin anew where the first rank does not see what was saved, as on disks that nodes do not share."""
+    """Raise if this host has a checkpoint that the first rank does not see, as on disks that hosts do not share."""
     if (work_dir / "last_checkpoint").is_file() and (seen := _find(work_dir)) is not None:
         raise CheckpointNotFoundError(
-            f"Host {socket.gethostname()!r} has {seen} to resume from, but the first rank's host has no checkpoint in "
+            f"Host {socket.gethostname()!r} can resume from {seen}, but the first rank's host has no checkpoint in "
             f"{work_dir}. Put work_dir on a file system that all hosts share, or copy the checkpoint to that host.",
             file=seen,
         )
@@ -64,7 +64,7 @@ def _find(work_dir: Path) -> str | None:
     found = next((place for place in others if _can_resume(place)), None)
     if named or found is not None:
         because = f"last_checkpoint names {named}: {trouble}" if named else f"{work_dir} has no last_checkpoint."
-        instead = f"{found}, the newest complete one, is resumed" if found else "No other one can be resumed"
+        instead = f"Resuming from {found}, the newest complete one" if found else "No other checkpoint can be resumed"
         print_log(f"{because} {instead}.", logger="current", level=logging.WARNING)
     return None if found is None else str(found)
 
@@ -75,11 +75,11 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _trouble(place: Path) -> str | None:
-    """Why a checkpoint cannot be read; None if it can, or if it is a directory of a kind that others read."""
+    """Return why a checkpoint cannot be read, or None if it can or if it is a directory in an unknown format."""
     try:
         open_layout(place, trust=True)
     except CheckpointNotFoundError:
-        return "there is nothing."
+        return "it does not exist."
     except FormatError as error:
         return None if place.is_dir() else error.message
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint has yet to bring: allocated without values, and never trained before they have any."""
+"""Tracks weights that a checkpoint must provide, and raises if training starts without them."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class PendingWeights:
         self._guard: Any = None
 
     def allocate(self, module: nn.Module) -> None:
-        """Give a module's own parameters some value; the checkpoint's replaces it."""
+        """Fill a module's own parameters with zeros, which the checkpoint replaces."""
         with torch.no_grad():
             for param in module.parameters(recurse=False):
                 param.zero_()
 
     def guard(self, wrapper: nn.Module) -> None:
-        """Refuse forwards of ``wrapper`` until `loaded` was called."""
+        """Make forwards of ``wrapper`` raise until `loaded` is called."""
         if self._names and self._guard is None:
             self._guard = wrapper.register_forward_pre_hook(self._refuse, prepend=True)
 
     def loaded(self, missing: Iterable[str]) -> None:
-        """Note that weights were loaded.
+        """Record that weights were loaded.
 
         Args:
-            missing: FQNs that they left out.
+            missing: FQNs that the checkpoint lacks.
 
         Raises:
-            StateDictError: Some of these have no value.
+            StateDictError: Parameters without values are missing.
         """
         without = sorted(self._names.intersection(missing))
         if without:
             raise StateDictError(
-                f"skip_init_weights leaves all weights to the checkpoint, but it lacks {len(without)} of them: "
-                f"{', '.join(without[:5])}. Load one that has them, or set skip_init_weights=False."
+                f"With skip_init_weights=True the checkpoint must provide all weights, but it lacks {len(without)} of "
+                f"them: {', '.join(without[:5])}. Load one that has them, or set skip_init_weights=False."
             )
         self._names = set()
         if self._guard is not None:
@@ -57,6 +57,6 @@ class PendingWeights:
 
     def _refuse(self, module: nn.Module, args: Any) -> None:
         raise ShardStateError(
-            "skip_init_weights left the model without weights and none were loaded. Set load_from or resume to a "
-            "checkpoint, or skip_init_weights=False."
+            "With skip_init_weights=True the model has no weights until a checkpoint is loaded. Set load_from or "
+            "resume to a checkpoint, or set skip_init_weights=False."
         )

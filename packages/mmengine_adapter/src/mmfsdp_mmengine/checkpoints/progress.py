@@ -1,4 +1,4 @@
-"""What a checkpoint says of how far training was: every rank's random numbers, and the place in the data."""
+"""Stores the random number states of all ranks in a checkpoint, and reads this rank's back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["own_random_state", "random_states"]
 
 
 def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torch.Tensor:
-    """Return all ranks' random states, a row for each in the order of the mesh. Collective: every rank.
+    """Return the random states of all ranks, one row per rank in the order of the mesh. Collective: every rank.
 
     Args:
-        model: The sharded model, whose mesh says which ranks there are.
-        state: This rank's, see `mmfsdp_mmengine.checkpoints.randomness.random_state`.
-        whole: Return the whole table of ``(ranks, bytes)``, of uint8; else a DTensor of which a rank holds its row.
+        model: The sharded model, whose mesh lists the ranks.
+        state: This rank's state, see `mmfsdp_mmengine.checkpoints.randomness.random_state`.
+        whole: Return the whole ``(ranks, bytes)`` table of uint8; otherwise a DTensor, whose rows are the ranks' own.
     """
     mesh = find_sharded_model(model).mesh
     if whole:
@@ -35,7 +35,7 @@ def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torc
 
 
 def own_random_state(model: nn.Module, progress: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return this rank's row of what `random_states` returned, or None for a mesh of another size. Not collective."""
+    """Return this rank's row of a saved table, or None if the mesh had another size. Not collective."""
     mesh = find_sharded_model(model).mesh
     table = progress.get("random_states")
     if table is None or table.shape[0] != mesh.size():

@@ -1,4 +1,4 @@
-"""Publishing a checkpoint: chosen keys of it in one file, with the first digits of its SHA-256 in the name."""
+"""Publishes a checkpoint: writes chosen keys to one file whose name ends in the first digits of its SHA-256."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["publish"]
 
 
 def publish(path: Path, keys: Sequence[str]) -> Path:
-    """Write a checkpoint's content under some keys into one file beside it. Not collective.
+    """Write some keys of a checkpoint to one file beside it. Not collective.
 
     Args:
-        path: A ``.pth`` file, or a directory that ranks wrote.
-        keys: Top-level keys, such as ``'meta'`` and ``'state_dict'``. These two are converted in constant memory.
+        path: A ``.pth`` file or a checkpoint directory.
+        keys: Top-level keys, such as ``'meta'`` and ``'state_dict'``. These two are copied in constant memory.
 
     Returns:
         The file that was written.
 
     Raises:
-        CheckpointError: It cannot be read or written.
-        ConfigError: It has none of these keys.
+        CheckpointError: The checkpoint cannot be read or written.
+        ConfigError: The checkpoint has none of these keys.
     """
     target = path.with_suffix(".pth")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".publishing-") as folder:

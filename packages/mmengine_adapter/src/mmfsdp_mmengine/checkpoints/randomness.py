@@ -1,4 +1,4 @@
-"""The state of a process's random number generators, as bytes of a fixed size: Python's, numpy's and torch's."""
+"""Saves and restores the state of Python's, numpy's and torch's random number generators as bytes of fixed size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMPY = struct.Struct("<624Iqqd")
 
 
 def random_state() -> torch.Tensor:
-    """Return the state of this process's generators: Python's, numpy's global one, torch's, and the GPU's if any.
+    """Return the state of this process's generators: Python's, numpy's global one, torch's, and the GPU's.
 
     Returns:
         A 1-D CPU tensor of uint8, of the same length in every process of a run.
@@ -33,7 +33,7 @@ def random_state() -> torch.Tensor:
 
 
 def restore_random_state(state: torch.Tensor) -> None:
-    """Set the generators to what `random_state` returned; a GPU's only if it was saved with one.
+    """Set the generators to a state that `random_state` returned; the GPU's only if it was saved.
 
     Args:
         state: A 1-D CPU tensor of uint8. Not changed.
@@ -52,7 +52,7 @@ def restore_random_state(state: torch.Tensor) -> None:
 
 @contextmanager
 def kept_randomness() -> Iterator[None]:
-    """Give the generators back, at the end, the state that they have now."""
+    """Restore the generators' present state at the end of the context."""
     before = random_state()
     try:
         yield

@@ -1,1 +1,1 @@
-"""What MMEngine configs say: their arguments, functions and names, as core understands them."""
+"""Translates what MMEngine configs say into arguments of core."""

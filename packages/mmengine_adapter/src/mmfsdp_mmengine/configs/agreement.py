@@ -1,4 +1,4 @@
-"""Settings that all ranks must have in common, compared before anything is made of them."""
+"""Checks that all ranks have the same settings, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmfsdp_mmengine.configs.arguments import named
 
 __all__ = ["check_alike", "check_runner"]
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where an object happens to be in memory
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the address of an object differs from process to process
 
 
 def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
-    """Refuse settings that are not the same on every rank. Collective: every rank of the scope.
+    """Raise unless every rank has the same settings. Collective: every rank of the scope.
 
     Args:
-        settings: Values by the names that users know them by. Not changed.
+        settings: Values by the names that users see. Not changed.
         scope: All ranks.
 
     Raises:
@@ -36,9 +36,9 @@ def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
             if value != first[name]:
                 raise RankMismatchError(
                     f"{name} is {value} on rank {scope.place} (host {socket.gethostname()!r}), but {first[name]} on "
-                    f"rank 0 (host {host!r}). Every rank must have the same: see that all read the same "
-                    "config and data, and make what depends on the time, a random number or a rank's files, such as a "
-                    "directory's name, once, before the ranks are started.",
+                    f"rank 0 (host {host!r}). All ranks need the same value: let them read the same config "
+                    "and data, and choose values that depend on the time, on random numbers or on local files (such "
+                    "as a directory name) once, before the ranks start.",
                     config=name,
                 )
 
@@ -46,7 +46,7 @@ def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
 
 
 def check_runner(runner: Any) -> None:
-    """Refuse a runner whose directories or checkpoints are not those of every rank. Collective: every rank.
+    """Raise unless every rank's runner uses the same directories and checkpoints. Collective: every rank.
 
     Args:
         runner: A FlexibleRunner or Runner.

@@ -1,4 +1,4 @@
-"""What MMEngine configs say, in every form that they may say it, as arguments of core."""
+"""Translates MMEngine arguments, in every form that configs use, into arguments of core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL
 
 
 def plain(value: Any) -> Any:
-    """Return a copy of a config value: dicts, lists, tuples and sets are new and plain, all else is the same object."""
+    """Return a copy of a config value: containers are copied and become plain ones, other objects are kept."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
 
 
 def named(value: Any) -> Any:
-    """Return a copy of a config value that can be written: what is no plain data is replaced by its name."""
+    """Return a copy of a config value that can be written: objects that are not plain data become their names."""
     if isinstance(value, Mapping):
         return {key: named(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -50,16 +50,16 @@ def named(value: Any) -> Any:
 
 
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], config: str) -> None:
-    """Raise for the first argument that a class does not have.
+    """Raise for the first argument that a class does not accept.
 
     Args:
-        owner: The class, as the message calls it.
+        owner: The name of the class, for the message.
         given: Names of arguments.
-        known: Those that it has.
-        config: Dotted path of the setting that holds them.
+        known: Names of the arguments that the class accepts.
+        config: Dotted path of the setting that holds the arguments.
 
     Raises:
-        ConfigError: An argument is unknown; the nearest one is told.
+        ConfigError: An argument is unknown; the error suggests the nearest names.
     """
     for name in given:
         if name not in known:
@@ -79,7 +79,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         **given: The arguments as a config has them. Not changed.
 
     Raises:
-        PolicyNotFoundError: A function is named that nothing has.
+        PolicyNotFoundError: No function has the given name.
         ConfigError: An argument is unknown or has a value that is not accepted.
     """
     refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper")
@@ -114,7 +114,7 @@ def activation_arguments(value: Any) -> Any:
 
     Raises:
         PolicyNotFoundError: ``check_fn`` is named and not found.
-        ConfigError: A ``checkpoint_wrapper_fn`` of the user's own, which nothing here would call.
+        ConfigError: ``checkpoint_wrapper_fn`` is not torch's own; core would never call it.
     """
     if not isinstance(value, Mapping):
         return value
@@ -122,8 +122,8 @@ def activation_arguments(value: Any) -> Any:
     wrapper = settings.pop("checkpoint_wrapper_fn", None)
     if wrapper is not None and getattr(wrapper, "__name__", wrapper) != "checkpoint_wrapper":
         raise ConfigError(
-            f"activation_checkpointing.checkpoint_wrapper_fn {wrapper!r} cannot be honoured: nothing is wrapped, so "
-            "that parameters keep their names. Use the settings mode, save_ops, offload and use_reentrant instead.",
+            f"activation_checkpointing.checkpoint_wrapper_fn {wrapper!r} cannot be used: mmfsdp does not wrap "
+            "modules, which lets parameters keep their names. Use mode, save_ops, offload and use_reentrant instead.",
             config="activation_checkpointing.checkpoint_wrapper_fn",
         )
     if "check_fn" in settings:
@@ -140,7 +140,7 @@ class StateDictSettings:
     """``full``: one file with whole tensors. ``local``: a directory with a file per rank. ``sharded``: a directory of
     torch's distributed checkpoint."""
     state_dict_type: StateDictType
-    """The same in torch's words."""
+    """The same as torch's enum member."""
 
 
 def state_dict_settings(value: Any) -> StateDictSettings:
@@ -148,23 +148,24 @@ def state_dict_settings(value: Any) -> StateDictSettings:
 
     Args:
         value: ``'full'``, ``'local'``, ``'sharded'``, or a dict of ``state_dict_type`` (enum member or its name),
-            ``state_dict_config`` and ``optim_state_dict_config`` (an object, a class, or a dict with ``type``), any
-            of which may be left out. Not changed.
+            ``state_dict_config`` and ``optim_state_dict_config`` (an object, a class, or a dict with ``type``). Each
+            may be left out. Not changed.
 
     Raises:
-        ConfigError: It is something else, or its parts contradict each other.
+        ConfigError: The value is none of these, or its parts contradict each other.
     """
     if isinstance(value, str):
         if value not in _KINDS.values():
             raise ConfigError(
-                f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r}."
+                f"state_dict_cfg must be 'full', 'local', 'sharded' or a dict, got {value!r}."
                 f"{closest(value, _KINDS.values())}",
                 config="state_dict_cfg",
             )
         return StateDictSettings(_KINDS[value.upper()], StateDictType[f"{value.upper()}_STATE_DICT"])
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"state_dict_cfg is 'full', 'local', 'sharded' or a dict, got {value!r} (type {type(value).__name__}).",
+            "state_dict_cfg must be 'full', 'local', 'sharded' or a dict, got "
+            f"{value!r} (type {type(value).__name__}).",
             config="state_dict_cfg",
         )
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
@@ -177,13 +178,13 @@ def state_dict_settings(value: Any) -> StateDictSettings:
     said = {name: _kind_of(value[name], name) for name in names if value.get(name) is not None}
     if len({*said.values()}) > 1:
         parts = ", ".join(f"{name} is {kind}" for name, kind in said.items())
-        raise ConfigError(f"state_dict_cfg contradicts itself: {parts}. Make them the same.", config="state_dict_cfg")
+        raise ConfigError(f"state_dict_cfg contradicts itself: {parts}. Make them agree.", config="state_dict_cfg")
     name = next(iter(said.values()), "LOCAL")
     return StateDictSettings(_KINDS[name], StateDictType[f"{name}_STATE_DICT"])
 
 
 def _kind_of(value: Any, setting: str) -> str:
-    """``FULL``, ``LOCAL`` or ``SHARDED``, from an enum member, a config object or class, or their names."""
+    """Return ``FULL``, ``LOCAL`` or ``SHARDED`` for an enum member, a config object or class, or the name of one."""
     arguments: dict[str, Any] = {}
     if isinstance(value, Mapping):
         arguments = {key: item for key, item in value.items() if key != "type"}
@@ -202,7 +203,7 @@ def _kind_of(value: Any, setting: str) -> str:
             f"Accepted: {', '.join(accepted)}.",
             config=f"state_dict_cfg.{setting}",
         )
-    # What they ask for (offloading, the first rank alone) is how it is done here anyway: only misspelt ones matter.
+    # Checkpoints are always offloaded and written by as few ranks as possible: only misspelt arguments matter.
     known = [field.name for field in fields(getattr(torch_fsdp, name))] if name.endswith("Config") else []
     refuse_unknown(name, arguments, known, f"state_dict_cfg.{setting}")
     return accepted[name]
@@ -212,12 +213,12 @@ def _without_type(value: dict[str, Any], expected: str, argument: str) -> dict[s
     given = value.pop("type", expected)
     name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
     if name.rpartition(".")[2] != expected:
-        raise ConfigError(f"{argument} is a {expected}, not a {name!r}.", config=argument)
+        raise ConfigError(f"{argument} must be a {expected}, got a {name!r}.", config=argument)
     return value
 
 
 def _process_group(value: Any) -> Any:
-    """A dict is made into a group: by the function that ``type`` names, or by ``torch.distributed.new_group``."""
+    """Turn a dict into a group, with the function that ``type`` names or with ``torch.distributed.new_group``."""
     if isinstance(value, dict):
         group = build_function({"type": dist.new_group, **value}, "process_group")
         return None if group is None else group()

@@ -1,4 +1,4 @@
-"""Functions that configs name: in MMEngine's registries, in ours, or by where they can be imported from."""
+"""Finds the functions that configs name, in MMEngine's registries, in ours, or by import path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
 
 __all__ = ["build_check_fn", "build_function", "build_policy", "find_function"]
 
-# Arguments of torch's policies that hold module classes, and whether the model must have them.
+# Arguments of torch's policies that hold module classes, and whether each class must be in the model.
 _CLASSES = {
     "transformer_layer_cls": True,
     "module_classes": True,
@@ -28,21 +28,21 @@ _DECLARED = ("none", "size")
 
 
 def find_function(name: str, argument: str) -> Any:
-    """Return what ``name`` stands for.
+    """Return the function that ``name`` refers to.
 
     Args:
         name: A name in MMEngine's FUNCTIONS (the current scope's and the root's) or in `FSDP_WRAP_POLICIES`, or
             ``'package.module:attribute'``, with a dot or a colon.
-        argument: Which argument names it, for the message.
+        argument: The argument that holds the name, for the message.
 
     Raises:
-        PolicyNotFoundError: Nothing has that name; the closest names are given.
+        PolicyNotFoundError: No function has that name; the error suggests the nearest names.
     """
     with FUNCTIONS.switch_scope_and_registry(None) as functions:
         places = [FSDP_WRAP_POLICIES, functions]
         while places[-1].parent is not None:
             places.append(places[-1].parent)
-        # A dotted name that is none makes `get` import its way along: only registries are asked here.
+        # Registry.get() would try to import a dotted name: look into the registries only.
         bare = name.rpartition(".")[2] if name.count(".") == 1 and ":" not in name else name
         for place in places:
             if name in place.module_dict:
@@ -57,26 +57,26 @@ def find_function(name: str, argument: str) -> Any:
             return resolve_reference(name)
         except MmfsdpError as error:
             raise PolicyNotFoundError(
-                f"{argument} {name!r} is not known. {looked}; and as a reference: {error.message}", config=argument
+                f"{argument} {name!r} was not found. {looked}; and as an import path: {error.message}", config=argument
             ) from error
     names = [key for place in places for key in place.module_dict]
     raise PolicyNotFoundError(
-        f"{argument} {name!r} is not known. {looked}.{closest(name, names)} Register it with "
-        "@FUNCTIONS.register_module(), with its module in custom_imports, or write 'package.module:function'.",
+        f"{argument} {name!r} was not found. {looked}.{closest(name, names)} Register it with "
+        "@FUNCTIONS.register_module() in a module that custom_imports lists, or write 'package.module:function'.",
         config=argument,
     )
 
 
 def build_function(value: Any, argument: str) -> Callable[..., Any] | None:
-    """Return a function from any form that a config gives it in.
+    """Return the function that a config value describes.
 
     Args:
         value: A callable, a name, ``dict(type=name or callable, **arguments to bind)``, or None. Not changed.
-        argument: Which argument it is, for messages.
+        argument: The name of the argument, for messages.
 
     Raises:
-        PolicyNotFoundError: It is named and not found.
-        ConfigError: It is none of these, or does not take the arguments.
+        PolicyNotFoundError: No function has the given name.
+        ConfigError: The value has another form, or the function does not accept the arguments.
     """
     if value is None:
         return None
@@ -89,7 +89,7 @@ def build_function(value: Any, argument: str) -> Callable[..., Any] | None:
         target = find_function(target, argument)
     if not callable(target):
         raise ConfigError(
-            f"{argument} is a function, its name, or dict(type=..., **arguments), got {value!r} "
+            f"{argument} must be a function, its name, or dict(type=..., **arguments), got {value!r} "
             f"(type {type(value).__name__}).",
             config=argument,
         )
@@ -112,19 +112,19 @@ def build_check_fn(value: Any) -> Callable[[nn.Module], bool] | None:
 
 
 def build_policy(value: Any, module: nn.Module, argument: str = "auto_wrap_policy") -> Any:
-    """Return a wrapping policy that core takes, from any form that a config gives it in.
+    """Return the wrapping policy that a config value describes, in a form that core accepts.
 
     Args:
         value: A callable or policy object; a name; ``'size'`` or ``'none'``; ``dict(type=name or callable, **arguments
             to bind)``, where classes may be named and policies and functions nested; ``dict(kind=...)`` with a
             declared policy's fields; or None. Not changed.
         module: The model, in which named classes are looked up.
-        argument: Which argument it is, for messages.
+        argument: The name of the argument, for messages.
 
     Raises:
-        PolicyNotFoundError: It is named and not found.
-        PolicyError: A class is named that the model does not have.
-        ConfigError: It is none of these, or does not take the arguments.
+        PolicyNotFoundError: No function has the given name.
+        PolicyError: The model has no class of a given name.
+        ConfigError: The value has another form, or the function does not accept the arguments.
     """
     if value is None or hasattr(value, "_run_policy"):
         return value
@@ -154,15 +154,15 @@ def _policy_argument(key: str, value: Any, module: nn.Module, argument: str) -> 
 def _type_of(arguments: dict[str, Any], argument: str) -> Any:
     if "type" not in arguments:
         raise ConfigError(
-            f"{argument} as a dict needs a 'type': the name of a function, or the function itself. It has "
-            f"{', '.join(map(repr, arguments)) or 'nothing'}.",
+            f"{argument} as a dict needs a 'type': a function or its name. The keys given are "
+            f"{', '.join(map(repr, arguments)) or 'none'}.",
             config=argument,
         )
     return arguments.pop("type")
 
 
 def _bind(target: Callable[..., Any], arguments: dict[str, Any], argument: str) -> Callable[..., Any]:
-    """A class is called for an object, a function gets its arguments bound."""
+    """Call a class, or bind the arguments to a function."""
     name = getattr(target, "__name__", repr(target))
     signature = inspect.signature(target)
     try:
@@ -172,7 +172,7 @@ def _bind(target: Callable[..., Any], arguments: dict[str, Any], argument: str) 
             signature.bind_partial(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{argument}: {name}{signature} does not take what is given: {error}.", config=argument
+            f"{argument}: {name}{signature} does not accept these arguments: {error}.", config=argument
         ) from None
     bound: Callable[..., Any] = (
         target(**arguments) if isinstance(target, type) else functools.partial(target, **arguments)

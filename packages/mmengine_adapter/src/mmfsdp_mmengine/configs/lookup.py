@@ -1,4 +1,4 @@
-"""Names in a config that no registry has: one error says what is near, where it was looked for, and what to write."""
+"""Explains a name that no registry has: near names, the registries that were searched, and what to write."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type"]
 
 
 class UnknownNameError(ConfigError, KeyError):
-    """A ``type`` that no registry has. MMEngine raises KeyError for it, and callers may catch that."""
+    """A ``type`` that no registry has. A KeyError too, which MMEngine raises and callers may catch."""
 
 
 def check_known(config: Any, registry: Registry, path: str) -> None:
-    """Refuse a config whose ``type`` is a name that a registry does not have.
+    """Raise if a config's ``type`` is a name that the registry does not have.
 
     Args:
-        config: What may be such a config. Not changed.
-        registry: Where the name is to be.
+        config: A config, or any other value, which is accepted. Not changed.
+        registry: Where to look the name up.
         path: Dotted path of the config.
 
     Raises:
@@ -33,12 +33,12 @@ def check_known(config: Any, registry: Registry, path: str) -> None:
 
 
 def unknown_name(name: str, registry: Registry, config: str | None = None) -> UnknownNameError:
-    """Return the error that says that a registry does not have a name.
+    """Return the error for a name that a registry does not have.
 
     Args:
-        name: What was asked for, with or without a scope.
-        registry: What was asked.
-        config: Dotted path of the setting, if it is known.
+        name: The name, with or without a scope.
+        registry: The registry that was asked.
+        config: Dotted path of the setting, if known.
     """
     searched, others = _searched(name, registry)
     bare = name.rpartition(".")[2]
@@ -56,19 +56,19 @@ def unknown_name(name: str, registry: Registry, config: str | None = None) -> Un
     hints += _scope_without_registry(registry)
     return UnknownNameError(
         f"{name} is not in the {registry.scope}::{registry.name} registry. Looked in {looked}{_as_import(name)}.{hints}"
-        f" A class of yours: put the module that registers it into custom_imports. One of a package: write "
-        f"'scope.{bare}', or set default_scope, and install the package.",
+        f" If the class is yours, list the module that registers it in custom_imports. If it belongs to a package, "
+        f"install the package and write 'scope.{bare}' or set default_scope.",
         config=config,
     )
 
 
 def unknown_type(registry: Registry, config: Any, default_args: Any = None) -> UnknownNameError | None:
-    """Return the error for a config whose ``type`` the registry does not have; None if something else is wrong.
+    """Return the error for a config whose ``type`` the registry does not have, or None if that is not the problem.
 
     Args:
-        registry: What the config was to be built by.
-        config: A config with a ``type``, or a list of such. Not changed.
-        default_args: Arguments that the config may leave out.
+        registry: The registry that builds the config.
+        config: A config with a ``type``, or a list of configs. Not changed.
+        default_args: Defaults for arguments that the config leaves out.
     """
     if isinstance(config, list | tuple):
         return next(filter(None, (unknown_type(registry, item, default_args) for item in config)), None)
@@ -82,7 +82,7 @@ def unknown_type(registry: Registry, config: Any, default_args: Any = None) -> U
 
 
 def _searched(name: str, registry: Registry) -> tuple[list[Registry], list[Registry]]:
-    """The registries in which MMEngine looks for a name, and the rest of their tree."""
+    """Return the registries in which MMEngine looks for a name, and the other registries of their tree."""
     tree = [*_tree(registry.root)]
     scope, _ = Registry.split_scope_key(name)
     if scope is not None:
@@ -109,4 +109,4 @@ def _scope_without_registry(registry: Registry) -> str:
     current = DefaultScope.get_current_instance()
     if current is None or any(place.scope == current.scope_name for place in _tree(registry.root)):
         return ""
-    return f" default_scope is {current.scope_name!r}, but nothing of that scope is imported."
+    return f" default_scope is {current.scope_name!r}, but no module of that scope is imported."

@@ -1,1 +1,1 @@
-"""Diagnosing MMEngine configs: one function per finding, from a config, its model and its plan to what to know."""
+"""Diagnoses MMEngine configs: each function reports one kind of finding about a config, its model and its plan."""

@@ -1,4 +1,4 @@
-"""The model that an MMEngine config describes, built without memory, and how the config says that it is sharded."""
+"""Builds the model of an MMEngine config without memory, and reads how the config shards it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 __all__ = ["OWN_ARGUMENTS", "build_model", "sharding_settings"]
 
 OWN_ARGUMENTS = (*inspect.signature(MMFullyShardedDataParallel.__init__).parameters, "type")
-"""What the wrapper takes besides core's arguments; and the type itself."""
+"""Arguments of the wrapper besides core's, and ``type``."""
 
 
 def build_model(settings: dict[str, Any]) -> nn.Module:
     """Build a config's model with its parameters on the meta device.
 
     Raises:
-        ConfigError: It cannot be built; a name that no registry has is told with the nearest ones.
+        ConfigError: The model cannot be built; for an unknown name the error suggests the nearest names.
     """
     if not isinstance(settings.get("model"), dict):
-        raise ConfigError("The config has no model.", config="model")
+        raise ConfigError("The config has no model. Add model = dict(type=...).", config="model")
     try:
         with DefaultScope.overwrite_default_scope(settings.get("default_scope")), parameters_on_meta():
             model: nn.Module = MODELS.build(plain(settings["model"]))
@@ -43,7 +43,7 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
 
 
 def sharding_settings(settings: dict[str, Any], model: nn.Module) -> Translated:
-    """Return how a config says that its model is sharded; without a mesh, and without groups of processes.
+    """Return how a config shards its model, without its mesh and process groups.
 
     Raises:
         ConfigError: An argument is unknown or has a value that is not accepted.

@@ -1,4 +1,4 @@
-"""`diagnose()`: from an MMEngine config to what there is to know about it, and the plan that it leads to."""
+"""`diagnose()`: collects all findings about an MMEngine config, and its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmfsdp_mmengine.doctor.subject import Subject, sharding_of
 __all__ = ["FINDINGS", "RANKS", "diagnose"]
 
 RANKS = 8
-"""For how many ranks to plan where nothing says it."""
+"""The number of ranks to plan for by default."""
 
 FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     *running.FINDINGS,
@@ -29,16 +29,16 @@ FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     *training.FINDINGS,
     *state.FINDINGS,
 )
-"""Everything that is looked for: functions from a subject to findings."""
+"""All functions from a subject to findings, in the order in which they run."""
 
 
 def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | None = None) -> Diagnosis:
-    """Return what there is to know about a config. Not collective; needs no device and starts nothing.
+    """Return the diagnosis of a config. Not collective; needs no device and starts no training.
 
     Args:
-        path: The config's file, for the report.
-        settings: Its content. Not changed.
-        mesh: For how many ranks to plan, or (replicate, shard) of them. Default: what ``device_mesh`` says, else 8.
+        path: The config file, for the report.
+        settings: The content of the config. Not changed.
+        mesh: The number of ranks to plan for, or (replicate, shard). Default: the config's ``device_mesh``, else 8.
     """
     model: nn.Module | None = None
     found: list[Finding] = []
@@ -62,7 +62,7 @@ def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | 
 def _plan(
     settings: dict[str, Any], model: nn.Module | None, mesh: int | tuple[int, int] | None
 ) -> tuple[ShardPlan | None, MmfsdpError | None]:
-    """The plan of the config, or of what it is advised to say; or why there is none."""
+    """Return the plan of the config, or of the advised config, or the error that prevents a plan."""
     if model is None:
         return None, None
     try:

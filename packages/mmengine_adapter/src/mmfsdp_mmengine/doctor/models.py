@@ -1,4 +1,4 @@
-"""Findings about the model: what the plan decided about it, and what of it stock MMEngine passed over."""
+"""Findings about the model: what the plan decided about it, and how stock MMEngine behaved differently."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["FINDINGS"]
 
 _STOCK = {
     "tied": "size errors in forward.",
-    "scalar": "refused.",
+    "scalar": "raised an error.",
     "other": "size errors in forward.",
 }
 
 
 def notes_of_the_plan(subject: Subject) -> Iterator[Finding]:
-    """What the plan decided beyond the config's words: ties, containers, scalars, modules that are not called."""
+    """Decisions of the plan that the config does not state: ties, containers, scalars, modules that are not called."""
     merged: dict[tuple[str, str], list[str]] = {}
     for note in subject.plan.notes if subject.plan is not None else ():
         merged.setdefault((note.kind, note.text), []).extend(note.fqns)
@@ -31,7 +31,7 @@ def notes_of_the_plan(subject: Subject) -> Iterator[Finding]:
 
 
 def frozen(subject: Subject) -> Iterator[Finding]:
-    """Frozen parameters beside trained ones."""
+    """Frozen parameters, also in units with trained ones."""
     plan = subject.plan
     if plan is None or subject.sharding is None:
         return
@@ -42,13 +42,13 @@ def frozen(subject: Subject) -> Iterator[Finding]:
             "ok",
             "model",
             f"{fixed:,} of {plan.param_numel:,} parameters are frozen: sharded, without gradients or optimizer state"
-            + (f"; {len(mixed)} units hold both kinds." if mixed else "."),
-            "refused with use_orig_params=False.",
+            + (f"; {len(mixed)} units have both kinds." if mixed else "."),
+            "raised an error with use_orig_params=False.",
         )
 
 
 def batch_norm(subject: Subject) -> Iterator[Finding]:
-    """Batch norm in low precision, and statistics that every rank has of its own."""
+    """Batch norm in low precision, and statistics that differ between ranks."""
     model, plan = subject.model, subject.plan
     if model is None or subject.sharding is None:
         return
@@ -60,15 +60,15 @@ def batch_norm(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "changed",
             f"{subject.sharding.path}.mixed_precision",
-            f"{len(full)} units, such as {full[0].fqn!r}, compute in float32: running statistics need it.",
-            "batch norm kept its dtype only where the wrapping policy was not None.",
+            f"{len(full)} units, such as {full[0].fqn!r}, compute in float32, because running statistics need it.",
+            "batch norm kept its dtype only with a wrapping policy.",
         )
     elif plan is not None and any(unit.precision.param_dtype for unit in plan.units):
         yield Finding(
             "warning",
             f"{subject.sharding.path}.mixed_precision",
-            f"batch norm ({norms[0]!r}) in low precision: running statistics lose small updates.",
-            advice="leave _module_classes_to_ignore out",
+            f"batch norm ({norms[0]!r}) runs in low precision: running statistics lose small updates.",
+            advice="remove _module_classes_to_ignore",
         )
     place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
     alone = [name for name in norms if not isinstance(model.get_submodule(name), SyncBatchNorm)]
@@ -82,15 +82,15 @@ def batch_norm(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "model",
-            f"{len(alone)} batch norm layers, such as {alone[0]!r}, keep statistics of each rank's own batches. "
-            "A checkpoint has the first rank's.",
+            f"{len(alone)} batch norm layers, such as {alone[0]!r}, have different statistics on each rank. "
+            "A checkpoint has those of the first rank.",
             "the same.",
             "custom_hooks = [dict(type='SyncBuffersHook')]  # or sync_bn='torch', or broadcast_buffers=True",
         )
 
 
 def own_steps(subject: Subject) -> Iterator[Finding]:
-    """Steps that the model overrides."""
+    """Training and validation steps that the model overrides."""
     if subject.model is None or subject.sharding is None:
         return
     own = [step for step in ("train_step", "val_step", "test_step") if overrides(subject.model, step)]
@@ -99,10 +99,10 @@ def own_steps(subject: Subject) -> Iterator[Finding]:
             "changed",
             "model",
             f"{type(subject.model).__name__}'s own {', '.join(own)} {'is' if len(own) == 1 else 'are'} called, and "
-            "forwards within reach the sharded modules.",
-            "bypassed, or failed.",
+            "forwards inside use the sharded modules.",
+            "ignored them, or failed.",
         )
 
 
 FINDINGS = (notes_of_the_plan, frozen, batch_norm, own_steps)
-"""What is looked for here."""
+"""All findings of this module."""

@@ -1,4 +1,4 @@
-"""MMEngine configs read for what they say: their model without memory, their sharding, a diagnosis."""
+"""Reads MMEngine configs for core's frontends: the model without memory, the sharding, a diagnosis."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def open_config(path: Path) -> MMEngineConfig:
 
 
 class MMEngineConfig:
-    """An MMEngine config that was read; nothing of it is run but its imports.
+    """An MMEngine config; only its imports are executed.
 
     Args:
-        path: Its file.
+        path: The config file.
 
     Raises:
-        ConfigError: It cannot be read, or a module of its ``custom_imports`` cannot be imported.
+        ConfigError: The file cannot be read, or a module of ``custom_imports`` cannot be imported.
 
     Attributes:
-        content: What it says, as plain dicts and lists.
+        content: The config as plain dicts and lists.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            # Importing is left to ourselves: MMEngine says only that it failed.
+            # The modules are imported below, because MMEngine does not report why an import failed.
             config = Config.fromfile(self.path, import_custom_modules=False)
             self.content: dict[str, Any] = plain(dict(config.items()))
         except Exception as error:  # a config is a program
@@ -52,7 +52,7 @@ class MMEngineConfig:
             import_modules_from_strings(**self.content.get("custom_imports") or {})
         except Exception as error:
             raise ConfigError(
-                f"A module that {self.path.name} imports cannot be: {type(error).__name__}: {error}",
+                f"A module in custom_imports of {self.path.name} cannot be imported: {type(error).__name__}: {error}",
                 config="custom_imports",
             ) from error
 
@@ -61,7 +61,7 @@ class MMEngineConfig:
         return build_model(self.content)
 
     def settings(self, model: nn.Module) -> Translated:
-        """Return how it says that its model is sharded; see `mmfsdp.frontends.ReadConfig`."""
+        """Return how it shards its model; see `mmfsdp.frontends.ReadConfig`."""
         return sharding_settings(self.content, model)
 
     def optimizer(self) -> str | None:
@@ -69,5 +69,5 @@ class MMEngineConfig:
         return optimizer_of(self.content)
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
-        """Return what there is to know about it; see `mmfsdp.frontends.ReadConfig`."""
+        """Return its diagnosis; see `mmfsdp.frontends.ReadConfig`."""
         return diagnose(str(self.path), self.content, mesh)

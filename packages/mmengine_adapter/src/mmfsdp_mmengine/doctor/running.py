@@ -1,4 +1,4 @@
-"""Findings about how training is started: imports, runner, strategy, nothing sharded at all."""
+"""Findings about imports, the runner and the strategy, and configs that shard nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OURS = ("FSDPStrategy", "MMFullyShardedDataParallel", "MMDistributedDataParalle
 
 
 def not_imported(subject: Subject) -> Iterator[Finding]:
-    """The one line is missing, may fail in silence, or comes too late."""
+    """The import of this package is missing, may fail silently, or comes too late."""
     if subject.sharding is None:
         return
     given = subject.settings.get("custom_imports") or {}
@@ -31,28 +31,28 @@ def not_imported(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "error",
             "custom_imports.imports",
-            "nothing of this package is used unless it is imported: the stock classes are trained with.",
+            "mmfsdp_mmengine is not imported, so training uses MMEngine's own classes.",
             advice=f"custom_imports = dict(imports={both!r}, allow_failed_imports=False)",
         )
     elif imports[0] != "mmfsdp_mmengine":
         yield Finding(
             "warning",
             "custom_imports.imports",
-            "classes that modules before it derive from MMEngine's, such as hooks from EMAHook, derive from the stock "
-            "ones. Put it first.",
+            "classes in modules before it that derive from MMEngine's, such as hooks from EMAHook, derive from the "
+            "stock classes. Put mmfsdp_mmengine first.",
             advice=f"imports={['mmfsdp_mmengine', *(name for name in imports if name != 'mmfsdp_mmengine')]!r}",
         )
     if given.get("allow_failed_imports"):
         yield Finding(
             "warning",
             "custom_imports.allow_failed_imports",
-            "where the package is not installed, the stock classes train without a word.",
+            "if the package is not installed, training silently uses MMEngine's own classes.",
             advice="allow_failed_imports=False",
         )
 
 
 def stock_classes(subject: Subject) -> Iterator[Finding]:
-    """A config in Python style names stock classes as objects, which no registry replaces."""
+    """A config in Python style refers to stock classes as objects, which no registry can replace."""
 
     def walk(value: object, path: str) -> Iterator[Finding]:
         if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def stock_classes(subject: Subject) -> Iterator[Finding]:
                     yield Finding(
                         "error",
                         f"{path}.{key}",
-                        f"this is MMEngine's own {item.__name__}: only names are looked up in registries.",
+                        f"this is MMEngine's own {item.__name__}: only names are replaced by our classes.",
                         advice=f"{key}='{item.__name__}'",
                     )
                 yield from walk(item, f"{path}.{key}")
@@ -74,35 +74,35 @@ def stock_classes(subject: Subject) -> Iterator[Finding]:
 
 
 def nothing_sharded(subject: Subject) -> Iterator[Finding]:
-    """The config trains with DDP, in one process, or with a strategy that is not ours."""
+    """The config trains with DDP, in one process, or with another strategy."""
     if subject.sharding is not None:
         return
     strategy = subject.settings.get("strategy") or {}
     path = "strategy.type" if strategy else "strategy"
     if strategy and class_of(strategy.get("type"), STRATEGIES) is None:
-        return  # told by `unknown_names`
+        return  # `unknown_names` reports it
     if name_of(strategy.get("type")) in ("DeepSpeedStrategy", "ColossalAIStrategy"):
-        here = f"{name_of(strategy['type'])} is left as it is; nothing here is about it. To shard with mmfsdp:"
+        here = f"{name_of(strategy['type'])} is not changed and not checked. To shard with mmfsdp instead:"
     else:
-        here = "nothing is sharded: every rank holds the whole model, as with DDP. To shard:"
+        here = "nothing is sharded: every rank holds the whole model, as with DDP. To shard it:"
     yield Finding("warning", path, here, advice="\n".join([IMPORT_LINE, *advised_strategy(subject)]))
 
 
 def advised_strategy(subject: Subject) -> list[str]:
-    """Return lines of a config that shard the model of this one."""
+    """Return the config lines that shard the model."""
     wrapper = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
     return ["runner_type = 'FlexibleRunner'", f"strategy = dict(type='FSDPStrategy', model_wrapper=dict({wrapper}))"]
 
 
 def advised_wrapper(model: nn.Module | None) -> dict[str, object]:
-    """Return arguments of a wrapper whose units are the model's repeated blocks."""
+    """Return wrapper arguments that make the model's repeated blocks the shard units."""
     classes = [] if model is None else repeated_classes(model)
     policy: dict[str, object] = {"type": "ModuleWrapPolicy", "module_classes": classes}
     return {"auto_wrap_policy": policy if classes else {"type": "size_based_auto_wrap_policy"}}
 
 
 def unknown_names(subject: Subject) -> Iterator[Finding]:
-    """A strategy or wrapper is named that no registry has."""
+    """The config names a strategy or wrapper that no registry has."""
     for path, registry in (("strategy", STRATEGIES), ("model_wrapper_cfg", MODEL_WRAPPERS)):
         given = subject.settings.get(path)
         wanted = [(f"{path}.type", given, registry)] if isinstance(given, Mapping) else []
@@ -116,14 +116,14 @@ def unknown_names(subject: Subject) -> Iterator[Finding]:
 
 
 def unknown_arguments(subject: Subject) -> Iterator[Finding]:
-    """A strategy or the DDP wrapper is given an argument that it does not have."""
+    """The config gives a strategy or the DDP wrapper an unknown argument."""
     for path, registry in (("strategy", STRATEGIES), ("model_wrapper_cfg", MODEL_WRAPPERS)):
         given = subject.settings.get(path)
         cls = class_of(given.get("type"), registry) if isinstance(given, Mapping) else None
         if not isinstance(given, Mapping) or not isinstance(cls, type):
             continue
         if subject.sharding is not None and path == subject.sharding.path:
-            continue  # told by what builds its arguments
+            continue  # translating its arguments reports it
         known = parameters_of(cls)
         for name in given:
             if name != "type" and name not in known:
@@ -133,14 +133,14 @@ def unknown_arguments(subject: Subject) -> Iterator[Finding]:
 
 
 def parameters_of(cls: type) -> list[str]:
-    """Return the names of arguments that a class takes, those that it passes on to its bases included."""
+    """Return the names of arguments that a class accepts, including those that it passes on to its bases."""
     names: list[str] = []
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        # What a base needs, and the class does not ask for, the class gives itself.
+        # The class itself provides arguments that a base requires and the class does not have.
         given = [item for item in parameters if base is cls or item.default is not inspect.Parameter.empty]
         names += [item.name for item in given if item.kind in kinds and item.name not in (*names, "self")]
         if all(item.kind is not inspect.Parameter.VAR_KEYWORD for item in parameters):
@@ -158,15 +158,15 @@ def runner_kind(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "changed",
             "model_wrapper_cfg",
-            "the model is sharded right before training, after weights are initialised; all ranks gather checkpoints.",
+            "shards the model right before training, after its weights are initialised; all ranks gather checkpoints.",
             "weights were initialised and broadcast after wrapping, and only the first rank gathered checkpoints.",
         )
         if settings.get("launcher", "none") == "none":
             yield Finding(
                 "warning",
                 "launcher",
-                "with 'none' the plain Runner ignores model_wrapper_cfg and trains unsharded. Start with "
-                "--launcher pytorch, or write it.",
+                "with launcher 'none' the plain Runner ignores model_wrapper_cfg and trains unsharded. Start with "
+                "--launcher pytorch, or set it here.",
                 advice="launcher = 'pytorch'",
             )
         return
@@ -174,20 +174,20 @@ def runner_kind(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "runner_type",
-            "OpenMMLab's tools/train.py starts the plain Runner unless this says otherwise, and that ignores strategy.",
+            "OpenMMLab's tools/train.py uses the plain Runner by default, which ignores strategy.",
             advice="runner_type = 'FlexibleRunner'",
         )
     if isinstance(settings.get("model_wrapper_cfg"), Mapping):
         yield Finding(
             "warning",
             "model_wrapper_cfg",
-            "strategy is for FlexibleRunner, model_wrapper_cfg for the plain Runner; the other is ignored. Drop one.",
+            "FlexibleRunner uses strategy and ignores this, and the plain Runner does the opposite. Remove one.",
         )
     if "env_cfg" not in settings:
-        yield Finding("changed", "env_cfg", "may be left out.", "FlexibleRunner.from_cfg failed without it.")
+        yield Finding("changed", "env_cfg", "is optional.", "FlexibleRunner.from_cfg failed without it.")
     if settings.get("compile"):
         yield Finding("changed", "compile", "the sharded model is compiled.", "from_cfg did not pass it on.")
 
 
 FINDINGS = (not_imported, stock_classes, nothing_sharded, unknown_names, unknown_arguments, runner_kind)
-"""What is looked for here."""
+"""All findings of this module."""

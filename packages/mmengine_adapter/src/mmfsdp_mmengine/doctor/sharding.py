@@ -1,4 +1,4 @@
-"""Findings about the wrapper's and the strategy's arguments, in every vocabulary that they may be written in."""
+"""Findings about the arguments of the wrapper and the strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTINGS = {"strategy": "sharding_strategy", "shard_size": "sharding_strategy",
 
 
 def setting_of(subject: Subject, error: MmfsdpError) -> str:
-    """Return the config's path for what an error of the planner names in its own words."""
+    """Return the path of the MMEngine setting for an error that names a setting of core."""
     path = subject.sharding.path if subject.sharding is not None else "model"
     named = str(error.context.get("config", "")).removeprefix("model_wrapper.").removeprefix("strategy.")
     if named.startswith("activation_checkpointing") and subject.argument("activation_checkpointing") is None:
@@ -35,7 +35,7 @@ def setting_of(subject: Subject, error: MmfsdpError) -> str:
 
 
 def wrong_arguments(subject: Subject) -> Iterator[Finding]:
-    """Arguments that the wrapper refuses, one by one."""
+    """Arguments that the wrapper rejects, one by one."""
     if subject.sharding is None:
         return
     for name, value in subject.sharding.arguments.items():
@@ -57,20 +57,25 @@ def wrong_arguments(subject: Subject) -> Iterator[Finding]:
 
 
 def strategy_words(subject: Subject) -> Iterator[Finding]:
-    """NO_SHARD, and hybrid sharding without saying how many ranks share."""
+    """NO_SHARD, and hybrid sharding without the number of ranks that shard together."""
     if subject.sharding is None or (given := subject.argument("sharding_strategy")) is None:
         return
     path, word = f"{subject.sharding.path}.sharding_strategy", name_of(getattr(given, "name", given)).upper()
     meshed = subject.argument("device_mesh") is not None or subject.argument("process_group") is not None
     if word == "NO_SHARD":
-        yield Finding("changed", path, "engine 'replicate'; gradients are averaged.", "FSDP1 units of whole weights.")
+        yield Finding(
+            "changed",
+            path,
+            "uses engine 'replicate'; gradients are averaged.",
+            "used FSDP1 units that hold whole weights.",
+        )
     elif "HYBRID" in word and not meshed:
         yield Finding(
             "warning",
             path,
-            "ranks of one machine shard together, as LOCAL_WORLD_SIZE of the launcher says; without it this is an "
-            "error. A mesh says it for any launcher.",
-            "on the CPU ranks were not synchronised at all, without a word.",
+            "the LOCAL_WORLD_SIZE ranks of a machine shard together; without that variable this is an error. "
+            "device_mesh works with any launcher.",
+            "ranks on the CPU were silently not synchronised at all.",
             "device_mesh=dict(mesh_shape=(2, 8), mesh_dim_names=('replicate', 'shard'))",
         )
 
@@ -84,14 +89,14 @@ def no_policy(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         "warning",
         f"{subject.sharding.path}.auto_wrap_policy",
-        "without a policy the whole model is one unit, and every rank gathers all of it at once.",
-        "the same.",
+        "without a policy the whole model is one shard unit, and every rank gathers all of it at once.",
+        "did the same.",
         advice,
     )
 
 
 def words_of_arguments(subject: Subject) -> Iterator[Finding]:
-    """Forms of arguments that MMEngine's wrapper changed, misread or refused."""
+    """Forms of arguments that MMEngine's wrapper changed, misread or rejected."""
     if subject.sharding is None:
         return
     path = subject.sharding.path
@@ -101,7 +106,7 @@ def words_of_arguments(subject: Subject) -> Iterator[Finding]:
                 "changed",
                 f"{path}.{name}",
                 "the dict is copied.",
-                "its entries were taken out, so that building from the config a second time failed.",
+                "removed its entries, and a second build from the config failed.",
             )
     policy = subject.argument("auto_wrap_policy")
     if isinstance(policy, Mapping) and _is_policy_of_names(policy):
@@ -109,7 +114,7 @@ def words_of_arguments(subject: Subject) -> Iterator[Finding]:
             "changed",
             f"{path}.auto_wrap_policy",
             "CustomPolicy and module classes by name are accepted.",
-            "CustomPolicy was refused, and so were classes by name.",
+            "rejected CustomPolicy and classes by name.",
         )
     for name in ("ignored_modules", "ignored_parameters", "ignored_states"):
         if subject.argument(name):
@@ -117,22 +122,22 @@ def words_of_arguments(subject: Subject) -> Iterator[Finding]:
                 "changed",
                 f"{path}.{name}",
                 "names and patterns are accepted; gradients are averaged over ranks.",
-                "names failed, and gradients were not averaged: each rank trained these on its own.",
+                "failed on names, and did not average gradients: each rank trained these parameters on its own.",
             )
     if subject.argument("fsdp_auto_wrap_policy") is not None:
-        yield Finding("ok", f"{path}.fsdp_auto_wrap_policy", "torch 1.11's name of auto_wrap_policy; accepted.")
+        yield Finding("ok", f"{path}.fsdp_auto_wrap_policy", "torch 1.11's name of auto_wrap_policy is accepted.")
     if subject.argument("use_orig_params") is False:
         yield Finding(
             "warning",
             f"{path}.use_orig_params",
-            "engine 'fsdp1' with one flat parameter per unit. Settings for parts of one are refused.",
-            "weight decay and learning rates for single parameters applied to whole units, in silence.",
+            "uses engine 'fsdp1' with one flat parameter per unit, which has one set of optimizer settings.",
+            "silently applied weight decay and learning rates of single parameters to whole units.",
             "use_orig_params=True",
         )
 
 
 def recomputing(subject: Subject) -> Iterator[Finding]:
-    """Activation checkpointing without changing names."""
+    """Activation checkpointing keeps parameter names."""
     if subject.sharding is None:
         return
     for path, value in (
@@ -143,9 +148,9 @@ def recomputing(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "changed",
                 path,
-                "parameters keep their names; check_fn takes arguments; more modes, such as 'ops'.",
-                "parameters were renamed (_checkpoint_wrapped_module), so that paramwise_cfg and checkpoints did not "
-                "match, and check_fn as a dict was given wrong arguments.",
+                "parameters keep their names, check_fn accepts arguments, and there are more modes, such as 'ops'.",
+                "renamed parameters (_checkpoint_wrapped_module), which broke paramwise_cfg and checkpoints, and gave "
+                "check_fn as a dict wrong arguments.",
             )
 
 
@@ -156,37 +161,37 @@ def sync_bn(subject: Subject) -> Iterator[Finding]:
     place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
     if place.get("sync_bn") is not None:
         path = "strategy.sync_bn" if subject.sharding.strategy else "sync_bn"
-        yield Finding("changed", path, "batch norm layers are converted.", "ignored by FSDPStrategy.")
+        yield Finding("changed", path, "batch norm layers are converted.", "FSDPStrategy ignored it.")
 
 
 def without_memory(subject: Subject) -> Iterator[Finding]:
-    """``skip_init_weights`` needs weights from elsewhere."""
+    """``skip_init_weights`` needs the weights of a checkpoint."""
     if subject.sharding is None or not subject.sharding.strategy.get("skip_init_weights"):
         return
     if not subject.settings.get("load_from") and not subject.settings.get("resume"):
         yield Finding(
             "error",
             "strategy.skip_init_weights",
-            "training with weights that were never made is refused.",
-            "init_weights ran all the same.",
+            "training without loading weights is an error.",
+            "ran init_weights anyway.",
             "load_from = 'weights.pth'",
         )
         return
     yield Finding(
         "changed",
         "strategy.skip_init_weights",
-        "takes no memory for parameters; buffers are real.",
-        "init_weights ran all the same, models that read tensors while building failed, and buffers were garbage.",
+        "needs no memory for parameters; buffers have their values.",
+        "ran init_weights anyway, failed on models that read tensors while building, and left garbage in buffers.",
     )
 
 
 def two_places(subject: Subject) -> Iterator[Finding]:
-    """Activation checkpointing is set both in the strategy and in its wrapper."""
+    """Activation checkpointing is set in the strategy and in its wrapper."""
     name = "activation_checkpointing"
     if subject.sharding is None or not subject.sharding.strategy:
         return
     if subject.sharding.strategy.get(name) is not None and subject.argument(name) is not None:
-        yield Finding("error", f"strategy.{name}", "set in model_wrapper too. Set it once.")
+        yield Finding("error", f"strategy.{name}", "is set in model_wrapper too. Set it in one of them.")
 
 
 def _is_policy_of_names(value: Any) -> bool:
@@ -207,4 +212,4 @@ FINDINGS = (
     without_memory,
     two_places,
 )
-"""What is looked for here."""
+"""All findings of this module."""

@@ -1,4 +1,4 @@
-"""Findings about what is kept: checkpoints, resuming, weights to start from, averaged weights."""
+"""Findings about checkpoints, resuming, initial weights and averaged weights."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ def kind_of_checkpoints(subject: Subject) -> Iterator[Finding]:
     try:
         kind = state_dict_settings(given).kind if given is not None else None
     except MmfsdpError:
-        return  # told as a wrong argument
+        return  # reported as a wrong argument
     path = "strategy.state_dict_cfg" if in_strategy else "state_dict_cfg"
     if kind == "sharded":
-        yield Finding("changed", path, "a directory of torch's DCP.", "not registered, or failed.")
+        yield Finding("changed", path, "saves a directory in torch's DCP format.", "was not registered, or failed.")
     elif isinstance(given, Mapping) and len(given) < 3:
-        yield Finding("changed", path, f"{kind!r}; parts may be left out.", "a type alone failed, or meant 'local'.")
+        yield Finding(
+            "changed", path, f"means {kind!r}; parts may be left out.", "failed on a type alone, or used 'local'."
+        )
 
 
 def resuming(subject: Subject) -> Iterator[Finding]:
-    """Resuming failed on every real config."""
+    """Resuming, which failed with stock MMEngine on every real config."""
     if subject.sharding is not None and subject.settings.get("resume"):
         yield Finding(
             "changed",
             "resume",
-            "exact, on any number of ranks; from the newest complete checkpoint if none is named.",
-            "failed, or lost the loss scale, the place in the data and schedulers.",
+            "resumes exactly, on any number of ranks, from the newest complete checkpoint if none is named.",
+            "failed, or lost the loss scale, the position in the data and schedulers.",
         )
 
 
 def starting_weights(subject: Subject) -> Iterator[Finding]:
-    """``load_from``: what it names, and whether it is there."""
+    """``load_from``: its format, and whether it exists."""
     given = subject.settings.get("load_from")
     if subject.sharding is None or not isinstance(given, str):
         return
     remote = "://" in given
     if not remote and not Path(given).exists():
-        yield Finding("warning", "load_from", f"there is nothing at {given!r}, seen from here.")
+        yield Finding("warning", "load_from", f"{given!r} does not exist on this machine.")
     if remote or Path(given).suffix in _WHOLE:
-        here = "bare weights, a 'module.' prefix and revise_keys are understood; each rank reads what it holds."
-        yield Finding("changed", "load_from", here, "revise_keys was ignored; with 'local' whole files failed.")
+        here = "accepts bare weights, a 'module.' prefix and revise_keys; each rank reads only its part."
+        yield Finding("changed", "load_from", here, "ignored revise_keys; with 'local' it failed on whole files.")
     else:
         yield Finding(
             "changed",
             "load_from",
-            "directories of any kind, safetensors and Hugging Face shards load, on any number of ranks.",
-            "only directories of the same kind and number of ranks.",
+            "loads directories of every kind, safetensors and Hugging Face shards, on any number of ranks.",
+            "loaded only directories of the same kind and number of ranks.",
         )
 
 
 def averaged_weights(subject: Subject) -> Iterator[Finding]:
-    """EMAHook and what is derived from it."""
+    """EMAHook and hooks derived from it."""
     if subject.sharding is None:
         return
     with DefaultScope.overwrite_default_scope(subject.scope):
@@ -88,8 +90,8 @@ def averaged_weights(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "changed",
                 path,
-                "each rank averages its own shard; saved, resumed and exported.",
-                "a deep copy of the wrapped model, which failed; resuming with it was an error.",
+                "each rank averages its own shard, which is saved, resumed and exported.",
+                "failed to copy the wrapped model, and could not resume.",
             )
             kind = hook.get("ema_type")
             if isinstance(kind, str) and class_of(kind, MODELS) is None:
@@ -112,8 +114,13 @@ def published(subject: Subject) -> Iterator[Finding]:
     given = subject.sharding.strategy.get("state_dict_cfg", "local") if subject.sharding is not None else "full"
     for path, hook, _ in hooks_of(subject.settings):
         if name_of(hook.get("type")) == "CheckpointHook" and hook.get("published_keys") and given != "full":
-            yield Finding("changed", f"{path}.published_keys", "works for directories.", "failed on directories.")
+            yield Finding(
+                "changed",
+                f"{path}.published_keys",
+                "works for checkpoint directories.",
+                "failed on checkpoint directories.",
+            )
 
 
 FINDINGS = (kind_of_checkpoints, resuming, starting_weights, averaged_weights, unknown_hooks, published)
-"""What is looked for here."""
+"""All findings of this module."""

@@ -1,4 +1,4 @@
-"""What a diagnosis looks at: a config, how it shards, its model and the plan; and how to walk through them."""
+"""The subject of a diagnosis (a config, its sharding, model and plan), and functions that read it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Sharding", "Subject", "class_of", "hooks_of", "name_of", "names_in",
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The part of a config that says that a model is sharded."""
+    """The part of a config that shards the model."""
 
     path: str
     """Where the wrapper's arguments are: ``strategy.model_wrapper``, or ``model_wrapper_cfg``."""
     arguments: Mapping[str, Any]
-    """Those of the wrapper, ``type`` included."""
+    """The wrapper's arguments, including ``type``."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the strategy; empty with the plain Runner."""
+    """The strategy's arguments; empty with the plain Runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What findings are about."""
+    """A config with everything that findings need."""
 
     settings: dict[str, Any]
     """The config's content."""
@@ -39,7 +39,7 @@ class Subject:
     model: nn.Module | None
     """The model on the meta device, if it can be built."""
     plan: ShardPlan | None
-    """What would be done, if that can be told."""
+    """The plan; None if there is none because of an error."""
 
     @property
     def scope(self) -> str | None:
@@ -58,7 +58,7 @@ def name_of(value: Any) -> str:
 
 
 def class_of(value: Any, registry: Registry) -> Any:
-    """Return what a ``type`` means, or None if the registry does not have it."""
+    """Return the object for a ``type``, or None if the registry does not have it."""
     if not isinstance(value, str):
         return value
     try:
@@ -68,7 +68,7 @@ def class_of(value: Any, registry: Registry) -> Any:
 
 
 def sharding_of(settings: Mapping[str, Any]) -> Sharding | None:
-    """Return how a config shards, or None."""
+    """Return how a config shards, or None if it does not."""
     strategy, wrapper = settings.get("strategy"), settings.get("model_wrapper_cfg")
     if isinstance(strategy, Mapping) and _means(strategy.get("type"), STRATEGIES, FSDPStrategy):
         given = strategy.get("model_wrapper")

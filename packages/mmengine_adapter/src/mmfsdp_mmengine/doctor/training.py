@@ -26,33 +26,33 @@ _UNEVEN = ("LBFGS", "Adafactor")
 
 
 def clipping(subject: Subject) -> Iterator[Finding]:
-    """Clipping by norm was by the norm of a rank's own shard."""
+    """Clipping by norm, for which stock MMEngine used the norm of a rank's own shard."""
     for path, wrapper in _wrappers(subject):
         given = wrapper.get("clip_grad")
         if isinstance(given, Mapping) and given.get("type", "norm") == "norm":
             yield Finding(
                 "changed",
                 f"{path}.clip_grad",
-                "clipped by the norm of the whole model, which is also what is logged.",
-                "each rank clipped by the norm of its own shard: parameters differed from DDP's. A max_norm that was "
-                "tuned with it may be too small now.",
+                "clips by the norm of the whole model, and logs that norm.",
+                "clipped by the norm of each rank's own shard, with other results than DDP. A max_norm that was tuned "
+                "with it may be too small now.",
             )
 
 
 def accumulation(subject: Subject) -> Iterator[Finding]:
-    """Accumulation communicated in every step."""
+    """Gradient accumulation, for which stock MMEngine communicated in every step."""
     for path, wrapper in _wrappers(subject):
         if wrapper.get("accumulative_counts", 1) > 1:
             yield Finding(
                 "changed",
                 f"{path}.accumulative_counts",
-                "communicates in the last step only. Save at multiples of it.",
+                "communicates only in the last step. Save checkpoints at multiples of it.",
                 "communicated in every step.",
             )
 
 
 def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
-    """Names of wrappers, constructors and optimizers that no registry has; optimizers that shards break."""
+    """Wrappers, constructors and optimizers that no registry has; optimizers that do not work on shards."""
     with DefaultScope.overwrite_default_scope(subject.scope):
         for path, wrapper in _wrappers(subject):
             optimizer = wrapper.get("optimizer")
@@ -69,13 +69,13 @@ def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
                 yield Finding(
                     "warning",
                     f"{path}.optimizer.type",
-                    f"torch's {name_of(kind)} computes on whole parameters, and fails on shards of uneven size.",
+                    f"torch's {name_of(kind)} needs whole parameters and fails on shards of uneven size.",
                     advice="optimizer=dict(type='AdamW', ...)",
                 )
 
 
 def parameter_groups(subject: Subject) -> Iterator[Finding]:
-    """Groups are those of the whole model; the optimizer is really built, from weights without memory."""
+    """Param groups of the whole model; the optimizer is actually built, from parameters without memory."""
     if subject.sharding is None or subject.model is None:
         return
     given = subject.settings.get("optim_wrapper")
@@ -88,8 +88,8 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
     except MmfsdpError as error:
         yield Finding("error", str(error.context.get("config", "optim_wrapper")), error.message)
         return
-    except Exception as error:  # a constructor of the user's
-        yield Finding("error", "optim_wrapper", f"It cannot be built: {type(error).__name__}: {error}")
+    except Exception as error:  # whatever a user's constructor raises
+        yield Finding("error", "optim_wrapper", f"cannot be built: {type(error).__name__}: {error}")
         return
     groups = [group["params"] for one in optim_wrappers_of(built).values() for group in one.optimizer.param_groups]
     yield from _of_flat_parameters(subject, groups)
@@ -98,14 +98,14 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "changed",
                 f"optim_wrapper.{name}",
-                f"groups are those of the whole model: {len(groups)} here.",
-                "names had prefixes and shapes were flat: layer decay and multipliers for norms, biases and names "
-                "missed their parameters in silence (149 of 152 groups in MAE's fine-tuning).",
+                f"param groups are those of the whole model: {len(groups)} here.",
+                "saw prefixed names and flat shapes: layer decay and multipliers for norms, biases and names silently "
+                "missed their parameters (149 of 152 groups in MAE's fine-tuning).",
             )
 
 
 def keys_without_match(subject: Subject) -> Iterator[Finding]:
-    """``custom_keys`` that are in no parameter's name."""
+    """``custom_keys`` that match no parameter."""
     given = subject.settings.get("optim_wrapper")
     paramwise = given.get("paramwise_cfg") if isinstance(given, Mapping) else None
     keys = paramwise.get("custom_keys") if isinstance(paramwise, Mapping) else None
@@ -118,7 +118,7 @@ def keys_without_match(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"optim_wrapper.paramwise_cfg.custom_keys[{key!r}]",
-                f"no parameter has this in its name.{closest(key, parts)}",
+                f"no parameter name contains this key.{closest(key, parts)}",
             )
 
 
@@ -130,20 +130,20 @@ def several_optimizers(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "changed",
             "optim_wrapper",
-            "several optimizers, each with its own clipping, accumulation and schedulers.",
-            "OptimWrapperDict failed, and so did its schedulers.",
+            "several optimizers are supported, each with its own clipping, accumulation and schedulers.",
+            "failed on OptimWrapperDict and its schedulers.",
         )
         if not given or not given.get("constructor"):
             yield Finding(
                 "error",
                 "optim_wrapper.constructor",
-                "several optimizers need a constructor that says which parameters each has.",
+                "several optimizers need a constructor that assigns parameters to each.",
                 advice="constructor='MultiOptimWrapperConstructor'  # yours, in OPTIM_WRAPPER_CONSTRUCTORS",
             )
 
 
 def mixed_precision(subject: Subject) -> Iterator[Finding]:
-    """Autocast, low precision of the wrapper, and gradient scaling."""
+    """Autocast, mixed precision of the wrapper, and gradient scaling."""
     plan = subject.plan
     for path, wrapper in _wrappers(subject) if subject.sharding is not None else ():
         kind = class_of(wrapper.get("type", "OptimWrapper"), OPTIM_WRAPPERS)
@@ -153,8 +153,8 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 f"{path}.type",
-                "mixed_precision computes in float16, whose small gradients become zero without a gradient scaler: "
-                "refused before the first step.",
+                "mixed_precision computes in float16, where small gradients become zero without a gradient scaler: "
+                "training raises an error before the first step.",
                 advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)  # or param_dtype='bfloat16'",
             )
         if not amp:
@@ -162,8 +162,8 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "changed",
             f"{path}.type",
-            "runs on the CPU too; the scaler fits the engine, and its scale is resumed.",
-            "refused on the CPU, lost the loss scale on resume, and took the plain scaler if named with a scope.",
+            "runs on the CPU too; the engine determines the scaler, and its scale is resumed.",
+            "failed on the CPU, lost the loss scale on resume, and used the plain scaler if named with a scope.",
         )
         low = [unit.precision.param_dtype for unit in plan.units if unit.precision.param_dtype] if plan else []
         cast = canonical_dtype(wrapper["dtype"]) if wrapper.get("dtype") else None
@@ -171,7 +171,7 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{path}.dtype",
-                f"autocast in {cast} over parameters that are gathered in {low[0]}. Use one.",
+                f"autocast uses {cast}, but parameters are gathered in {low[0]}. Use one dtype.",
                 advice=f"dtype={low[0]!r}",
             )
     for path, wrapper in _wrappers(subject):
@@ -179,23 +179,28 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{path}.type",
-                "apex changes optimizers and models that it knows; sharded ones are not tested.",
+                "apex is not tested with sharded models and optimizers.",
                 advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)",
             )
 
 
 def built_already(subject: Subject) -> Iterator[Finding]:
-    """Schedulers that are objects, in configs that are Python."""
+    """Schedulers that a Python config builds itself."""
     given = subject.settings.get("param_scheduler")
     items = given if isinstance(given, list | tuple) else [given]
     if subject.sharding is not None and any(
         item is not None and not isinstance(item, Mapping | list | tuple) for item in items
     ):
-        yield Finding("changed", "param_scheduler", "built schedulers are kept.", "rebuilt, and then dropped.")
+        yield Finding(
+            "changed",
+            "param_scheduler",
+            "schedulers that are built already are kept.",
+            "rebuilt and then dropped them.",
+        )
 
 
 def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Path and config of each optimizer wrapper."""
+    """Yield path and config of each optimizer wrapper."""
     given = subject.settings.get("optim_wrapper")
     if not isinstance(given, Mapping):
         return
@@ -208,9 +213,9 @@ def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the name that a config's optimizer has in `mmfsdp.planning.OPTIMIZERS`; None if it has none there.
+    """Return the name of a config's optimizer in `mmfsdp.planning.OPTIMIZERS`, or None if it is not there.
 
-    None too for several optimizers, and for one that is built already.
+    Also None for several optimizers, and for an optimizer that is built already.
     """
     given = settings.get("optim_wrapper")
     optimizer = given.get("optimizer") if isinstance(given, Mapping) else None
@@ -221,7 +226,7 @@ def optimizer_of(settings: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Constructors log a line for each parameter."""
+    """Silence MMEngine's logger: constructors log a line for each parameter."""
     logger = MMLogger.get_current_instance()
 
     def nothing(record: logging.LogRecord) -> bool:
@@ -235,7 +240,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plainest(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer and its groups alone: what the wrapper does needs devices."""
+    """Return a config of the optimizer and its groups only, because optimizer wrappers may need devices."""
     config: dict[str, Any] = plain(given)
     if "optimizer" not in config:
         return config
@@ -255,9 +260,9 @@ def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding
             yield Finding(
                 "error",
                 f"{subject.sharding.path if subject.sharding else 'strategy'}.use_orig_params",
-                f"the optimizer treats parameters of unit {unit.fqn or '(root)'!r} differently, but False makes one "
-                "parameter of them.",
-                "the settings of some applied to all, in silence.",
+                f"the optimizer has different settings for parameters of unit {unit.fqn or '(root)'!r}, but False "
+                "makes them one parameter.",
+                "silently applied the settings of some to all of them.",
                 "use_orig_params=True",
             )
             return
@@ -273,4 +278,4 @@ FINDINGS = (
     mixed_precision,
     built_already,
 )
-"""What is looked for here."""
+"""All findings of this module."""

@@ -1,1 +1,1 @@
-"""MMEngine's hooks, for sharded models."""
+"""MMEngine's hooks, adapted to sharded models."""

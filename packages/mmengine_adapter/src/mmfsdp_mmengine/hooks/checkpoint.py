@@ -1,4 +1,4 @@
-"""`CheckpointHook`: MMEngine's, for checkpoints that are directories, and without a moment in which there is none."""
+"""`CheckpointHook`: MMEngine's hook, which also handles directories and never leaves a run without a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["CheckpointHook"]
 
 
 class CheckpointHook(mmengine.hooks.CheckpointHook):
-    """Saves, keeps, removes and publishes checkpoints, as MMEngine's hook with all of its arguments.
+    """Saves, removes and publishes checkpoints; takes all arguments of MMEngine's hook.
 
-    What ``max_keep_ckpts`` and ``save_best`` replace is removed once the new one is complete. A checkpoint that is
-    saved again after validation says the epoch that it is of.
+    Checkpoints that ``max_keep_ckpts`` and ``save_best`` replace are removed only after the new one is complete. A
+    checkpoint that is saved again after validation keeps its epoch.
     """
 
     file_backend: Any
@@ -32,13 +32,13 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         self._meta: dict[str, Any] | None = None
 
     def before_train(self, runner: Any) -> None:
-        """Find out where checkpoints go, and make that directory."""
+        """Choose the output directory and create it."""
         super().before_train(runner)
         if is_main_process() and "://" not in str(self.out_dir):
             Path(self.out_dir).mkdir(parents=True, exist_ok=True)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Correct the epoch and iteration: FlexibleRunner counts on from those that it is given."""
+        """Correct the epoch and iteration, because FlexibleRunner increments the dict that it is given."""
         if self._meta is not None:
             checkpoint["meta"] |= self._meta
 
@@ -48,7 +48,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
 
     def _save_best_checkpoint(self, runner: Any, metrics: Mapping[str, Any]) -> None:
         if not self.save_best or not hasattr(self, "file_backend"):
-            return  # a validation without training has nothing to save
+            return  # validation without training: there is nothing to save
         with self._saving({"epoch": runner.epoch, "iter": runner.iter}):
             super()._save_best_checkpoint(runner, metrics)
 
@@ -57,7 +57,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         backend, outer = self.file_backend, self._meta
         later = backend if isinstance(backend, _RemovesLater) else _RemovesLater(backend)
         self.file_backend = later
-        if outer is None:  # saving the best one saves the last one again, with a dict that was changed meanwhile
+        if outer is None:  # saving the best one saves the last one again, with a dict that has changed meanwhile
             self._meta = {name: meta[name] for name in ("epoch", "iter")}
         try:
             yield
@@ -78,7 +78,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
 
 
 class _RemovesLater:
-    """A file backend that removes nothing before it is told to."""
+    """A file backend that postpones removals until `remove_now`."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""`EMAHook`: MMEngine's, for sharded models as well."""
+"""`EMAHook`: MMEngine's hook, for sharded models too."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _WRAPPED = [(r"^module\.", "")]
 class EMAHook(StockEMAHook):
     """Averages the weights, validates and tests with the averages, and saves both.
 
-    For a sharded model each rank averages what it holds. With any model, resuming works whether the runner loads
-    before or after ``before_run``, and averages outlive training: testing after it in the same run uses them, as
-    testing the checkpoint does (MMEngine's hook would test what is trained there).
+    Each rank averages its own shard of a sharded model. For every model, resuming works whether the runner loads
+    before or after ``before_run``, and the averages outlive training: a test in the same run uses them, like a test of
+    the checkpoint (MMEngine's hook would test the trained weights).
 
     Args:
         ema_type: The averaged model: a registered name, or a class derived from MMEngine's ``BaseAveragedModel``.
-        strict_load: Raise, before anything is loaded, if what the averages are to be loaded from does not match the
-            model: averages when resuming, else the checkpoint's weights.
-        begin_iter: The iteration from which on to average.
-        begin_epoch: The epoch from which on to average; not beside ``begin_iter``.
+        strict_load: Raise, before anything is loaded, if the source of the averages does not match the model. The
+            source is the saved averages when resuming, otherwise the checkpoint's weights.
+        begin_iter: The first iteration to average.
+        begin_epoch: The first epoch to average; do not combine it with ``begin_iter``.
         **kwargs: Arguments of the averaged model.
 
     Raises:
-        ConfigError: ``ema_type`` averages nothing, or does not take ``kwargs``; raised as the run begins.
+        ConfigError: ``ema_type`` is not an averaged model, or does not accept ``kwargs``; raised when the run begins.
         StateDictError: See ``strict_load``; raised on every rank.
     """
 
@@ -58,7 +58,7 @@ class EMAHook(StockEMAHook):
 
     @property
     def src_model(self) -> nn.Module:
-        """What is averaged: the model, or the part of a sharded one that this rank holds."""
+        """The source of the averages: the model, or this rank's part of a sharded model."""
         if self._sharded is not None:
             return self._sharded.source()
         assert self._source is not None, "EMAHook knows its model once the run has begun"
@@ -69,12 +69,12 @@ class EMAHook(StockEMAHook):
         self._source = model
 
     def before_run(self, runner: Any) -> None:
-        """Make the averages, unless there are some of this model."""
+        """Create the averages, unless this model has some already."""
         model = runner.model
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"EMAHook averages a model, but the runner's model is {type(model).__name__!r}. Give the runner a "
-                "model, or take EMAHook out of custom_hooks.",
+                "model, or remove EMAHook from custom_hooks.",
                 config="custom_hooks.EMAHook",
             )
         if isinstance(model, FullyShardedDataParallel):
@@ -89,28 +89,28 @@ class EMAHook(StockEMAHook):
             super().before_run(runner)
 
     def before_train(self, runner: Any) -> None:
-        """Take over what was loaded."""
+        """Load the averages of a checkpoint that was loaded."""
         super().before_train(runner)
         self._catch_up()
 
     def before_val_epoch(self, runner: Any) -> None:
-        """Exchange averages and weights."""
+        """Swap the weights for the averages."""
         self._catch_up()
         super().before_val_epoch(runner)
 
     def before_test_epoch(self, runner: Any) -> None:
-        """Exchange averages and weights."""
+        """Swap the weights for the averages."""
         self._catch_up()
         super().before_test_epoch(runner)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the averages into the checkpoint; those of a sharded model are there already, gathered by all ranks."""
+        """Add the averages to the checkpoint; the strategy has added those of a sharded model already."""
         if self._sharded is None:
             checkpoint["state_dict"] = revised_keys(checkpoint["state_dict"], _WRAPPED)
             super().before_save_checkpoint(runner, checkpoint)
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Let the model have what is trained, and keep the averages until all ranks can load them."""
+        """Pass the trained weights on to the model, and keep the averages until all ranks can load them."""
         checkpoint["state_dict"] = revised_keys(checkpoint["state_dict"], _WRAPPED)
         if not isinstance(runner.model, FullyShardedDataParallel):
             if self._source is None:
@@ -126,7 +126,7 @@ class EMAHook(StockEMAHook):
         if "ema_state_dict" not in checkpoint or not runner._resume:
             if runner._resume:
                 print_log(
-                    "EMAHook: the checkpoint holds no 'ema_state_dict'. Averaging starts from its weights.",
+                    "EMAHook: the checkpoint has no 'ema_state_dict'. Averaging starts from its weights.",
                     "current",
                     logging.WARNING,
                 )
@@ -137,7 +137,7 @@ class EMAHook(StockEMAHook):
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **revised_keys(trained, _WRAPPED)}
 
     def _catch_up(self) -> None:
-        """Bring the averages to where a checkpoint, or initialisation, brought the model. Collective: every rank."""
+        """Load the averages, or copy the weights, after loading or initialisation. Collective: every rank."""
         if self._sharded is None or not self._is_behind:
             return
         self._is_behind = False
@@ -151,7 +151,7 @@ class EMAHook(StockEMAHook):
 
 
 replace_stock(HOOKS, EMAHook)
-# Hooks derived from MMEngine's, as mmpretrain's is, are derived from this one, whichever was imported first.
+# Hooks derived from MMEngine's, such as mmpretrain's, shall derive from this one, whichever was imported first.
 mmengine.hooks.EMAHook = EMAHook
 for _derived in StockEMAHook.__subclasses__():
     if _derived is not EMAHook:

@@ -1,4 +1,4 @@
-"""Going on where a checkpoint was saved, in the middle of an epoch too, with the same data and random numbers."""
+"""Resumes training where a checkpoint was saved, also within an epoch, with the same data and random numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["DistSamplerSeedHook"]
 
 
 class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
-    """Sets samplers' epochs, and takes up the data and the random numbers where a checkpoint left them.
+    """Sets the epoch of samplers, and restores the position in the data and the random numbers after a resume.
 
-    Validation does not change the random numbers of training. With other strategies than ours it is MMEngine's own.
+    Validation does not change the random numbers of training. With other strategies the hook acts like MMEngine's.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
         self._began = (0, 0)
 
     def before_train(self, runner: Any) -> None:
-        """Prepare the loop to go on, if the model was resumed."""
+        """Prepare the training loop if the model was resumed."""
         strategy = _strategy_of(runner)
         if strategy is None or (resumed := strategy.take_resumed()) is None:
             return
@@ -40,7 +40,7 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
                 restore_random_state(resumed.random_state)
 
         if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
-            # The loop itself passes over the batches that were trained on.
+            # The loop itself skips the batches that were trained on.
             batches = type(batches)(loop.dataloader) if renewed else batches
             loop.dataloader_iterator = _resumed(batches, runner.iter, restore)
             return
@@ -52,28 +52,28 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
         if self._skip:
             self._skip = 0
             runner.logger.warning(
-                f"The checkpoint was saved in the middle of an epoch. {type(loop).__name__} has a run_epoch() of its "
-                "own: it begins that epoch again."
+                f"The checkpoint was saved in the middle of an epoch, but {type(loop).__name__} has its own "
+                "run_epoch(): that epoch starts again from its first batch."
             )
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Set the sampler's epoch."""
+        """Set the epoch of the sampler."""
         self._began = (runner.epoch, runner.iter - self._skip)
         self._skip = 0
         super().before_train_epoch(runner)
 
     def before_val(self, runner: Any) -> None:
-        """Keep the random numbers of training."""
+        """Save the state of the random number generators."""
         if (strategy := _strategy_of(runner)) is not None:
             strategy.pause_randomness()
 
     def after_val(self, runner: Any) -> None:
-        """Go on with the random numbers of training."""
+        """Restore the random numbers of training."""
         if (strategy := _strategy_of(runner)) is not None:
             strategy.continue_randomness()
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Note the place in the data."""
+        """Record the position in the data."""
         if "progress" in checkpoint:
             loader = runner.train_loop.dataloader
             checkpoint["progress"] |= {
@@ -95,7 +95,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
-    """How many batches of the current epoch were trained on; in batches of now."""
+    """Return how many batches of the current epoch were trained on, counted in batches of the current size."""
     if progress.get("epoch") != runner.epoch:
         return 0
     loader = runner.train_loop.dataloader
@@ -105,7 +105,7 @@ def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
 
 
 def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> bool:
-    """Give the sampler and the workers the seeds that they had, and tell whether any had another."""
+    """Give the sampler and the workers their saved seeds, and return whether any seed changed."""
     changed = False
     sampler, init = _sampler_of(loader), loader.worker_init_fn
     if sampler_seed is not None and getattr(sampler, "seed", sampler_seed) != sampler_seed:
@@ -113,7 +113,7 @@ def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> boo
     if isinstance(init, partial) and init.keywords.get("seed", seed) != seed:
         loader.worker_init_fn, changed = partial(init.func, *init.args, **{**init.keywords, "seed": seed}), True
     if changed and hasattr(sampler, "_indices_of_rank"):
-        # InfiniteSampler has one generator for its whole life and no other way to begin again.
+        # InfiniteSampler has one generator for its whole life: only a new one starts again.
         sampler.indices = sampler._indices_of_rank()
     return changed
 
@@ -126,7 +126,7 @@ def _resumed(batches: Iterator[Any], done: int, restore: Callable[[], None]) -> 
 
 
 def _run_rest_of_epoch(loop: Any, done: int, restore: Callable[[], None]) -> None:
-    """Run an epoch without its first ``done`` batches, which are loaded all the same: augmentations draw numbers."""
+    """Run an epoch but skip its first ``done`` batches; they are loaded, because augmentations draw random numbers."""
     vars(loop).pop("run_epoch")
     if not done:
         restore()

@@ -1,4 +1,4 @@
-"""`AmpOptimWrapper`: MMEngine's automatic mixed precision, also on the CPU, with the scaler that the engine needs."""
+"""`AmpOptimWrapper`: MMEngine's automatic mixed precision, on the CPU too, with the gradient scaler of the engine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["AmpOptimWrapper", "check_scaled", "use_scaler_of"]
 
 
 class AmpOptimWrapper(mmengine.optim.AmpOptimWrapper):
-    """Runs forward under autocast and scales the loss.
+    """Runs the forward under autocast and scales the loss.
 
     Args:
         loss_scale: ``'dynamic'``, a fixed scale, or a dict of ``GradScaler`` arguments.
-        dtype: dtype of autocast in any spelling. Default: torch's for the device, float16 on CUDA and bfloat16 on the
-            CPU.
-        use_fsdp: Accepted; which scaler is needed follows from the engine.
+        dtype: The dtype of autocast in any spelling. Default: torch's default for the device, which is float16 on CUDA
+            and bfloat16 on the CPU.
+        use_fsdp: Accepted and ignored: the engine determines the scaler.
         **kwargs: Arguments of MMEngine's OptimWrapper.
 
     Raises:
-        ConfigError: ``loss_scale`` or ``dtype`` is something else.
+        ConfigError: ``loss_scale`` or ``dtype`` has a value that is not accepted.
     """
 
     def __init__(self, loss_scale: Any = "dynamic", dtype: Any = None, use_fsdp: bool = False, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class AmpOptimWrapper(mmengine.optim.AmpOptimWrapper):
             arguments = {"init_scale": float(loss_scale)}
         elif loss_scale != "dynamic":
             raise ConfigError(
-                f"loss_scale is 'dynamic', a number or a dict of GradScaler arguments, got {loss_scale!r}.",
+                f"loss_scale must be 'dynamic', a number or a dict of GradScaler arguments, got {loss_scale!r}.",
                 config="optim_wrapper.loss_scale",
             )
         self.loss_scaler: GradScaler = (ShardedGradScaler if use_fsdp else GradScaler)(get_device(), **arguments)
@@ -64,9 +64,9 @@ class AmpOptimWrapper(mmengine.optim.AmpOptimWrapper):
 
 
 def use_scaler_of(model: nn.Module, optim_wrappers: Iterable[Any]) -> None:
-    """Give optimizer wrappers with a gradient scaler the kind that the model's engine needs.
+    """Give optimizer wrappers the kind of gradient scaler that the model's engine needs.
 
-    FSDP1 needs a scaler that asks all ranks whether a gradient overflowed; DTensor gradients do that themselves.
+    FSDP1 needs a scaler that checks all ranks for overflow; DTensor gradients do so themselves.
     """
     wanted: type[GradScaler] = ShardedGradScaler if isinstance(model, FullyShardedDataParallel) else GradScaler
     for wrapper in optim_wrappers:
@@ -79,7 +79,7 @@ def use_scaler_of(model: nn.Module, optim_wrappers: Iterable[Any]) -> None:
 
 
 def check_scaled(plan: ShardPlan, optim_wrappers: Iterable[Any]) -> None:
-    """Refuse to train in float16 without a gradient scaler.
+    """Raise if the model would train in float16 without a gradient scaler.
 
     Raises:
         GradScalerError: The plan computes in float16 and an optimizer wrapper has no enabled scaler.

@@ -1,4 +1,4 @@
-"""Optimizers that were built from the unsharded model, put to work on the sharded one."""
+"""Moves optimizers that were built from the unsharded model over to the sharded model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
 
 
 def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:
-    """Return after how many iterations gradients wait for how many; None if all of them were used for a step."""
+    """Return (iterations accumulated, iterations needed) of unused gradients, or None if a step used all of them."""
     for wrapper in optim_wrappers_of(optim_wrapper).values():
         if isinstance(wrapper, OptimWrapper) and not wrapper.should_update():
             counts = wrapper._accumulative_counts
@@ -33,20 +33,20 @@ def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:
 
 
 class OptimizerBinding:
-    """Remembers by name which parameters optimizers hold, and gives them those of that name in the sharded model.
+    """Remembers the names of the parameters that optimizers hold, and replaces them by the sharded parameters.
 
-    So a constructor sees the names, shapes and classes of the unsharded model whatever the engine does to them, and an
-    optimizer, its wrapper and its schedulers that a user built stay the objects that they are.
+    This way an optimizer constructor sees the names, shapes and classes of the unsharded model, and optimizers,
+    wrappers and schedulers that a user built are kept.
 
     Args:
         model: The model from whose parameters the optimizers were built, not sharded yet.
         optim_wrapper: An optimizer wrapper or an OptimWrapperDict.
 
     Raises:
-        ConfigError: An optimizer holds parameters that the model does not have, or several hold the same.
+        ConfigError: An optimizer holds a parameter that the model does not have, or a parameter has two owners.
 
     Attributes:
-        optim_wrapper: What was given.
+        optim_wrapper: The optimizer wrapper that was given.
     """
 
     def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
@@ -61,9 +61,9 @@ class OptimizerBinding:
             foreign = [tuple(param.shape) for group in groups for param in group["params"] if id(param) not in names]
             if foreign:
                 raise ConfigError(
-                    f"The optimizer {type(wrapper.optimizer).__name__} holds {len(foreign)} parameters that are not "
-                    f"{type(model).__name__}'s, of shapes {foreign[:3]}. Build it from the parameters of the model "
-                    "that is trained.",
+                    f"The optimizer {type(wrapper.optimizer).__name__} holds {len(foreign)} parameters that "
+                    f"{type(model).__name__} does not have, with shapes {foreign[:3]}. Build the optimizer from the "
+                    "parameters of the model that you train.",
                     config=f"optim_wrapper.{key}".rstrip("."),
                 )
             self._groups[key] = [[names[id(param)] for param in group["params"]] for group in groups]
@@ -71,11 +71,11 @@ class OptimizerBinding:
                 self._states[key] = wrapper.optimizer.state_dict()
 
     def bind(self, model: nn.Module, plan: ShardPlan) -> None:
-        """Give the optimizers the sharded parameters, and clip by the global norm. Collective: every rank.
+        """Give the optimizers the sharded parameters and make them clip by the global norm. Collective: every rank.
 
         Args:
             model: The sharded model.
-            plan: What was done to it.
+            plan: The plan that was applied to it.
 
         Raises:
             ConfigError: A flat parameter (``use_orig_params=False``) would be in several param groups.
@@ -88,7 +88,7 @@ class OptimizerBinding:
                 group["params"][:] = [params[name] for name in dict.fromkeys(flat.get(name, name) for name in names)]
                 kinds = {isinstance(param, DTensor) for param in group["params"]}
                 if len(kinds) > 1 and group.get("foreach") is None and not group.get("fused"):
-                    group["foreach"] = False  # torch's loops over many tensors take one kind only
+                    group["foreach"] = False  # torch's foreach kernels accept one kind of tensor only
             wrapper.optimizer.state.clear()
             if key in self._states:
                 load_optim_state_dict(model, wrapper.optimizer, self._states[key])
@@ -96,7 +96,7 @@ class OptimizerBinding:
 
 
 def _check_owners(wrappers: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Refuse a parameter that is in several places: it would be stepped twice."""
+    """Raise if a parameter appears twice: it would be updated twice in a step."""
     owners: dict[int, str] = {}
     for key, wrapper in wrappers.items():
         for group in wrapper.optimizer.param_groups:
@@ -105,7 +105,7 @@ def _check_owners(wrappers: Mapping[str, Any], names: Mapping[int, str]) -> None
                     who = f"twice by {key!r}" if other == key else f"by both {other!r} and {key!r}"
                     raise ConfigError(
                         f"Parameter {names.get(id(param), '(not of the model)')!r} is held {who} of the "
-                        "OptimWrapperDict, and would be updated twice. Leave it in one.",
+                        "OptimWrapperDict and would be updated twice. Keep it in one of them.",
                         fqn=names.get(id(param)),
                         config=f"optim_wrapper.{key}".rstrip("."),
                     )
@@ -113,7 +113,7 @@ def _check_owners(wrappers: Mapping[str, Any], names: Mapping[int, str]) -> None
 
 
 def _flat_names(plan: ShardPlan, params: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """For parameters that are part of a flat one, the name of that."""
+    """Return the name of the flat parameter for every parameter that is part of one."""
     flat: dict[str, str] = {}
     for unit in plan.units:
         name = f"{unit.fqn}._flat_param".lstrip(".")
@@ -131,6 +131,6 @@ def _check_flat(plan: ShardPlan, flat: Mapping[str, str], groups: list[list[str]
             other = next(param for param in others if place.get(param.fqn) != place.get(first.fqn))
             raise ConfigError(
                 f"use_orig_params=False makes one flat parameter of shard unit {unit.fqn or '(root)'!r}, but the "
-                f"optimizer treats {first.fqn!r} and {other.fqn!r} of it differently. Set use_orig_params=True.",
+                f"optimizer gives {first.fqn!r} and {other.fqn!r} different settings. Set use_orig_params=True.",
                 fqn=unit.fqn,
             )

@@ -1,4 +1,4 @@
-"""Clipping by the norm of an optimizer's own gradients over all ranks, as it would be unsharded."""
+"""Clips an optimizer's gradients by their norm over all ranks, which is the norm of the unsharded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["clip_globally"]
 
 
 def clip_globally(wrapper: Any, model: nn.Module) -> None:
-    """Let an optimizer wrapper that clips do so by the global norm; a clip function of the user's own is kept.
+    """Make an optimizer wrapper clip by the global norm; a user's own clip function is kept.
 
     Args:
         wrapper: An optimizer wrapper, bound to the sharded parameters. Changed.
@@ -43,7 +43,7 @@ def clip_globally(wrapper: Any, model: nn.Module) -> None:
 
     wrapper.clip_func = clip
     if is_fsdp1 and type(wrapper)._clip_grad is OptimWrapper._clip_grad:
-        # MMEngine clips where gradients are; with FSDP1 a rank may have none, and the others would wait for it.
+        # MMEngine clips only if there are gradients. With FSDP1 a rank may have none, and the others would wait for it.
         def clip_grad() -> None:
             norm = clip([], **wrapper.clip_grad_kwargs)
             wrapper.message_hub.update_scalar(f"train/{wrapper.grad_name}", float(norm))
@@ -52,7 +52,7 @@ def clip_globally(wrapper: Any, model: nn.Module) -> None:
 
 
 def _clip_value(params: Iterable[torch.Tensor], clip_value: float, **_: Any) -> None:
-    """Elementwise, so each rank clips what it holds."""
+    """Clip by value, which is elementwise: each rank clips its own shard."""
     for param in params:
         if param.grad is not None:
             local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
@@ -62,7 +62,7 @@ def _clip_value(params: Iterable[torch.Tensor], clip_value: float, **_: Any) -> 
 def _clip_pieces(
     model: nn.Module, params: list[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Clip FSDP1's pieces of parameters, each of which one rank holds, or one of each replica. Collective."""
+    """Clip by the norm of FSDP1's pieces, each held by one rank of each replica. Collective: every rank."""
     state = find_sharded_model(model)
     state.check_reduced("Gradients are about to be clipped")
     whole = {id(param) for param in state.whole_params}

@@ -1,4 +1,4 @@
-"""A model's structure without its memory: what optimizer constructors look at, kept from before sharding."""
+"""Copies a model's structure without its memory, for optimizer constructors that run after sharding."""
 
 from __future__ import annotations
 

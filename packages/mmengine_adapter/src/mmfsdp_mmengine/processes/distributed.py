@@ -1,4 +1,4 @@
-"""Starting the process group: gloo or NCCL by what the machine has, with a launcher or without."""
+"""Starts the process group, with gloo or NCCL as the machine allows, with or without a launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmfsdp_mmengine.processes.leaving import leave_in_order
 
 __all__ = ["pick_backend", "start_alone", "start_process_group"]
 
-_BOTH = "cpu:gloo,cuda:nccl"  # offloaded parameters and checkpoints talk between CPUs
+_BOTH = "cpu:gloo,cuda:nccl"  # offloaded parameters and checkpoints communicate between CPUs
 
 # Environment variables of launchers: rank, world size, rank on this machine.
 _VARIABLES = {
@@ -29,14 +29,14 @@ _PER_MACHINE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def pick_backend(asked: str | None) -> str:
-    """Return the backend to use: what was asked for, unless that is NCCL's and there is no GPU."""
+    """Return the backend to use: the one given, or gloo if NCCL was given and there is no GPU."""
     if asked in (None, "nccl", _BOTH):
         return _BOTH if torch.cuda.is_available() else "gloo"
     return asked
 
 
 def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
-    """Start the world of a launcher's processes. Collective: every process.
+    """Start the process group of a launcher's processes. Collective: every process.
 
     Args:
         launcher: ``'pytorch'``, ``'slurm'`` or ``'mpi'``.
@@ -51,12 +51,12 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
         init_dist(launcher, backend or "nccl", **kwargs)
         return
     if launcher not in _VARIABLES:
-        raise ConfigError(f"launcher is one of {', '.join(map(repr, _VARIABLES))} or 'none', got {launcher!r}.")
+        raise ConfigError(f"launcher must be one of {', '.join(map(repr, _VARIABLES))} or 'none', got {launcher!r}.")
     rank_name, size_name, local_name = _VARIABLES[launcher]
     for name in (rank_name, size_name):
         if name not in os.environ:
             raise ConfigError(
-                f"launcher {launcher!r} sets the environment variable {name}, which is not there. Start the program "
+                f"launcher {launcher!r} sets the environment variable {name}, but it is not set. Start the program "
                 "with that launcher, or use launcher='none' for a single process."
             )
     rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
@@ -64,7 +64,7 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
     local_rank = int(os.environ.get(local_name, rank % devices))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-    if launcher != "pytorch":  # MMEngine, and what else is written for torchrun, reads its variables
+    if launcher != "pytorch":  # MMEngine and other code for torchrun reads these variables
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
     port = kwargs.pop("port", None)
     kwargs.pop("init_backend", None)
@@ -81,7 +81,7 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
 
 
 def start_alone(backend: str | None = None, **kwargs: Any) -> None:
-    """Start a world of this process alone, so that a sharding config runs without a launcher."""
+    """Start a process group of this process alone, which lets a sharding config run without a launcher."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(pick_backend(backend), store=store, rank=0, world_size=1)
 
@@ -93,9 +93,9 @@ def _first_machine(launcher: str, world_size: int) -> str:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
         except (OSError, subprocess.CalledProcessError, IndexError) as error:
             raise ConfigError(
-                f"The first machine is not known: {' '.join(command)!r} does not tell it ({error}). Set MASTER_ADDR to "
-                "its address."
+                f"The address of the first machine is unknown: {' '.join(command)!r} failed ({error}). Set MASTER_ADDR "
+                "to that address."
             ) from error
     if str(world_size) in ("1", *(os.environ.get(name) for name in _PER_MACHINE)):
         return "127.0.0.1"
-    raise ConfigError("MASTER_ADDR, the address of the first machine, is not set in the environment.")
+    raise ConfigError("MASTER_ADDR is not set. Set this environment variable to the address of the first machine.")

@@ -1,4 +1,4 @@
-"""Leaving the process group as the process ends: together if all is well, at once if an error ends this rank."""
+"""Leaves the process group when the process ends: together with all ranks, or at once after an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAVING, _ALL_LEAVE, _FAILED = "mmfsdp/leaving", "mmfsdp/all_leave", "mmfsdp/fa
 
 
 def leave_in_order() -> None:
-    """When this process ends, leave the process group, whoever started it; at once if an error ends it.
+    """Leave the process group when this process ends, and at once if an error ends it.
 
     Not collective. Calling it again changes nothing.
     """
@@ -41,49 +41,49 @@ def _leave() -> None:
         _let_threads_finish()
         dist.destroy_process_group()
     else:
-        # Destroying would wait for what is under way with ranks that died, or went on without this one. There is no
-        # public function that aborts all groups.
+        # destroy_process_group() would wait for collectives with ranks that died or left. torch has no public function
+        # that aborts all groups.
         distributed_c10d._abort_process_group()
 
 
 def _all_leave() -> bool:
-    """Wait for the others, for some seconds, and tell whether they came. Collective, but ranks may be missing.
+    """Wait some seconds for the other ranks, and return whether all are leaving. Collective; ranks may be missing.
 
-    A rank that ends too early fails those that still talk to it. The store is asked because it can be waited on for a
-    time of one's own: gloo's monitored barrier refuses groups of mixed backends, and on every rank but the first waits
-    as long as the group's timeout says.
+    A rank that ends too early breaks collectives of the others. The store is used because its wait takes a timeout:
+    gloo's monitored barrier rejects groups of mixed backends, and every rank but the first waits for the whole timeout
+    of the group.
     """
     try:
         store = _store()
         if store.add(_LEAVING, 1) == dist.get_world_size():
             store.set(_ALL_LEAVE, "")
         store.wait([_ALL_LEAVE], _PATIENCE)
-    except RuntimeError:  # they did not come, or the rank that keeps the store has ended
+    except RuntimeError:  # a rank did not come, or the rank that hosts the store has ended
         return False
     return True
 
 
 def _let_threads_finish() -> None:
-    """Wait until gloo's threads have done what they were given. Collective: every rank.
+    """Wait until gloo's threads have finished their work. Collective: every rank.
 
-    They let go of tensors after a collective has returned, and need Python for it: one that is late ends the process
-    with SIGABRT although all its work is done.
+    They release tensors after a collective has returned, which needs a living interpreter: a late thread would end
+    the process with SIGABRT.
     """
-    with contextlib.suppress(RuntimeError):  # no backend for the CPU, so no such threads; or a rank died just now
+    with contextlib.suppress(RuntimeError):  # without a CPU backend there are no such threads; or a rank has just died
         dist.all_reduce(torch.zeros(()))
 
 
 def _end_now(error: BaseException) -> None:
-    """End with the exit code of an error that is printed already, and say which rank's error was the first.
+    """End the process with exit code 1 after an error was printed, and print which rank failed first.
 
-    The others wait for this rank in a collective, and leaving the group would wait for them: so the launcher stops
-    them, or they find the connection closed, of which torch says no more than that.
+    The other ranks wait for this one in a collective, and leaving the group in order would wait for them. Ending at
+    once lets the launcher stop them, or they fail with a closed connection, which names no cause.
     """
     mine = f"rank {dist.get_rank()} on host {socket.gethostname()!r}: {type(error).__name__}: {error}"
-    with contextlib.suppress(RuntimeError):  # the rank that keeps the store has ended
+    with contextlib.suppress(RuntimeError):  # the rank that hosts the store has ended
         first = _store().compare_set(_FAILED, "", mine).decode()
         if first != mine:
-            print(f"The first error was that of {first}", file=sys.stderr)
+            print(f"The first error was on {first}", file=sys.stderr)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
@@ -95,4 +95,4 @@ def _end_now(error: BaseException) -> None:
 
 
 def _store() -> Any:
-    return distributed_c10d._get_default_store()  # the group's own, which no public function returns
+    return distributed_c10d._get_default_store()  # no public function returns the group's store

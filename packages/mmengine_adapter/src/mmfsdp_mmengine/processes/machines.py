@@ -1,4 +1,4 @@
-"""Taking turns: what every rank does, done first by one rank, then by one of each machine, then by the rest."""
+"""Runs a step in turns: first one rank, then one rank of each other machine, then all other ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux only
 def in_turns(step: Callable[[], T], scope: Scope) -> T:
     """Run ``step`` on the first rank, then on the first of each other machine, then on the rest. Collective.
 
-    What the first rank leaves on a file system that all machines share is there when the others begin, and what the
-    first of a machine leaves on a disk of its own is there for the others of that machine.
+    Files that the first rank leaves on a shared file system exist when the other ranks begin, and files that a
+    machine's first rank leaves on a local disk exist for the other ranks of that machine.
 
     Args:
-        step: What to do; not collective itself.
-        scope: Who takes part.
+        step: The function to run; not collective itself.
+        scope: The ranks that take part.
 
     Returns:
-        What ``step`` returned on this rank.
+        The result of ``step`` on this rank.
 
     Raises:
-        MmfsdpError: It failed on a rank; see `mmfsdp.collective.on_all_ranks`. Ranks whose turn is later do not begin.
+        MmfsdpError: The step failed on a rank; see `mmfsdp.collective.on_all_ranks`. Later turns do not begin.
     """
     firsts = firsts_of_machines(scope)
     mine = 0 if scope.is_first else 1 if scope.place in firsts else 2
@@ -46,5 +46,5 @@ def firsts_of_machines(scope: Scope) -> list[int]:
 
 
 def _this_machine() -> tuple[str, str]:
-    """Host name and boot id: containers of one machine differ in the name, machines of one name in the id."""
+    """Return host name and boot id: containers share the id of their machine, and machines may share a name."""
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""

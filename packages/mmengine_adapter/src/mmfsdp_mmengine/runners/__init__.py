@@ -1,1 +1,1 @@
-"""MMEngine's runners, and the functions of MMEngine that are replaced."""
+"""The plain Runner with a sharded model, and patches of MMEngine's own functions."""

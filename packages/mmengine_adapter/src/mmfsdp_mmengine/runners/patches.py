@@ -1,14 +1,14 @@
-"""The functions of MMEngine itself that are replaced, because no registry and no argument leads to them.
+"""Replaces functions of MMEngine that no registry and no argument can change.
 
-- ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` is where a plain runner meets the wrapper, and
-  takes MMEngine's own DistributedDataParallel if none is named.
-  Users' scripts call ``Runner.from_cfg`` of the class that they imported before the config was read.
-- ``find_latest_checkpoint`` believes ``last_checkpoint``, whatever became of what it names.
-- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; ``FlexibleRunner.__init__``,
-  which it calls, makes up for it.
-- ``Registry.build``, which all registries share, says no more than that a name is not there. An optimizer, a
-  ``collate_fn`` and a ``worker_init_fn`` are looked up elsewhere, and not even named if they are not there.
-- ``Config.pretty_text``, which is logged and saved, fails on functions and devices, as ``model_wrapper`` may hold.
+- ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` applies the wrapper of a plain runner, and
+  uses MMEngine's own DistributedDataParallel if the config names none. Users' scripts call ``Runner.from_cfg`` of the
+  class that they imported before the config was read, so a class of ours would not be used.
+- ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged.
+- ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; the replaced
+  ``FlexibleRunner.__init__``, which it calls, fixes both.
+- ``Registry.build``, which all registries share, reports an unknown name without a hint. An optimizer, a
+  ``collate_fn`` and a ``worker_init_fn`` are looked up elsewhere, where errors do not even contain the name.
+- ``Config.pretty_text``, which is logged and saved, fails on functions and devices, which ``model_wrapper`` may have.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["patch_mmengine"]
 
 
 def patch_mmengine() -> None:
-    """Replace what this module says; doing so twice changes nothing."""
+    """Replace the functions that the module docstring lists; a second call changes nothing."""
     _replace(Runner, "setup_env", _setup_env)
     _replace(Runner, "wrap_model", _wrap_model)
     for module in (mmengine.runner, mmengine.runner.runner, mmengine.runner._flexible_runner):
@@ -87,11 +87,11 @@ def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if self.distributed and name is not None and not is_model_wrapper(model):
             cls = MODEL_WRAPPERS.get(name) if isinstance(name, str) else name
             if isinstance(cls, type) and issubclass(cls, FullyShardedDataParallel):
-                leave_in_order()  # the process group is MMEngine's own on a GPU
+                leave_in_order()  # on a GPU MMEngine started the process group
                 check_runner(self)
                 let_shard(self, model_wrapper_cfg)
-                return model  # sharded once the optimizer was built from it
-        if self.distributed and model_wrapper_cfg is None:  # what MMEngine takes then, by its name
+                return model  # sharded after the optimizer is built from it
+        if self.distributed and model_wrapper_cfg is None:  # the wrapper that MMEngine uses then, from the registry
             unused = self.cfg.get("find_unused_parameters", False)
             model_wrapper_cfg = {"broadcast_buffers": False, "find_unused_parameters": unused}
         return stock(self, model_wrapper_cfg, model)
@@ -115,7 +115,7 @@ def _build(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build(self: Registry, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(self, cfg, *args, **kwargs)
-        except UnknownNameError:  # of something that is built in between
+        except UnknownNameError:  # of an object that is built on the way
             raise
         except KeyError as error:
             unknown = unknown_type(self, cfg, kwargs.get("default_args"))

@@ -1,4 +1,4 @@
-"""MMEngine's plain `Runner` with a sharded model: `FSDPStrategy` does for it what it does for FlexibleRunner."""
+"""Runs MMEngine's plain `Runner` with a sharded model, through the `FSDPStrategy` of FlexibleRunner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ShardingRunner", "let_shard"]
 
 
 class ShardingRunner(Runner):
-    """What a `Runner` becomes when its ``model_wrapper_cfg`` names a sharding wrapper.
+    """The class of a `Runner` whose ``model_wrapper_cfg`` names a sharding wrapper.
 
-    MMEngine wraps the model first, then builds the optimizer, initialises weights, and saves on the first rank. Here
-    the model is sharded right before ``before_run``: by then the optimizer and the schedulers were built from the whole
-    model. Checkpoints are gathered by all ranks. They are ``full``, unless the config's ``state_dict_cfg`` says
+    MMEngine wraps the model first, then builds the optimizer, initialises weights, and saves on the first rank. This
+    class shards the model right before ``before_run``, when the optimizer and the schedulers have been built from the
+    whole model. All ranks gather checkpoints, which are ``full`` unless the config's ``state_dict_cfg`` says
     otherwise.
     """
 
@@ -28,7 +28,7 @@ class ShardingRunner(Runner):
     model: nn.Module
     optim_wrapper: Any
 
-    # These need no more of a runner than what both have, and leave the rest to the strategy.
+    # These use only what both runners have, and leave the rest to the strategy.
     load_checkpoint = FlexibleRunner.load_checkpoint
     resume = FlexibleRunner.resume
     save_checkpoint = FlexibleRunner.save_checkpoint
@@ -44,16 +44,16 @@ class ShardingRunner(Runner):
         super().call_hook(fn_name, **kwargs)
 
     def _init_model_weights(self) -> None:
-        """The strategy did, before it sharded."""
+        """Do nothing: the strategy initialised the weights before it sharded the model."""
 
     def _maybe_compile(self, target: str) -> None:
-        """Compile what FlexibleRunner does."""
+        """Compile the model as FlexibleRunner does."""
         self.strategy.compile_model(self.model, self.cfg.get("compile") or False)
 
     def _shard(self) -> None:
         strategy, trains = self.strategy, isinstance(self._train_loop, BaseLoop)
         if self.optim_wrapper is not None:
-            # If this is a validation, training may follow, and the constructor is to see the whole model.
+            # Training may follow a validation, and the optimizer constructor needs the whole model.
             self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         strategy.prepare(
             self.model,
@@ -70,7 +70,7 @@ class ShardingRunner(Runner):
 
 
 def _length(loader: Any) -> int | None:
-    """How many batches a rank has; None if its data ends when it ends."""
+    """Return the number of batches of a rank, or None if the loader has no length."""
     try:
         return len(loader)
     except TypeError:
@@ -79,7 +79,7 @@ def _length(loader: Any) -> int | None:
 
 class _Strategy(FSDPStrategy):
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
-        """The runner has one."""
+        """Return the runner's logger."""
         return MMLogger.get_current_instance()
 
 
@@ -87,7 +87,7 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     """Turn a runner into a `ShardingRunner`. Collective: every rank.
 
     Args:
-        runner: A runner, or an object of a class derived from it, that has no model yet.
+        runner: A runner without a model; its class may be derived from Runner.
         model_wrapper: Config of the wrapper. Not changed.
     """
     cls = type(runner)
@@ -95,7 +95,7 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     randomness = dict(runner._randomness_cfg)
     assert runner.seed is not None
     base_seed = runner.seed - (runner.rank if randomness.get("diff_rank_seed") else 0)
-    with kept_randomness():  # the runner has seeded the generators already, and used them
+    with kept_randomness():  # the runner has seeded and used the generators already
         runner.strategy = _Strategy(
             work_dir=runner.work_dir,
             model_wrapper=plain(model_wrapper),
@@ -103,4 +103,4 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
             sync_bn=runner.cfg.get("sync_bn"),
             env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
         )
-    runner.strategy._randomness = randomness  # without a seed, a checkpoint's is taken silently
+    runner.strategy._randomness = randomness  # without a seed, the checkpoint's is used without a warning

@@ -1,4 +1,4 @@
-"""Logging the parameters that no loss of a training step reaches."""
+"""Logs the parameters that no loss of a training step reaches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["unreached_logged"]
 
 @contextmanager
 def unreached_logged(reach: LossReach, optim_wrapper: Any) -> Iterator[None]:
-    """Log, as MMEngine does, trainable parameters that none of the losses reaches that are trained on inside.
+    """Log trainable parameters that no loss inside the context reaches, in MMEngine's words.
 
     Args:
-        reach: Of the model.
-        optim_wrapper: The optimizer wrapper, or several, whose ``update_params`` is given the losses.
+        reach: Tracks the model.
+        optim_wrapper: An optimizer wrapper or an OptimWrapperDict, whose ``update_params`` gets the losses.
     """
     losses: list[torch.Tensor] = []
     wrappers = list(optim_wrappers_of(optim_wrapper).values())

@@ -1,4 +1,4 @@
-"""`MMDistributedDataParallel`: MMEngine's, which also runs on the CPU and honours a model's own train_step."""
+"""`MMDistributedDataParallel`: MMEngine's wrapper, which here also runs on the CPU and uses a model's train_step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
     Args:
         module: The model to replicate.
         detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
-        **kwargs: Arguments of torch's class. ``device_ids`` and ``output_device`` are dropped for a model on the CPU,
-            which refuses them.
+        **kwargs: Arguments of torch's class. ``device_ids`` and ``output_device`` are ignored on the CPU, where
+            torch rejects them.
 
     Raises:
         ConfigError: torch's class has no argument of that name.
@@ -44,7 +44,7 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         """Preprocess, forward in mode ``'loss'``, and update parameters. Collective: every rank.
 
-        A model's own ``train_step`` is run in place of that.
+        A model's own ``train_step`` runs instead, if it has one.
 
         Args:
             data: A batch from the data loader.

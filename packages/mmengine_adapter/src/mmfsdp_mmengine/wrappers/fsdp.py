@@ -1,4 +1,4 @@
-"""`MMFullyShardedDataParallel`: the wrapper that MMEngine's runners and loops call."""
+"""`MMFullyShardedDataParallel`: a sharded model that MMEngine's runners and loops can train."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ __all__ = ["MMFullyShardedDataParallel"]
 class MMFullyShardedDataParallel(FullyShardedDataParallel):
     """Shards a model and runs its train, val and test steps.
 
-    Collective: every rank, with equal models and arguments. No argument is changed, so that a config can be built from
-    twice. Functions and policies can be named: in MMEngine's FUNCTIONS, in `FSDP_WRAP_POLICIES`, or as
+    Collective: every rank, with equal models and arguments. Arguments are not changed, which lets a config be built
+    twice. Functions and policies can be given by name, in MMEngine's FUNCTIONS, in `FSDP_WRAP_POLICIES`, or as
     ``'package.module:attribute'``; ``dict(type=..., **arguments)`` binds arguments to them.
 
     Args:
         module: The model to shard.
         process_group: A group, a (shard, replicate) pair of groups, a dict of arguments of
-            ``torch.distributed.new_group``, or ``dict(type=..., **arguments)`` of a function that makes one.
+            ``torch.distributed.new_group``, or ``dict(type=..., **arguments)`` for a function that makes one.
         sharding_strategy: ``'FULL_SHARD'``, ``'SHARD_GRAD_OP'``, ``'NO_SHARD'``, ``'HYBRID_SHARD'`` or
             ``'_HYBRID_SHARD_ZERO2'``, or torch's enum member.
         cpu_offload: bool, ``CPUOffload`` or a dict of its fields.
         auto_wrap_policy: A policy, its name, ``dict(type=..., **arguments)`` in which module classes may be named, or
-            ``dict(kind=...)`` with the fields of one of core's declared policies.
+            ``dict(kind=...)`` with the fields of a policy that core declares.
         backward_prefetch: ``'pre'``, ``'post'``, ``'BACKWARD_PRE'``, ``'BACKWARD_POST'``, torch's enum member, or None
             for no prefetching.
         mixed_precision: ``MixedPrecision``, a dict of its fields with dtypes in any spelling, or a preset such as
             ``'bf16'``.
         param_init_fn: A function of one module, its name, or ``dict(type=..., **arguments)``.
         use_orig_params: ``False`` selects engine ``fsdp1``.
-        broadcast_buffers: Give all ranks the first one's buffers before each forward, as DistributedDataParallel does.
+        broadcast_buffers: Broadcast the first rank's buffers before each forward, as DistributedDataParallel does.
         detect_anomalous_params: Log, after every step, the parameters that the loss does not reach. Slow.
-        **kwargs: Further arguments of torch's class by their names of any version, ``engine``, ``config`` and
+        **kwargs: Further arguments of torch's class, by their names in any version, ``engine``, ``config`` and
             ``activation_checkpointing``: see `mmfsdp.torch_style.translate_arguments`.
 
     Raises:
-        PolicyNotFoundError: A function is named that nothing has.
+        PolicyNotFoundError: No function has a given name.
         MmfsdpError: See `mmfsdp.shard`.
     """
 
@@ -92,7 +92,7 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         """Preprocess, forward in mode ``'loss'``, and update parameters. Collective: every rank.
 
-        A model's own ``train_step`` is run in place of that.
+        A model's own ``train_step`` runs instead, if it has one.
 
         Args:
             data: A batch from the data loader.
@@ -124,11 +124,11 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         return log_vars
 
     def val_step(self, data: Any) -> Any:
-        """Return the model's predictions, or what its own ``val_step`` returns. Collective: every rank."""
+        """Return the model's predictions, or the result of its own ``val_step``. Collective: every rank."""
         return self._predict(data, "val_step")
 
     def test_step(self, data: Any) -> Any:
-        """Return the model's predictions, or what its own ``test_step`` returns. Collective: every rank."""
+        """Return the model's predictions, or the result of its own ``test_step``. Collective: every rank."""
         return self._predict(data, "test_step")
 
     def _predict(self, data: Any, step: str) -> Any:
@@ -139,7 +139,7 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def _model(self) -> Any:
-        """The model, whose methods no type checker knows."""
+        """The model, typed as Any because its methods are unknown to a type checker."""
         return self.module
 
     def _run_forward(self, data: Any, mode: str) -> Any:

@@ -1,4 +1,4 @@
-"""Running a model's training and validation steps so that every forward goes through the wrapper."""
+"""Runs a model's training and validation steps such that every forward goes through the wrapper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["forward_batch", "forwards_reach", "overrides"]
 
 
 def overrides(module: nn.Module, step: str) -> bool:
-    """Tell whether a model has a step of its own: ``train_step``, ``val_step`` or ``test_step``."""
+    """Return whether a model overrides ``train_step``, ``val_step`` or ``test_step``."""
     own = getattr(type(module), step, None)
     return step in vars(module) or (own is not None and own is not getattr(BaseModel, step))
 
@@ -27,34 +27,34 @@ def forward_batch(model: nn.Module, data: Any, mode: str) -> Any:
         mode: ``'loss'`` or ``'predict'``.
 
     Raises:
-        TypeError: The batch is something else.
+        TypeError: The batch has another type.
     """
     if isinstance(data, Mapping):
         return model(**data, mode=mode)
     if isinstance(data, list | tuple):
         return model(*data, mode=mode)
     raise TypeError(
-        f"{type(model).__name__} is called with what its data_preprocessor returns: a dict, list or tuple, but it "
-        f"returned {type(data).__name__}."
+        f"The data_preprocessor of {type(model).__name__} must return a dict, list or tuple, but it returned "
+        f"{type(data).__name__}."
     )
 
 
 @contextmanager
 def forwards_reach(wrapper: nn.Module, module: nn.Module, *, through_wrapper: bool) -> Iterator[None]:
-    """Let calls of ``module`` by its own methods be calls of ``wrapper``, and let it know the wrapper's ``no_sync``.
+    """Redirect the module's calls of itself to ``wrapper``, and lend it the wrapper's ``no_sync``.
 
     Args:
         wrapper: The wrapper.
-        module: What it wraps.
-        through_wrapper: Whether only the wrapper's forward synchronises; a module that is itself sharded needs no way
-            around.
+        module: The wrapped module.
+        through_wrapper: Whether only the wrapper's forward synchronises; a module that is sharded itself synchronises
+            in its own forward.
     """
     lent: dict[str, Any] = {"no_sync": wrapper.no_sync}
     if through_wrapper:
         own = vars(module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # The wrapper ends in the module's forward again: its own by then.
+            # The wrapper calls the module's forward: restore the original meanwhile.
             vars(module).pop("forward")
             if own is not None:
                 vars(module)["forward"] = own
