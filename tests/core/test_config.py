@@ -424,8 +424,8 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     (
         {"activation_checkpointing": {"save_ops": "aten.mm"}},
         "activation_checkpointing",
-        "ShardConfig.activation_checkpointing: save_ops is read in mode 'ops' only, not 'full'. Set mode 'ops', or "
-        "drop save_ops.",
+        "ShardConfig.activation_checkpointing: save_ops is only used in mode 'ops', not 'full'. Set mode 'ops', or "
+        "remove save_ops.",
     ),
     (
         {"activation_checkpointing": {"mode": "ops", "use_reentrant": True}},
@@ -452,7 +452,7 @@ class TestMistakes:
             (
                 {"sharding": {"shard_size": 2}},
                 "ShardConfig: sharding.shard_size=2 needs a hybrid strategy, not 'FULL_SHARD'. Set "
-                "sharding.strategy to 'HYBRID_SHARD', or drop shard_size.",
+                "sharding.strategy to 'HYBRID_SHARD', or remove shard_size.",
             ),
             (
                 {"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 1}},

@@ -165,13 +165,13 @@ class TestPurity:
 
     @pytest.mark.parametrize("model", [3, None, torch.zeros(3), Net])
     def test_what_is_no_model(self, model: Any) -> None:
-        with pytest.raises(ConfigError, match=r"^plan\(\) shards an nn\.Module, got "):
+        with pytest.raises(ConfigError, match=r"^plan\(\) needs an nn\.Module, got "):
             plan(model)
 
     def test_what_is_no_config(self) -> None:
         with pytest.raises(ConfigError) as caught:
             plan(Net(), "FULL_SHARD")  # type: ignore[arg-type]
-        assert str(caught.value) == "A config is a ShardConfig or a mapping, got 'FULL_SHARD' (type str)."
+        assert str(caught.value) == "A config must be a ShardConfig or a mapping, got 'FULL_SHARD' (type str)."
 
     def test_lazy_modules(self) -> None:
         with pytest.raises(PlanError) as caught:
@@ -458,7 +458,7 @@ class TestRefusals:
             plan(model, config, 2)
         assert str(caught.value) == (
             "use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit 'blocks.1' "
-            "has frozen parameters ('blocks.1.fc1.weight', 'blocks.1.fc1.bias') beside trained ones "
+            "has frozen parameters ('blocks.1.fc1.weight', 'blocks.1.fc1.bias') as well as trained ones "
             "('blocks.1.fc2.weight', 'blocks.1.fc2.bias'). Set use_orig_params=True, or wrap the frozen modules "
             "as units of their own. [fqn='blocks.1']"
         )
@@ -476,7 +476,7 @@ class TestRefusals:
         with pytest.raises(ConfigError) as caught:
             plan(Net(), {**MLPS, "sharding": {"forward_methods": ["encode", "decode"]}}, 2)
         assert str(caught.value) == (
-            "No shard unit has a method 'decode'. Drop it, or wrap the module that has it. "
+            "No shard unit has a method 'decode'. Remove it, or wrap the module that has it. "
             "[config='sharding.forward_methods']"
         )
 
@@ -726,8 +726,8 @@ class TestMesh:
             (
                 8,
                 "HYBRID_SHARD",
-                "Strategy 'HYBRID_SHARD' needs to know how many ranks shard together. Set sharding.shard_size (usually "
-                "the devices of one node), or give the mesh as a (replicate, shard) pair. "
+                "Strategy 'HYBRID_SHARD' needs the number of ranks that shard together. Set sharding.shard_size "
+                "(usually the devices of one node), or give the mesh as a (replicate, shard) pair. "
                 "[config='sharding.shard_size']",
             ),
             (
@@ -739,7 +739,7 @@ class TestMesh:
             (
                 (3, 4),
                 {"strategy": "HYBRID_SHARD", "shard_size": 2},
-                "sharding.shard_size=2 contradicts the mesh, whose shard dimension has 4 ranks. Drop one of the two. "
+                "sharding.shard_size=2 contradicts the mesh, whose shard dimension has 4 ranks. Remove one of the two. "
                 "[config='sharding.shard_size']",
             ),
             (
@@ -755,17 +755,18 @@ class TestMesh:
                 "gradients). Use 'NO_SHARD' to replicate, or a shard group of at least 2 ranks. "
                 "[config='sharding.shard_size']",
             ),
-            ("4", "FULL_SHARD", "A mesh is a world size, a (replicate, shard) pair or a DeviceMesh, got '4'."),
-            (True, "FULL_SHARD", "A mesh is a world size, a (replicate, shard) pair or a DeviceMesh, got True."),
+            ("4", "FULL_SHARD", "A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got '4'."),
+            (True, "FULL_SHARD", "A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got True."),
             (
                 (2, 2, 2),
                 "FULL_SHARD",
-                "A mesh has one dimension (shard) or two (replicate, shard) of at least one rank each, got (2, 2, 2).",
+                "A mesh must have one dimension (shard) or two (replicate, shard) of at least one rank each, "
+                "got (2, 2, 2).",
             ),
             (
                 0,
                 "FULL_SHARD",
-                "A mesh has one dimension (shard) or two (replicate, shard) of at least one rank each, got (0,).",
+                "A mesh must have one dimension (shard) or two (replicate, shard) of at least one rank each, got (0,).",
             ),
         ],
     )

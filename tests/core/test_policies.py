@@ -564,11 +564,11 @@ class TestMistakes:
             ),
             (
                 ModuleWrapPolicy,
-                "A wrapping policy must be callable, but ModuleWrapPolicy is a class. Give an object of it.",
+                "A wrapping policy must be callable, but ModuleWrapPolicy is a class. Pass an instance.",
             ),
             (
                 ReferenceWrap(target="policies_of_a_user:Policy"),
-                "A wrapping policy must be callable, but ModuleWrapPolicy is a class. Give an object of it.",
+                "A wrapping policy must be callable, but ModuleWrapPolicy is a class. Pass an instance.",
             ),
             (
                 ReferenceWrap(target="policies_of_a_user:needs_least", kwargs={"last": 3}),

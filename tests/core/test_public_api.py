@@ -67,7 +67,7 @@ def describe_members(cls: type) -> Iterator[str]:
     fields = getattr(cls, "model_fields", None) or getattr(cls, "__dataclass_fields__", {})
     for name in fields:
         if name in vars(cls).get("__annotations__", {}):
-            yield f"{name}: {vars(cls)['__annotations__'][name]}"
+            yield f"{name}: {_without_validators(vars(cls)['__annotations__'][name])}"
     for name, member in vars(cls).items():
         is_init = name == "__init__" and not fields and not getattr(cls, "_is_protocol", False)
         if name.startswith("_") and not is_init:
@@ -91,6 +91,10 @@ def describe_signature(function: Any) -> str:
     ]
     text = f"{inspect.Signature(shown)} -> {signature.return_annotation}"
     return re.sub(r"<(function|object)\b.*? at 0x[0-9a-f]+>", "...", text)
+
+
+def _without_validators(annotation: str) -> str:
+    return re.sub(r"^Annotated\[(.+?), (?:_|as_mapping|BeforeValidator).*\]$", r"\1", annotation)
 
 
 class _Bare(str):

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {},
         PolicyNotFoundError,
         [
-            "auto_wrap_policy 'counting_polcy' is not known.",
+            "auto_wrap_policy 'counting_polcy' was not found.",
             "Looked in mmfsdp_mmengine::fsdp wrap policy, mmengine::function",
             "Did you mean 'counting_policy'",
             "Register it with @FUNCTIONS.register_module()",
@@ -76,13 +76,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"param_init_fn": {"type": "init_wieghts"}},
         {},
         PolicyNotFoundError,
-        ["param_init_fn 'init_wieghts' is not known."],
+        ["param_init_fn 'init_wieghts' was not found."],
     ),
     "unknown check_fn": (
         {},
         {"strategy": {"activation_checkpointing": {"check_fn": "is_blok"}}},
         PolicyNotFoundError,
-        ["activation_checkpointing.check_fn 'is_blok' is not known."],
+        ["activation_checkpointing.check_fn 'is_blok' was not found."],
     ),
     "unknown class": (
         {"auto_wrap_policy": {"type": "ModuleWrapPolicy", "module_classes": ["Blokc"]}},
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"auto_wrap_policy": {"min_num_params": 5}},
         {},
         ConfigError,
-        ["auto_wrap_policy as a dict needs a 'type'", "It has 'min_num_params'."],
+        ["auto_wrap_policy as a dict needs a 'type'", "The keys given are 'min_num_params'."],
     ),
     "policy argument": (
         {"auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_params": 5}},

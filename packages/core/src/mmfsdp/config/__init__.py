@@ -1,4 +1,4 @@
-"""The settings: frozen, validated, torch-free."""
+"""The configuration models: frozen, validated, torch-free."""
 
 from __future__ import annotations
 

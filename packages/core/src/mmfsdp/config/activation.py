@@ -1,4 +1,4 @@
-"""Which activations are recomputed in backward instead of kept."""
+"""The settings of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ActivationCheckpointingConfig"]
 
 
 class ActivationCheckpointingConfig(ConfigModel):
-    """Activation checkpointing: memory of activations against a second forward in backward."""
+    """Activation checkpointing: recompute activations in backward, which saves their memory."""
 
     mode: Literal["full", "every_n", "selective", "ops"] = "full"
     """``full``: every shard unit below the root (or what ``modules`` selects). ``every_n``: each n-th of those.
@@ -26,20 +26,20 @@ class ActivationCheckpointingConfig(ConfigModel):
     check_fn: Reference | None = None
     """Reference to a function ``(module) -> bool`` that selects modules."""
     save_ops: Names = ()
-    """For ``ops``: operators such as ``'aten.mm'`` whose results are kept. Empty: the usual expensive ones."""
+    """For ``ops``: operators whose results are kept, such as ``'aten.mm'``. Empty: the usual expensive ones."""
     offload: bool = False
-    """Move what is kept to CPU memory until backward."""
+    """Move kept activations to CPU memory until backward."""
     preserve_rng_state: bool = True
-    """Recompute dropout with the masks of the first forward. Off is faster and right only without randomness."""
+    """Recompute dropout with the masks of the first forward. False is faster, but only right without randomness."""
     use_reentrant: bool = False
-    """The older implementation of torch; for ``full``, ``every_n`` and ``selective`` only."""
+    """Use torch's older implementation; for ``full``, ``every_n`` and ``selective`` only."""
     early_stop: bool = True
     """Stop recomputing as soon as all needed tensors exist."""
     determinism_check: Literal["default", "none"] = "default"
-    """Compare metadata of recomputed tensors with the first forward's."""
+    """Compare the metadata of recomputed tensors with the first forward."""
 
     def check_together(self) -> None:
-        """Refuse settings that contradict each other.
+        """Raise for settings that contradict each other.
 
         Raises:
             ValueError: They do; validation turns it into a `ConfigError`.
@@ -48,7 +48,7 @@ class ActivationCheckpointingConfig(ConfigModel):
             raise ValueError("both modules and check_fn select what to checkpoint. Give one.")
         if self.save_ops and self.mode != "ops":
             raise ValueError(
-                f"save_ops is read in mode 'ops' only, not {self.mode!r}. Set mode 'ops', or drop save_ops."
+                f"save_ops is only used in mode 'ops', not {self.mode!r}. Set mode 'ops', or remove save_ops."
             )
         if self.use_reentrant and (self.mode == "ops" or self.offload):
             wish = "mode 'ops'" if self.mode == "ops" else "offload"

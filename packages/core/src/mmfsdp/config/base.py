@@ -1,4 +1,4 @@
-"""The base of all config models: frozen, strict about names, and clear about what to write instead."""
+"""The base of all config models: frozen, strict about names, with errors that say what to write instead."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _validating: ContextVar[bool] = ContextVar("_validating", default=False)
 
 
 class ConfigModel(BaseModel):
-    """A frozen record of settings. Wrong input raises `ConfigError` naming the path, the value and the way out."""
+    """A frozen record of settings. Wrong input raises a `ConfigError` with the path, the value and a remedy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
     @model_validator(mode="wrap")
     @classmethod
     def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        # Only the outermost model explains: it alone sees the full path of what is wrong inside.
+        # Only the outermost model explains errors, because it sees the full path of a wrong setting.
         if _validating.get():
             model = handler(data)
             model.check_together()
@@ -46,7 +46,7 @@ class ConfigModel(BaseModel):
         return model
 
     def check_together(self) -> None:
-        """Check what one setting alone cannot tell; raises ValueError, which becomes a `ConfigError`."""
+        """Check settings against each other; raises ValueError, which becomes a `ConfigError`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings, numbers, bools: fit for JSON, YAML and TOML (no nulls)."""
@@ -93,8 +93,8 @@ class ConfigModel(BaseModel):
 
 
 def _explained(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """One `ConfigError` for all that pydantic found; a misspelt key is told before what it left missing."""
-    # A tuple whose only item is wrong is reported as too short as well: noise.
+    """Return one `ConfigError` for everything that pydantic found; a misspelt key comes before a missing one."""
+    # pydantic also reports a tuple whose only item is wrong as too short.
     found = [d for d in error.errors(include_url=False) if not (d["type"] == "too_short" and d["input"])]
     details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
     lines = [_explain_one(model, detail) for detail in details]
@@ -130,7 +130,7 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails) -> str:
 
 
 def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """Return the path as the user wrote it, and the names that its last step could have had.
+    """Return the path as the user wrote it, and the accepted names of its last part.
 
     Pydantic adds the tag of a union's branch to a location; it narrows the models, but no user wrote it.
     """

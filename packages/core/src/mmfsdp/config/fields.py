@@ -1,4 +1,4 @@
-"""Types of settings that take several spellings: dtypes, strategies, references, patterns."""
+"""Types of settings that accept several spellings: dtypes, strategies, references, patterns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def _checked(check: Callable[[Any], T]) -> BeforeValidator:
-    """A validator whose own error text reaches the user."""
+    """Return a validator whose error text reaches the user unchanged."""
 
     def validate(value: Any) -> T | None:
-        if value is None:  # for fields that may be None; others refuse it themselves
+        if value is None:  # for fields that may be None; other fields reject it themselves
             return None
         try:
             return check(value)
@@ -40,7 +40,7 @@ def _floating_dtype(value: Any) -> str:
 
 
 def _strategy(value: Any) -> Any:
-    # torch's own enum is taken too, without importing it: its members have a name.
+    # torch's enum is accepted without importing torch: its members have a name.
     name = getattr(value, "name", value)
     if not isinstance(name, str):
         return name
@@ -66,12 +66,12 @@ def _names(value: Any) -> Any:
 
 
 def _class_name(value: Any) -> Any:
-    """A class stands for its name: ``nn.Linear`` becomes ``'torch.nn.modules.linear:Linear'``."""
+    """Replace a class by its name: ``nn.Linear`` becomes ``'torch.nn.modules.linear:Linear'``."""
     return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else value
 
 
 def as_mapping(key: str, *scalars: type, schema: Any) -> BeforeValidator:
-    """A validator that reads a bare value of the given types as ``{key: value}``.
+    """Return a validator that reads a bare value of the given types as ``{key: value}``.
 
     Args:
         key: The setting that a bare value stands for.

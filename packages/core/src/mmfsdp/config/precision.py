@@ -1,4 +1,4 @@
-"""In which dtypes parameters, gradients, buffers and outputs travel and compute."""
+"""The settings of mixed precision: dtypes of parameters, gradients, buffers and outputs."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class PrecisionConfig(ConfigModel):
     preset: Literal["fp32", "bf16", "fp16", "bf16-pure"] = "fp32"
     """Starting point; a field given beside it wins. ``fp16`` needs a gradient scaler."""
     param_dtype: Dtype | None = None
-    """Dtype of gathered parameters, so of forward and backward. Shards and optimizer keep the model's dtype."""
+    """Dtype of gathered parameters, forward and backward. Shards and optimizer keep the model's dtype."""
     reduce_dtype: Dtype | None = None
-    """Dtype of gradient reduction. Default: ``param_dtype``, always set so that no torch version decides otherwise."""
+    """Dtype of gradient reduction. Default: ``param_dtype``, in every version of torch."""
     buffer_dtype: Dtype | None = None
     """Floating point buffers are cast to it once, when the plan is applied."""
     output_dtype: Dtype | None = None
     """Floating point outputs of the whole model are cast to it."""
     storage_dtype: Dtype | None = None
-    """Dtype of the shards themselves, so of optimizer states. Default: as the model is."""
+    """Dtype of the shards and the optimizer states. Default: the model's dtype."""
     cast_forward_inputs: bool = True
     """Cast floating point inputs of each unit to its ``param_dtype``."""
     cast_root_forward_inputs: bool | None = None
-    """The same for the whole model's inputs alone. Default: as ``cast_forward_inputs``."""
+    """The same for the inputs of the whole model. Default: the value of ``cast_forward_inputs``."""
     keep_low_precision_grads: bool = False
     """Keep gradients in ``reduce_dtype`` after backward. Only the ``fsdp1`` engine can."""
     ignore_classes: Names = ("torch.nn.modules.batchnorm._BatchNorm",)
@@ -71,7 +71,7 @@ class PrecisionConfig(ConfigModel):
         preset = given.get("preset", "fp32")
         filled = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
         if "param_dtype" in filled and "reduce_dtype" not in filled:
-            # A dtype that is none is reported once, for the field that the user wrote.
+            # Report a wrong dtype once, for the field that the user wrote.
             with contextlib.suppress(ConfigError):
                 if is_floating_point(filled["param_dtype"]):
                     filled["reduce_dtype"] = filled["param_dtype"]

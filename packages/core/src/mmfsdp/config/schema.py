@@ -1,4 +1,4 @@
-"""`ShardConfig`: everything that a config says about sharding a model. Plain data; torch is not imported."""
+"""`ShardConfig`: all settings of how to shard a model, as plain data; torch is not imported."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _reshard(value: Any) -> Any:
 
 
 class ShardingConfig(ConfigModel):
-    """How parameters are spread over ranks."""
+    """How parameters are sharded over ranks."""
 
     strategy: Strategy = "FULL_SHARD"
     """``FULL_SHARD``: least memory. ``SHARD_GRAD_OP``: parameters stay gathered between forward and backward, one
     all-gather less. ``NO_SHARD``: every rank holds all, as DDP. ``HYBRID_SHARD``: sharded inside a group, replicated
     across groups. ``_HYBRID_SHARD_ZERO2``: the same with ``SHARD_GRAD_OP`` inside the group."""
     reshard_after_forward: Annotated[bool | int | None, BeforeValidator(_reshard)] = None
-    """Overrides what the strategy says: an integer reshards to groups of that many ranks after forward."""
+    """Overrides the strategy; an integer reshards to groups of that many ranks after forward."""
     shard_size: PositiveInt | None = None
     """Ranks per shard group of a hybrid strategy. Default: the ranks of one node."""
     use_orig_params: bool = True
@@ -41,7 +41,7 @@ class ShardingConfig(ConfigModel):
     forward_methods: Names = ()
     """Methods of shard units, besides ``forward``, that are called from outside and read weights themselves."""
     limit_all_gathers: bool = True
-    """Accepted for FSDP1's sake: gathers are always limited."""
+    """Accepted for compatibility with FSDP1: all-gathers are always limited."""
 
 
 class CpuOffloadConfig(ConfigModel):
@@ -62,10 +62,10 @@ class PrefetchConfig(ConfigModel):
 
 
 class InitConfig(ConfigModel):
-    """How weights come to be."""
+    """How weights are initialised."""
 
     sync_states: bool = True
-    """Broadcast parameters and buffers from rank 0: ranks that start apart train garbage without a word."""
+    """Broadcast parameters and buffers from rank 0: ranks with different weights silently train garbage."""
     seed: NonNegativeInt = 0
     """Seed of meta-device initialisation, the same on every rank and for every world size."""
     param_init_fn: Reference | None = None
@@ -76,13 +76,13 @@ class InitConfig(ConfigModel):
 
 
 def _sharding(value: Any) -> Any:
-    """A strategy, by name or as torch's enum member, stands for the whole."""
+    """Accept a bare strategy, by name or as torch's enum member."""
     is_strategy = isinstance(value, str) or hasattr(value, "name")
     return {"strategy": value} if is_strategy else value
 
 
 def _prefetch(value: Any) -> Any:
-    """``'pre'``, ``'BACKWARD_POST'``, torch's enum member: all name the backward direction."""
+    """Accept ``'pre'``, ``'BACKWARD_POST'`` or torch's enum member for the backward direction."""
     name = getattr(value, "name", value)
     if isinstance(name, str):
         return {"backward": name.strip().lower().rpartition(".")[2].removeprefix("backward_")}
@@ -125,13 +125,13 @@ class ShardConfig(ConfigModel):
     @field_validator("sharding")
     @classmethod
     def _replicated(cls, sharding: ShardingConfig, info: ValidationInfo) -> ShardingConfig:
-        """Engine ``replicate`` says the strategy; only one that was asked for can contradict it."""
+        """Set the strategy of engine ``replicate``, unless the user set one, which may contradict the engine."""
         if info.data.get("engine") == "replicate" and "strategy" not in sharding.model_fields_set:
             return sharding.model_copy(update={"strategy": "NO_SHARD"})
         return sharding
 
     def check_together(self) -> None:
-        """Refuse settings that contradict each other.
+        """Raise for settings that contradict each other.
 
         Raises:
             ValueError: They do; validation turns it into a `ConfigError`.
@@ -140,7 +140,7 @@ class ShardConfig(ConfigModel):
         if self.sharding.shard_size is not None and not hybrid:
             raise ValueError(
                 f"sharding.shard_size={self.sharding.shard_size} needs a hybrid strategy, not "
-                f"{self.sharding.strategy!r}. Set sharding.strategy to 'HYBRID_SHARD', or drop shard_size."
+                f"{self.sharding.strategy!r}. Set sharding.strategy to 'HYBRID_SHARD', or remove shard_size."
             )
         if hybrid and self.sharding.shard_size == 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which modules become shard units: the declarative wrapping policies."""
+"""The declarative wrapping policies, which select the modules that become shard units."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
 
 
 class AutoWrap(ConfigModel):
-    """The blocks that a model repeats become units, or those that it declares; large embeddings and heads too."""
+    """Repeated blocks, or blocks that the model declares, become units; so do large embeddings and heads."""
 
     kind: Literal["auto"] = "auto"
 
 
 class NoWrap(ConfigModel):
-    """The whole model is one shard unit: least communication calls, most memory."""
+    """The whole model is one shard unit: fewest communication calls, most memory."""
 
     kind: Literal["none"] = "none"
 
@@ -44,7 +44,7 @@ class SizeWrap(ConfigModel):
     min_num_params: PositiveInt = 100_000_000
     """Parameters (elements) that a module must hold outside of units below it."""
     exclude_classes: Names | None = None
-    """Classes never made a unit. Torch's default: ``ModuleList``, ``ModuleDict``."""
+    """Classes that never become a unit. Torch's default: ``ModuleList``, ``ModuleDict``."""
     force_leaf_classes: Names | None = None
     """Classes that are not searched inside. Torch's default: ``MultiheadAttention``."""
 
@@ -66,7 +66,7 @@ class ModuleNameWrap(ConfigModel):
 
 
 class ReferenceWrap(ConfigModel):
-    """A policy callable, by where it can be imported from; any signature that torch ever took."""
+    """A policy function, given by its import path, with any signature that a version of torch accepts."""
 
     kind: Literal["reference", "lambda"] = "reference"
     target: Reference
@@ -75,14 +75,14 @@ class ReferenceWrap(ConfigModel):
 
 
 class AnyOf(ConfigModel):
-    """A module becomes a unit when any of the policies says so."""
+    """A module becomes a unit if any of the policies selects it."""
 
     kind: Literal["any_of"] = "any_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)
 
 
 class AllOf(ConfigModel):
-    """A module becomes a unit when all of the policies say so."""
+    """A module becomes a unit if all of the policies select it."""
 
     kind: Literal["all_of"] = "all_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)

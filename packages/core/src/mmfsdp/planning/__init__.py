@@ -1,4 +1,4 @@
-"""From a model and a configuration to a plan; neither is changed."""
+"""Computes a plan from a model and a configuration, and changes neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From activation checkpointing settings to the modules that recompute their forward."""
+"""Selects the modules that recompute their forward, from the activation checkpointing settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def activation_plan(
     units: tuple[ShardUnit, ...],
     check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> ActivationPlan | None:
-    """Return which modules recompute, or None.
+    """Return the modules that recompute, or None.
 
     Args:
         model: The model.

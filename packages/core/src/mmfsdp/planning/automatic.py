@@ -1,4 +1,4 @@
-"""`wrap: auto`: the shard units that a model's own structure suggests, and why.
+"""`wrap: auto`: chooses shard units from the structure of a model, each with a reason.
 
 Blocks are what a model repeats: in a list or sequence, modules of one class with equal parameter shapes. The outermost
 repetition counts, so that a block's own experts and attentions stay inside it, while stages of unequal width (Swin,
@@ -37,7 +37,7 @@ class _Blocks:
 
 
 def automatic_units(root: nn.Module, ignored: Collection[int] = ()) -> dict[int, str]:
-    """Return which modules become shard units, by ``id``, each with the reason; none if the model repeats nothing.
+    """Return the modules that become shard units, by ``id``, with reasons; empty if the model repeats no blocks.
 
     Args:
         root: The model; meta or real.
@@ -59,7 +59,7 @@ def automatic_units(root: nn.Module, ignored: Collection[int] = ()) -> dict[int,
 
 
 def repeated_classes(model: nn.Module) -> list[str]:
-    """Return the names of the classes whose instances `automatic_units` takes for blocks, those that hold most first.
+    """Return the names of the block classes that `automatic_units` finds, the one with most parameters first.
 
     Args:
         model: A model on any device.
@@ -73,7 +73,7 @@ def repeated_classes(model: nn.Module) -> list[str]:
 
 
 def explain(chosen: Sequence[tuple[str, str, str]]) -> Note:
-    """Return what the plan says about the choice.
+    """Return the note of the plan that explains the choice.
 
     Args:
         chosen: FQN, class name and reason of each module that `automatic_units` chose.
@@ -92,7 +92,7 @@ def explain(chosen: Sequence[tuple[str, str, str]]) -> Note:
 
 
 def _repeated(root: nn.Module, ignored: Collection[int]) -> dict[type, str]:
-    """Classes of the outermost repetitions that hold a fair part of the model."""
+    """Return the classes of the outermost repeated modules that hold a fair part of the model."""
     where: dict[type, str] = {}
 
     def visit(fqn: str, module: nn.Module) -> None:
@@ -113,11 +113,11 @@ def _repeated(root: nn.Module, ignored: Collection[int]) -> dict[type, str]:
 
 
 def _run(fqn: str, module: nn.Module) -> set[type]:
-    """Classes of which a list holds at least two with equal parameter shapes."""
+    """Return the classes of which a list holds at least two modules with equal parameter shapes."""
     if not isinstance(module, _LISTS):
         return set()
     if isinstance(module, nn.ModuleDict) and not all(key.isdigit() for key in module):
-        return set()  # named, so chosen by name
+        return set()  # chosen by name already
     children = [child for child in module.children() if _may_be_block(child)]
     names = [fqn.rpartition(".")[2], *(type(child).__name__ for child in children)]
     if any(name.lower().removesuffix("s").endswith(_CHOSEN_FROM) for name in names):
@@ -127,7 +127,7 @@ def _run(fqn: str, module: nn.Module) -> set[type]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Not a layer of torch's, such as the ``Linear`` of an MLP, nor a container."""
+    """Return whether a module is neither a layer of torch, such as the ``Linear`` of an MLP, nor a container."""
     is_layer = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
     return not is_layer and not isinstance(module, _LISTS) and any(True for _ in module.parameters())
 
@@ -138,7 +138,7 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
 
 
 def _declared(root: nn.Module, ignored: Collection[int]) -> dict[type, str]:
-    """Classes that a model of Hugging Face's names as blocks."""
+    """Return the classes that a Hugging Face model names as blocks."""
     names: dict[str, str] = {}
     for module in root.modules():
         for name in getattr(module, "_no_split_modules", None) or ():
@@ -152,7 +152,7 @@ def _declared(root: nn.Module, ignored: Collection[int]) -> dict[type, str]:
 
 
 def _outermost(root: nn.Module, blocks: _Blocks, ignored: Collection[int]) -> Iterator[nn.Module]:
-    """Every module below the root that is neither ignored nor inside a block, each once."""
+    """Return every module below the root that is neither ignored nor inside a block, each once."""
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""What a plan must not be: each check refuses, with the way out, what no engine could carry out."""
+"""Checks that an engine can carry out a plan; each error says what to change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsha
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Refuse a model that is sharded or wrapped already.
+    """Raise if the model is sharded or wrapped already.
 
     Raises:
         PlanError: It is.
@@ -23,14 +23,14 @@ def check_unsharded(model: nn.Module) -> None:
     for fqn, module in model.named_modules():
         if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             raise PlanError(
-                f"{fqn or '(root)'} is sharded or wrapped already ({type(module).__name__}). Plan the model as it was "
-                "before; a model is sharded once, with all its units.",
+                f"{fqn or '(root)'} is sharded or wrapped already ({type(module).__name__}). Plan the original "
+                "model; a model is sharded once, with all its units.",
                 fqn=fqn,
             )
 
 
 def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) -> None:
-    """Refuse units whose parameters cannot be held together.
+    """Raise for units whose parameters cannot be sharded together.
 
     Raises:
         FrozenParametersError: Frozen and trained ones in one flat parameter.
@@ -42,7 +42,7 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
         if frozen and trained and not config.sharding.use_orig_params:
             raise FrozenParametersError(
                 f"use_orig_params=False puts all parameters of a shard unit into one flat parameter, but unit "
-                f"{unit.fqn or '(root)'!r} has frozen parameters ({name_list(frozen, 3)}) beside trained "
+                f"{unit.fqn or '(root)'!r} has frozen parameters ({name_list(frozen, 3)}) as well as trained "
                 f"ones ({name_list(trained, 3)}). Set use_orig_params=True, or wrap the frozen modules as units of "
                 "their own.",
                 fqn=unit.fqn,
@@ -60,7 +60,7 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
 
 
 def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
-    """Refuse to reshard to groups that do not divide the shard groups.
+    """Raise if ``reshard_after_forward`` does not divide the shard groups.
 
     Raises:
         MeshError: They do not.
@@ -77,7 +77,7 @@ def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
 
 
 def check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> None:
-    """Refuse forward methods that no unit has.
+    """Raise for forward methods that no unit has.
 
     Raises:
         ConfigError: There is one.
@@ -86,6 +86,6 @@ def check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> 
     for name in config.sharding.forward_methods:
         if name not in present:
             raise ConfigError(
-                f"No shard unit has a method {name!r}. Drop it, or wrap the module that has it.",
+                f"No shard unit has a method {name!r}. Remove it, or wrap the module that has it.",
                 config="sharding.forward_methods",
             )

@@ -1,4 +1,4 @@
-"""What a model is, as a hash: the same for meta and real weights, different for any other model."""
+"""Computes a hash that identifies a model: the same for meta and real weights, different for other models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["describe", "fingerprint"]
 
 
 def describe(model: nn.Module) -> Iterator[str]:
-    """Yield a line for each module, parameter and buffer: name, class or shape, dtype, trained or not, tied to what."""
+    """Yield a line per module, parameter and buffer: name, class or shape, dtype, requires_grad, ties."""
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         yield f"module {prefix} {type(module).__qualname__}"

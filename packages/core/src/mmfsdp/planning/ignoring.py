@@ -1,4 +1,4 @@
-"""Which parameters stay whole on every rank: by object, by name, by pattern, or because they cannot be sharded."""
+"""Selects the parameters that stay whole on every rank: given ones, and those that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ignored_states(
     *,
     scalars: bool,
 ) -> Ignored:
-    """Collect what is ignored.
+    """Collect the ignored modules and parameters.
 
     Args:
         model: The model.
@@ -51,7 +51,7 @@ def ignored_states(
     named_params = dict(model.named_parameters(remove_duplicate=False))
     chosen_modules = _checked(modules, model.modules, "ignored_modules")
     if sharding.ignored_modules:
-        # A shared module goes by all of its names.
+        # A shared module has several names.
         named_modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
         matched = match_fqns(sharding.ignored_modules, named_modules, what="module", config="sharding.ignored_modules")
         chosen_modules += [named_modules[fqn] for fqn in matched]

@@ -1,4 +1,4 @@
-"""From a plan to bytes of memory: what a rank keeps between steps, and what a step gathers and reduces on top."""
+"""Estimates the memory of a rank from a plan: what it keeps between steps, and what a step gathers and reduces."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ _SCALAR = itemsize("float32")
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of memory of one rank. Without activations, the optimizer's temporaries and what the allocator wastes."""
+    """Bytes of memory of one rank, without activations, temporaries of the optimizer and allocator overhead."""
 
     rank: int
     parameters: int
-    """Shards of parameters in their stored dtype, and parameters that are held whole."""
+    """Shards of parameters in their stored dtype, and whole parameters."""
     buffers: int
     """All buffers, whole."""
     gradients: int
-    """Shards of gradients, after they were reduced, from backward until ``zero_grad()``; of trained parameters only."""
+    """Shards of reduced gradients, from backward until ``zero_grad()``; of trained parameters only."""
     optimizer: str | int | None
-    """The optimizer's name, or the tensors that it keeps per parameter; None if it is not known."""
+    """The optimizer's name, or the number of tensors that it keeps per parameter; None if unknown."""
     optimizer_state: int | None
-    """State of the optimizer after its first step; of trained parameters only. None if the optimizer is not known."""
+    """State of the optimizer after its first step; of trained parameters only. None if the optimizer is unknown."""
     gathered: int
-    """The most that is gathered at a time, in the dtype of computing."""
+    """The largest amount that is gathered at a time, in the compute dtype."""
     reducing: int
-    """The most that whole gradients take until they are reduced."""
+    """The largest amount of whole gradients before they are reduced."""
     on_cpu: int
-    """How much of the above is in the CPU's memory, because the plan offloads it."""
+    """The part of the above that is in CPU memory, because the plan offloads it."""
 
     @property
     def total(self) -> int:
-        """The sum in bytes, without the optimizer's state if that is not known. No step needs more, activations apart.
+        """The sum in bytes, without optimizer state if unknown: an upper bound for a step, apart from activations.
 
         The parts are largest at different moments, so a step may need less.
         """
@@ -75,7 +75,7 @@ class MemoryEstimate:
         return {**asdict(self), "total": self.total}
 
     def table(self) -> str:
-        """Return the parts as aligned text, a line each."""
+        """Return the parts as aligned text, one per line."""
         state = None if self.optimizer_state is None else human_bytes(self.optimizer_state)
         rows = [
             ("parameters", human_bytes(self.parameters)),
@@ -134,7 +134,7 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
         for param, numel in _local(plan, unit, rank):
             if param.requires_grad:
                 state += numel * itemsize(param.dtype) * tensors + _SCALAR * scalars
-    # What is ignored is held whole, and never offloaded.
+    # Ignored parameters are held whole and never offloaded.
     managed = parameters - sum(param.nbytes for param in plan.ignored_params) + gradients + state
     for param in plan.ignored_params:
         if param.requires_grad:
@@ -154,7 +154,7 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
 
 
 def optimizer_named(name: str, settings: Mapping[str, Any]) -> str | None:
-    """Return which of `OPTIMIZERS` a class with these arguments is, such as ``'sgd-momentum'``; None if it is none.
+    """Return the name in `OPTIMIZERS` of a class with these arguments, such as ``'sgd-momentum'``, or None.
 
     Args:
         name: The class's name, in any case.
@@ -166,7 +166,7 @@ def optimizer_named(name: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _states(optimizer: str | int | None) -> tuple[str | int | None, int, int]:
-    """The optimizer as it is called here, its tensors and its scalars per parameter."""
+    """Return the optimizer's name, and its tensors and scalars per parameter."""
     if optimizer is None:
         return None, 0, 0
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
@@ -175,8 +175,8 @@ def _states(optimizer: str | int | None) -> tuple[str | int | None, int, int]:
     if name not in OPTIMIZERS:
         hint = closest(name, OPTIMIZERS) or f" Known: {', '.join(OPTIMIZERS)}."
         raise ConfigError(
-            f"{optimizer!r} is not an optimizer whose state is known.{hint} For any other, give the number of tensors "
-            "that it keeps per parameter.",
+            f"{optimizer!r} is not a known optimizer.{hint} For other optimizers, give the number of tensors that they "
+            "keep per parameter.",
             config="optimizer",
         )
     return name, *OPTIMIZERS[name]
@@ -187,7 +187,7 @@ def _spelt(optimizer: str | int | None) -> str:
 
 
 def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamEntry, int]]:
-    """Each parameter that an optimizer gets on this rank, and how many elements of it are there."""
+    """Yield each parameter that an optimizer gets on this rank, with its number of local elements."""
     coordinate, shard = plan.mesh.shard_coordinate(rank), plan.mesh.shard
     if plan.engine != "fsdp1":
         for param in unit.params:
@@ -219,7 +219,7 @@ def _gradient_bytes(plan: ShardPlan, unit: ShardUnit, rank: int) -> int:
 
 
 def _gathered_bytes(plan: ShardPlan) -> int:
-    """Follow a step: the most at any of its moments."""
+    """Simulate a step, and return the largest amounts at any moment."""
     # Called in the order of names, the root first: close to what models do.
     units = sorted(
         (unit for unit in plan.units if unit.params), key=lambda unit: (not unit.is_root, unit.params[0].place)
@@ -275,7 +275,7 @@ def _reducing_bytes(plan: ShardPlan) -> int:
 
 
 def _whole(plan: ShardPlan, param: ParamEntry) -> int:
-    """Elements of a gathered parameter, padding included."""
+    """Return the elements of a gathered parameter, including padding."""
     if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
         return param.numel
     rows = rows_per_rank(param.shape[0], plan.mesh.shard) * plan.mesh.shard

@@ -1,4 +1,4 @@
-"""From what users give as a mesh, and the sharding strategy, to the shape of the mesh."""
+"""Determines the shape of the mesh from a given mesh and the sharding strategy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
                 + (
                     f"The pair is swapped: give (replicate, shard) = ({spec.shard}, {spec.replicate})."
                     if swapped
-                    else "Drop one of the two."
+                    else "Remove one of the two."
                 ),
                 config="sharding.shard_size",
             )
@@ -71,8 +71,8 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
 def _split(world_size: int, shard_size: int | None, strategy: str) -> MeshSpec:
     if shard_size is None:
         raise MeshError(
-            f"Strategy {strategy!r} needs to know how many ranks shard together. Set sharding.shard_size (usually the "
-            "devices of one node), or give the mesh as a (replicate, shard) pair.",
+            f"Strategy {strategy!r} needs the number of ranks that shard together. Set sharding.shard_size "
+            "(usually the devices of one node), or give the mesh as a (replicate, shard) pair.",
             config="sharding.shard_size",
         )
     if world_size % shard_size:
@@ -85,7 +85,7 @@ def _split(world_size: int, shard_size: int | None, strategy: str) -> MeshSpec:
 
 
 def _node_size() -> int | None:
-    """Ranks on this node, as torchrun tells them."""
+    """Return the number of ranks on this node that torchrun states."""
     size = os.environ.get("LOCAL_WORLD_SIZE")
     return int(size) if size and size.isdigit() else None
 
@@ -105,9 +105,9 @@ def _shape(mesh: Any) -> tuple[int, ...]:
     elif hasattr(mesh, "mesh") and hasattr(mesh, "ndim"):
         shape = tuple(mesh.mesh.shape)
     else:
-        raise MeshError(f"A mesh is a world size, a (replicate, shard) pair or a DeviceMesh, got {mesh!r}.")
+        raise MeshError(f"A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got {mesh!r}.")
     if len(shape) not in (1, 2) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise MeshError(
-            f"A mesh has one dimension (shard) or two (replicate, shard) of at least one rank each, got {shape}."
+            f"A mesh must have one dimension (shard) or two (replicate, shard) of at least one rank each, got {shape}."
         )
     return shape

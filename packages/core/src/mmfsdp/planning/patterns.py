@@ -1,4 +1,4 @@
-"""Matching modules by FQN patterns and class names, keeping count of what matched nothing."""
+"""Matches modules by FQN patterns and class names, and raises for patterns that match nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["class_names", "match_classes", "match_fqns"]
 
 
 def match_fqns(patterns: Iterable[str], fqns: Iterable[str], *, what: str, config: str | None = None) -> dict[str, str]:
-    """Return the FQNs that match, each with the first pattern that it matched.
+    """Return the FQNs that match, each with its first matching pattern.
 
     Args:
         patterns: Globs or ``'re:'`` regexes.
@@ -81,7 +81,7 @@ def match_classes(
 
 
 def _imported_class(name: str) -> type | None:
-    """The class of a dotted name, if its module is imported already."""
+    """Return the class of a dotted name, if its module is imported already."""
     module, _, attribute = name.replace(":", ".").rpartition(".")
     found = getattr(sys.modules.get(module), attribute, None)
     return found if isinstance(found, type) else None

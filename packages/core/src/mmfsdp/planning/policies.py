@@ -1,4 +1,4 @@
-"""From a wrapping policy, in any form that users have, to the modules that become shard units.
+"""Applies a wrapping policy, in any form that torch or a config accepts, to find the shard units.
 
 The answer equals what torch's own FSDP1 auto-wrapping wraps. Its rule
 (torch/distributed/fsdp/wrap.py): ask the policy whether to look inside a module; visit its children; then
@@ -45,7 +45,7 @@ _SIZE_LEAVES = ("torch.nn.modules.activation.MultiheadAttention",)
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module that the policy chose, why, and the settings that the policy gave it."""
+    """A module that the policy chose, with the reason and the settings that the policy gave it."""
 
     fqn: str
     module: nn.Module
@@ -55,7 +55,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Verdicts:
-    """A policy in one shape: whether to look inside a module, and why (or with which settings) to wrap it.
+    """A policy in one form: whether to look inside a module, and whether, why and with which settings to wrap it.
 
     ``inside(module, numel)`` and ``wrap(module, numel)`` get the parameters (elements) below the module that no
     chosen module below it holds. ``wrap`` gives None, a reason, or a reason with settings.
@@ -130,7 +130,7 @@ def _walk(root: nn.Module, verdicts: _Verdicts, ignored: set[int], ignored_param
 
 
 def _numels(root: nn.Module, ignored_params: set[int]) -> dict[int, int]:
-    """For each module, by ``id``, the parameters (elements) below it, itself included; each tied one counted once."""
+    """Return the number of elements at or below each module, by ``id``; tied parameters count once."""
     below: dict[int, dict[int, int]] = {}  # module -> parameter -> elements
 
     def collect(module: nn.Module) -> dict[int, int]:
@@ -146,7 +146,7 @@ def _numels(root: nn.Module, ignored_params: set[int]) -> dict[int, int]:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return what ``module.parameters(recurse=False)`` yields, at a tenth of its cost; a tied one may come twice."""
+    """Return ``module.parameters(recurse=False)`` at a tenth of the cost; tied parameters may appear twice."""
     return [param for param in module._parameters.values() if param is not None]
 
 
@@ -160,7 +160,7 @@ def _verdicts(root: nn.Module, policy: Policy, ignored: set[int]) -> _Verdicts:
         return _verdicts(root, short[policy] if policy in short else resolve_reference(policy), ignored)
     if inspect.isclass(policy):
         raise PolicyError(
-            f"A wrapping policy must be callable, but {policy.__qualname__} is a class. Give an object of it."
+            f"A wrapping policy must be callable, but {policy.__qualname__} is a class. Pass an instance."
         )
     if hasattr(policy, "_run_policy"):
         return _torch_policy(root, policy, ignored)
@@ -179,7 +179,7 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
             found = automatic_units(root, ignored)
             return _Verdicts(inside=lambda module, numel: True, wrap=lambda module, numel: found.get(id(module)))
         case SizeWrap():
-            # An empty list is an answer: no such classes.
+            # An empty list is meant: no such classes.
             leaf_names = _SIZE_LEAVES if config.force_leaf_classes is None else config.force_leaf_classes
             excluded_names = _SIZE_EXCLUDED if config.exclude_classes is None else config.exclude_classes
             leaves = match_classes(leaf_names, modules, must_match=False)
@@ -194,7 +194,7 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
             classes = match_classes(config.classes, modules, config="wrap.classes")
             return _by_class({cls: f"class: {name}" for cls, name in classes.items()})
         case ModuleNameWrap():
-            # A shared module goes by all of its names.
+            # A shared module has several names.
             named = {fqn: module for fqn, module in root.named_modules(remove_duplicate=False) if fqn}
             matched = match_fqns(config.patterns, named, what="module", config="wrap.patterns")
             reasons = {id(named[fqn]): f"name: {pattern}" for fqn, pattern in reversed(matched.items())}
@@ -212,16 +212,16 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> _Verdi
 
 
 def _bound(config: ReferenceWrap) -> Any:
-    """The policy that is referred to: a class is called for an object, a function gets its arguments bound."""
+    """Return the policy of a reference: a class is called, a function gets its arguments bound."""
     target = resolve_reference(config.target)
     if not config.kwargs:
         return target
     if not callable(target):
-        raise PolicyError(f"{config.target!r} is not callable, so it takes no kwargs.", config="wrap.kwargs")
+        raise PolicyError(f"{config.target!r} is not callable and accepts no kwargs.", config="wrap.kwargs")
     try:
         inspect.signature(target).bind_partial(**config.kwargs)
     except TypeError as error:
-        raise PolicyError(f"{config.target!r} does not take these kwargs: {error}.", config="wrap.kwargs") from None
+        raise PolicyError(f"{config.target!r} does not accept these kwargs: {error}.", config="wrap.kwargs") from None
     return target(**config.kwargs) if inspect.isclass(target) else functools.partial(target, **config.kwargs)
 
 
@@ -247,7 +247,7 @@ def _all_of(parts: list[_Verdicts]) -> _Verdicts:
 
 
 def _torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> _Verdicts:
-    """Torch's ``ModuleWrapPolicy`` and ``CustomPolicy``.
+    """Adapt torch's ``ModuleWrapPolicy`` and ``CustomPolicy``.
 
     They have no public way to be asked without wrapping, so this is the one place that calls their
     ``_run_policy``; every torch from 2.1 to 2.15 has it with these arguments.
@@ -257,7 +257,7 @@ def _torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> _Verdicts:
     try:
         targets = policy._run_policy(root, skipped, {})
     except ValueError as error:
-        # torch does not say for which module: ask for one after the other.
+        # torch does not name the module: ask for each separately.
         for fqn, module in root.named_modules():
             try:
                 policy._run_policy(module, {*module.modules(), *skipped} - {module}, {})
@@ -269,7 +269,7 @@ def _torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> _Verdicts:
 
 
 def _called(root: nn.Module, policy: Callable[..., Any]) -> _Verdicts:
-    """A callable, with whichever signature it has."""
+    """Adapt a callable with any accepted signature."""
     name = _policy_name(policy)
     reason = f"policy: {name}"
     ask, predicate = _caller(policy, name)
@@ -292,20 +292,20 @@ def _called(root: nn.Module, policy: Callable[..., Any]) -> _Verdicts:
 
 
 def _policy_name(policy: Callable[..., Any]) -> str:
-    """The function's own name, or its class's: never an address, which would differ between ranks."""
+    """Return the name of the function or its class, never an address, which would differ between ranks."""
     while isinstance(policy, functools.partial):
         policy = policy.func
     return str(getattr(policy, "__name__", None) or type(policy).__name__)
 
 
 def _caller(policy: Callable[..., Any], name: str) -> tuple[Callable[[nn.Module, bool, int], Any], bool]:
-    """Return how to ask the policy, and whether it is a mere predicate on modules.
+    """Return how to call the policy, and whether it is only a predicate on modules.
 
     By keyword if it can be, as torch asks; else by position.
     """
     try:
         signature = inspect.signature(policy)
-    except (TypeError, ValueError):  # a builtin that does not say what it takes
+    except (TypeError, ValueError):  # a builtin without a signature
         return policy, False
     if _takes(signature, module=None, recurse=None, nonwrapped_numel=None):
         return lambda module, recurse, numel: policy(module=module, recurse=recurse, nonwrapped_numel=numel), False

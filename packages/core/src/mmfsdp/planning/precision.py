@@ -1,4 +1,4 @@
-"""From precision settings to the dtypes of each shard unit."""
+"""Determines the dtypes of each shard unit from the precision settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def full_precision_classes(model: nn.Module, config: PrecisionConfig) -> dict[ty
 
 
 def override_matches(model: nn.Module, config: PrecisionConfig) -> dict[str, PrecisionOverride]:
-    """Return FQN to override for the modules that precision overrides name.
+    """Return the precision override of each module that one names, by FQN.
 
     Raises:
         PolicyError: An override names neither a class nor an FQN of the model.
@@ -57,7 +57,7 @@ def override_matches(model: nn.Module, config: PrecisionConfig) -> dict[str, Pre
 
 
 def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or what a container without ``forward`` holds."""
+    """Return the module itself, or the children of a container without ``forward``."""
     if has_forward(module):
         yield module
     else:
@@ -107,7 +107,7 @@ def unit_precision(
 
 
 def unit_reshard(match: Match, default: bool | int, *, replicated: bool = False) -> bool | int:
-    """Return whether a unit reshards after forward, as the policy's own settings for it say.
+    """Return whether a unit reshards after forward, from the policy's settings for it.
 
     Args:
         match: The module that makes the unit.
@@ -147,7 +147,7 @@ def unit_reshard(match: Match, default: bool | int, *, replicated: bool = False)
 
 
 def _from_torch(policy: Any, fqn: str) -> UnitPrecision:
-    """Torch's ``MixedPrecision`` (FSDP1), ``MixedPrecisionPolicy`` (FSDP2), a dict of their fields, or None."""
+    """Read torch's ``MixedPrecision`` (FSDP1), ``MixedPrecisionPolicy`` (FSDP2), a dict of their fields, or None."""
     if policy is None:
         return UnitPrecision(cast_forward_inputs=False, full_precision=True)
     if isinstance(policy, Mapping):

@@ -60,7 +60,7 @@ def plan(
         PlanError: The model cannot be sharded this way.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"plan() shards an nn.Module, got {model!r} (type {type(model).__name__}).")
+        raise ConfigError(f"plan() needs an nn.Module, got {model!r} (type {type(model).__name__}).")
     check_unsharded(model)
     config = _as_config(config)
     engine, reason = _choose_engine(config)
@@ -139,7 +139,7 @@ def _as_config(config: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
         return config
     if isinstance(config, Mapping):
         return ShardConfig.from_dict(config)
-    raise ConfigError(f"A config is a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+    raise ConfigError(f"A config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
 
 
 def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:
@@ -187,7 +187,7 @@ def _default_reshard(config: ShardConfig) -> bool | int:
 
 
 def _with_overrides(model: nn.Module, matches: list[Match], overrides: Mapping[str, Any]) -> list[Match]:
-    """Make a unit of every module that a precision override names."""
+    """Make every module that a precision override names a unit."""
     have = {match.fqn for match in matches}
     extra = [
         Match(fqn, model.get_submodule(fqn), "precision override")

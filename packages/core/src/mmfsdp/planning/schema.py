@@ -1,4 +1,4 @@
-"""`ShardPlan`: what will happen to each module of a model, decided before anything happens. Torch-free."""
+"""`ShardPlan`: how each module of a model will be sharded, decided before anything is changed. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MeshSpec(_Record):
 
     @property
     def world_size(self) -> int:
-        """Ranks in the mesh."""
+        """Number of ranks in the mesh."""
         return self.replicate * self.shard
 
     def shard_coordinate(self, rank: int) -> int:
@@ -58,16 +58,16 @@ class MeshSpec(_Record):
 
 
 class ParamEntry(_Record):
-    """One parameter: where it is, what it is."""
+    """One parameter."""
 
     fqn: str
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
-    """Other FQNs of the same, tied parameter."""
+    """Other FQNs of the same parameter, if it is tied."""
     place: int = 0
-    """Where ``named_parameters()`` of the unsharded model has it."""
+    """Position in ``named_parameters()`` of the unsharded model."""
 
     @property
     def numel(self) -> int:
@@ -109,7 +109,7 @@ class UnitPrecision(_Record):
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
     full_precision: bool = False
-    """Computes in float32 whatever surrounds it: inputs are cast up, outputs back to the dtype they came in."""
+    """Compute in float32: inputs are cast to it, and outputs back to the dtype of the inputs."""
 
     def __str__(self) -> str:
         if self.full_precision:
@@ -126,7 +126,7 @@ class ShardUnit(_Record):
     """FQNs of the unit's modules; several if they share parameters. ``''`` is the root."""
     class_name: str
     matched_by: str
-    """Why it is a unit."""
+    """Reason for the unit."""
     params: tuple[ParamEntry, ...]
     """Parameters that the unit manages: those below its modules that no unit below it manages."""
     reshard_after_forward: bool | int
@@ -150,12 +150,12 @@ class ShardUnit(_Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters of the unit, unsharded, in the dtype that they are stored in."""
+        """Bytes of all parameters of the unit, unsharded, in their stored dtype."""
         return sum(param.nbytes for param in self.params)
 
 
 class ActivationPlan(_Record):
-    """Which modules recompute their forward in backward, and how; the fields are those of the configuration."""
+    """The modules that recompute their forward in backward; other fields are those of the configuration."""
 
     fqns: tuple[str, ...]
     mode: Literal["full", "ops"] = "full"
@@ -168,7 +168,7 @@ class ActivationPlan(_Record):
 
 
 class Note(_Record):
-    """Something that the plan decided beyond the configuration's words, or that its reader must know."""
+    """A decision of the plan that the configuration does not state, or another remark for its reader."""
 
     kind: Literal[
         "engine",
@@ -189,7 +189,7 @@ class Note(_Record):
 
 
 class ShardPlan(_Record):
-    """A complete decision on how a model is sharded: a value that prints, compares and travels as JSON."""
+    """A complete decision on how to shard a model: a value that prints, compares and converts to JSON."""
 
     schema_version: Literal[1] = 1
     engine: Literal["fsdp2", "fsdp1", "replicate"]
@@ -226,16 +226,16 @@ class ShardPlan(_Record):
 
     @property
     def needs_grad_scaler(self) -> bool:
-        """Whether any unit computes in float16, whose small gradients vanish unless the loss is scaled."""
+        """Whether any unit computes in float16, where small gradients become zero unless the loss is scaled."""
         return any(unit.precision.param_dtype == "float16" for unit in self.units)
 
     @property
     def param_numel(self) -> int:
-        """Elements of all parameters, each tied one counted once."""
+        """Elements of all parameters; tied ones count once."""
         return sum(param.numel for param in self.all_params())
 
     def all_params(self) -> Iterator[ParamEntry]:
-        """Yield every parameter once, ignored ones included."""
+        """Yield every parameter once, including ignored ones."""
         for unit in self.units:
             yield from unit.params
         yield from self.ignored_params
@@ -321,7 +321,7 @@ class ShardPlan(_Record):
         return equal_units(self, every_unit=every_unit)
 
     def diff(self, other: ShardPlan) -> str:
-        """Return what differs in ``other``, a line each; an empty string if nothing does."""
+        """Return the differences of ``other``, one per line, or an empty string."""
         return render_diff(self, other)
 
     def __str__(self) -> str:
@@ -331,7 +331,7 @@ class ShardPlan(_Record):
 def flat_shard_bytes(
     params: tuple[ParamEntry, ...], mesh: MeshSpec, *, aligned: bool, compute_dtype: str | None = None
 ) -> int:
-    """Return the bytes of one rank's piece of an FSDP1 flat parameter; all ranks hold the same, padding included.
+    """Return the bytes of one rank's piece of an FSDP1 flat parameter, with padding; equal on all ranks.
 
     Rule (torch/distributed/fsdp/_flat_param.py): with original parameters exposed, each parameter starts at a
     multiple of 16 bytes and the total is padded to a multiple of the ranks; either way a rank holds

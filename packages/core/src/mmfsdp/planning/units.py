@@ -1,4 +1,4 @@
-"""From the modules a policy chose to shard units that every engine can run.
+"""Turns the modules that a policy chose into shard units that every engine can run.
 
 A policy only says which modules it likes. A module without ``forward`` is never called, so its parameters would
 never be gathered; a parameter that two units share must be gathered by one; some modules' parameters are used by
@@ -21,7 +21,7 @@ __all__ = ["UnitDraft", "draft_units", "has_forward"]
 
 @dataclass(slots=True, eq=False)
 class UnitDraft:
-    """A shard unit in the making."""
+    """A shard unit under construction."""
 
     matches: list[Match]
     params: list[int] = field(default_factory=list)
@@ -39,14 +39,14 @@ class UnitDraft:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Tell whether calling ``module`` does anything: containers such as ``ModuleList`` only hold others."""
+    """Return whether ``module`` can be called; containers such as ``ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def draft_units(
     root: nn.Module, matches: Sequence[Match], *, ignored: set[int], can_group: bool
 ) -> tuple[list[UnitDraft], list[Note]]:
-    """Return the shard units in order of application, the root's last, and what was changed on the way.
+    """Return the shard units in order of application, the root last, and notes on changes.
 
     Args:
         root: The model.
@@ -65,7 +65,7 @@ def draft_units(
     while shared := _shared(owned := _owners(root, drafts, ignored)):
         names = names or {id(param): fqn for fqn, param in root.named_parameters()}
         for param, owners in shared:
-            # What an earlier tie has changed is looked at again in the next round.
+            # Units that an earlier tie changed are checked again in the next round.
             if all(owner in drafts for owner in owners):
                 drafts = _settle(drafts, owners, names[param], can_group, notes)
     for param, owners in owned:
@@ -104,7 +104,7 @@ def _replace_containers(root: nn.Module, matches: Sequence[Match], notes: list[N
 
 
 def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Note]) -> list[Match]:
-    """``nn.MultiheadAttention`` computes with the weights of its ``out_proj`` without calling it."""
+    """Drop units inside ``nn.MultiheadAttention``, which uses the weights of ``out_proj`` without calling it."""
     used = {id(module.out_proj) for module in root.modules() if isinstance(module, nn.MultiheadAttention)}
     hoisted = [match for match in matches if id(match.module) in used]
     for match in hoisted:
@@ -148,7 +148,7 @@ def _shared(owned: list[tuple[int, list[UnitDraft]]]) -> list[tuple[int, list[Un
 def _settle(
     drafts: list[UnitDraft], owners: list[UnitDraft], name: str, can_group: bool, notes: list[Note]
 ) -> list[UnitDraft]:
-    """Bring all owners of one parameter into one unit: as a group, or by giving up those inside another."""
+    """Bring all owners of a tied parameter into one unit: join them, or drop units inside another."""
     top = _topmost([match for unit in owners for match in unit.matches])
     holder = next((unit for unit in owners if unit.matches == top), None)
     # The unit that holds all others' modules takes the parameter; without grouping that is a unit further up.
@@ -169,13 +169,13 @@ def _settle(
 
 
 def _topmost(matches: list[Match]) -> list[Match]:
-    """Those whose modules lie in none of the others'."""
+    """Return the units whose modules are in no other unit."""
     nested = {id(module) for match in matches for module in match.module.modules() if module is not match.module}
     return [match for match in matches if id(match.module) not in nested]
 
 
 def _in_order(root: nn.Module, drafts: list[UnitDraft]) -> list[UnitDraft]:
-    """Units below before units above; a group comes before whatever holds any of its modules."""
+    """Sort units below before units above; a group comes before any unit that holds one of its modules."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
     ordered: dict[int, UnitDraft] = {}
     open_units: list[UnitDraft] = []

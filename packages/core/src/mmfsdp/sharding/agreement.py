@@ -1,4 +1,4 @@
-"""Whether all ranks run the same program, on the same model, with the same settings; and what differs, and where."""
+"""Checks that all ranks have the same program, model and settings, and reports which rank differs in what."""
 
 from __future__ import annotations
 
@@ -139,13 +139,13 @@ def _refuse(what: str, ranks: Sequence[int], found: Sequence[str]) -> NoReturn:
 
 
 def _two_that_differ(found: Sequence[str]) -> tuple[int, int]:
-    """The first place that has what most have, and the first that has something else."""
+    """Return the first rank with the most common value, and the first rank with another value."""
     usual = max(found, key=found.count)
     return found.index(usual), next(place for place, item in enumerate(found) if item != usual)
 
 
 def _alike(ranks: Sequence[int], found: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that have each thing, most ranks first."""
+    """Return the ranks that have each value, the most common value first."""
     groups: dict[str, list[int]] = {}
     for rank, item in zip(ranks, found, strict=True):
         groups.setdefault(item, []).append(rank)

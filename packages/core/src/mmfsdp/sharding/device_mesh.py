@@ -1,4 +1,4 @@
-"""From groups, meshes and device types to the DeviceMesh that a plan needs."""
+"""Makes the DeviceMesh that a plan needs from groups, meshes and device types."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _shape(given: Any) -> tuple[int, ...]:
 
 
 def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """The ranks of ``mesh`` in other dimensions. Collective: every rank of ``mesh``, and no other.
+    """Return a mesh of the same ranks in other dimensions. Collective: every rank of ``mesh``, and no other.
 
     ``DeviceMesh(...)`` makes its groups with every rank of the world, which hangs if only this part of it shards, or
     if another part makes others at the same time. So the groups that there are are kept, and others are made by their
@@ -138,7 +138,7 @@ def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) ->
 
 
 def _lines_of(rank: int, ranks: torch.Tensor) -> list[list[int]]:
-    """For each dimension of a mesh, the ranks that differ from ``rank`` in it alone."""
+    """Return, for each dimension of a mesh, the ranks that differ from ``rank`` only in that dimension."""
     place = (ranks == rank).nonzero()[0].tolist()
     lines = []
     for dim in range(ranks.ndim):
@@ -153,7 +153,7 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _check_groups_can_be_made() -> None:
-    """Refuse where a group made by its own ranks alone would hang."""
+    """Raise where making a group on its own ranks only would hang."""
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         raise MeshError(
             "The mesh is a part of the world and has to be divided, but the process group is bound to a device "

@@ -1,4 +1,4 @@
-"""Which device a rank computes on: chosen before anything is sent, and never against what the program chose itself."""
+"""Chooses the device of a rank, before anything is sent, and respects a device that the program chose."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def pick_device_type(wanted: str, accelerator: str | None, backends: Mapping[str
         wanted = torch.device(wanted).type  # an extension may have given 'privateuseone' another name
     except RuntimeError:
         raise MeshError(
-            f"init.device is {wanted!r}, which this torch does not know. Import the extension that brings it, or use "
-            "'auto' or 'cpu'.",
+            f"init.device is {wanted!r}, which this torch does not know. Import the extension that registers it, or "
+            "use 'auto' or 'cpu'.",
             config="init.device",
         ) from None
     if wanted not in ("cpu", accelerator):
@@ -85,7 +85,7 @@ def pick_device_type(wanted: str, accelerator: str | None, backends: Mapping[str
 
 
 def check_offload(device_type: str, backends: Mapping[str, str]) -> None:
-    """Refuse to offload to the CPU where the process group cannot reduce there. Pure.
+    """Raise for offloading to the CPU if the process group cannot reduce there. Pure.
 
     Args:
         device_type: What the ranks compute on.
@@ -97,7 +97,7 @@ def check_offload(device_type: str, backends: Mapping[str, str]) -> None:
     if backends and "cpu" not in backends:
         listed = ", ".join(f"{device}: {backend}" for device, backend in backends.items())
         raise ConfigError(
-            "With cpu_offload gradients lie in CPU memory, where clipping and checkpoints reduce them, but the process "
+            "With cpu_offload gradients are in CPU memory, where clipping and checkpoints reduce them, but the process "
             f"group has no backend for the CPU (it has {listed}). {_remedy(device_type).strip()}",
             config="cpu_offload",
         )
@@ -163,7 +163,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _remedy(accelerator: str) -> str:
-    """How to start a process group for the CPU and an accelerator, or an empty string if torch knows no backend."""
+    """Return how to start a process group for the CPU and an accelerator, or an empty string."""
     try:
         backend = dist.get_default_backend_for_device(accelerator)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights before sharding: made from meta, on the right device, in the right dtype, the same on every rank."""
+"""Prepares the weights of a unit before sharding: initialises, moves, casts and broadcasts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform =
 
 
 class UnitPreparer:
-    """Prepares one shard unit at a time, so that no more than one whole unit is ever held.
+    """Prepares one shard unit at a time, which never needs the memory of more than one whole unit.
 
     Collective when called: every rank of the mesh, in the plan's order.
 
@@ -84,13 +84,13 @@ class UnitPreparer:
                 tensor.data = tensor.data.to(self._device, wanted).contiguous()
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From the mesh's first rank to all, a dimension at a time; each tied tensor once."""
+        """Broadcast from the mesh's first rank, one dimension at a time; tied tensors once."""
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
             broadcast_tensor(tensor, self._mesh)
 
 
 def _give_back_freed_memory() -> None:
-    """Let the C library return what the unit before has freed.
+    """Make the C library return memory that the previous unit has freed.
 
     glibc keeps holes below 32 MiB in its heap, and a small allocation inside one makes the next unit take new memory:
     without this, sharding a model of 384 MiB on 4 ranks rises by 360 MB, with it by 140 MB.

@@ -1,4 +1,4 @@
-"""Weights for a model on the meta device: the same initialisation as of the unsharded model, one shard unit at a time.
+"""Initialises a model on the meta device, one shard unit at a time, with the values of the unsharded model.
 
 An unsharded model is initialised module by module, children before parents (`nn.Module.apply`), and a parent has the
 last word on its children: GPT-2 scales its ``c_proj`` in the pass of the module above. So every module is passed, those
@@ -59,14 +59,14 @@ class Materialiser:
         self._device, self._seed, self._held_whole, self._init_fn = device, seed, held_whole, init_fn
         self._only_allocates = received and init_fn is None
         self._pending = _with_meta_below(model)
-        # What replaced which tensor, so that tied ones stay tied; with the original, whose id would be given to
-        # another tensor otherwise.
+        # The replacement of each tensor, which keeps ties. The original is kept too: otherwise another tensor could
+        # get its id.
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if self._pending and init_fn is None and not received:
             _refuse_own_method(model, self._pending)
 
     def make(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Make what is on the meta device in the modules of one unit.
+        """Initialise the tensors of one unit that are on the meta device.
 
         Args:
             modules: FQN and module, children before parents.
@@ -102,7 +102,7 @@ class Materialiser:
                 )
 
     def release_sharded(self) -> None:
-        """Forget the parameters of the units made so far, but those that are held whole.
+        """Forget the parameters of the units that are initialised, except those that are held whole.
 
         torch frees a whole parameter only when the last reference to it goes. Buffers may be shared between units.
         """
@@ -154,7 +154,7 @@ class Materialiser:
 
 
 class _Guarding(TorchDispatchMode):
-    """Refuses to write to parameters below a module that do not belong to the unit that is made.
+    """Raises for writes to parameters below a module that belong to another unit.
 
     Version counters do not tell: ``param.data.normal_()``, as most libraries write it, leaves them as they are.
     """
@@ -186,7 +186,7 @@ class _Guarding(TorchDispatchMode):
                 self._refuse(named[-1] if named else f"a parameter of shape {tuple(tensor.shape)}")
 
     def check_in_place(self, module: nn.Module) -> None:
-        """Refuse that other storage took the place of such a parameter's, as ``to_empty()`` of a parent does it."""
+        """Raise if such a parameter has got other storage, as ``to_empty()`` of a parent gives it."""
         now = {name: _address(param) for name, param in module.named_parameters()}
         for address, others in self._others.items():
             for _, name in others:
@@ -209,7 +209,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_meta_below(model: nn.Module) -> set[int]:
-    """``id`` of the modules that hold, themselves or below, a tensor on the meta device."""
+    """Return the ``id`` of modules with a tensor on the meta device at or below them."""
     found: dict[int, bool] = {}
 
     def holds(module: nn.Module) -> bool:
@@ -224,7 +224,7 @@ def _with_meta_below(model: nn.Module) -> set[int]:
 
 
 def _refuse_own_method(model: nn.Module, pending: set[int]) -> None:
-    """Refuse to initialise by layers what the model initialises in a method: it would get other weights, silently."""
+    """Raise if the model initialises weights in a method of its own: initialising its layers would differ."""
     for fqn, module in model.named_modules():
         if id(module) not in pending:
             continue
@@ -243,7 +243,7 @@ def _refuse_own_method(model: nn.Module, pending: set[int]) -> None:
 
 @contextmanager
 def _without_wrappers(module: nn.Module) -> Iterator[None]:
-    """Show the modules below as they were before FSDP1 put wrappers around units, under their own names."""
+    """Hide FSDP1's wrappers below a module, which gives modules their original names."""
     wrapped = [
         (parent, name, child)
         for parent in module.modules()
@@ -260,7 +260,7 @@ def _without_wrappers(module: nn.Module) -> Iterator[None]:
 
 
 def _is_untouched(tensor: torch.Tensor, written: set[int]) -> bool:
-    """Whether a tensor is still as it was allocated, by a dtype that has no NaN to tell."""
+    """Return whether a tensor is still as allocated, for dtypes without NaN."""
     return not _has_nan(tensor) and tensor.numel() > 0 and _address(tensor) not in written
 
 
@@ -269,13 +269,13 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the storage of the elements begins, of a DTensor's on this rank; 0 if there are none."""
+    """Return the address of the storage, of the local tensor for a DTensor; 0 if it is empty."""
     local = _local(tensor)
     return 0 if local.is_meta or not local.numel() else local.untyped_storage().data_ptr()
 
 
 def _begin(tensor: torch.Tensor) -> int:
-    """Where the elements themselves begin."""
+    """Return the address of the first element."""
     return _local(tensor).data_ptr()
 
 
@@ -284,7 +284,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _allocated(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor full of NaN, so that what initialisation forgets is found."""
+    """Return a tensor full of NaN, which reveals values that initialisation leaves out."""
     empty = torch.empty_like(tensor, device=device, requires_grad=False)
     if _has_nan(empty):
         empty.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Building a model without the memory of its parameters, when their values come from a checkpoint."""
+"""Builds a model without the memory of its parameters, for values that come from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["parameters_on_meta"]
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let every parameter that a module registers here be on the meta device; tied ones stay tied.
+    """Put every parameter that a module registers in this context on the meta device; tied ones stay tied.
 
     Buffers and all other tensors are real, unlike under ``torch.device("meta")``: constructors may read them.
     """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputing activations in backward instead of keeping them."""
+"""Activation checkpointing: recomputes activations in backward instead of keeping them."""
 
 from mmfsdp.sharding.activation.apply import apply_activation_checkpointing
 from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS

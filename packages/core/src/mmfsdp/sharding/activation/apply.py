@@ -1,4 +1,4 @@
-"""Activation checkpointing of the modules that a plan lists, without renaming anything in the model.
+"""Applies activation checkpointing to the modules that a plan lists, without renaming parameters.
 
 A listed module gets an instance attribute ``forward``. No module is wrapped, so names, state-dict keys and classes stay
 as they are, and what is hooked onto the module (``fully_shard`` does that) runs outside of the recomputed region.
@@ -57,11 +57,11 @@ def apply_activation_checkpointing(model: nn.Module, plan: ActivationPlan) -> No
 
 
 class _CheckpointedForward:
-    """What stands in ``module.forward``; survives deepcopy and pickling together with its module."""
+    """The replacement of ``module.forward``; survives deepcopy and pickling together with its module."""
 
     def __init__(self, fqn: str, module: nn.Module, plan: ActivationPlan) -> None:
         self.fqn = fqn
-        # Weak: a cycle would keep the module's memory until the garbage collector comes along.
+        # Weak: a cycle would keep the module's memory until the next garbage collection.
         self.module = weakref.ref(module)
         self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, kept working
         self.save_ops = (plan.save_ops or DEFAULT_SAVE_OPS) if plan.mode == "ops" else ()
@@ -106,9 +106,7 @@ class _CheckpointedForward:
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # The compiler recomputes within its graph, where buffers are written once and random state is handled.
         if self.offload:
-            raise ConfigError(
-                "Activation offload does not work under torch.compile. Leave one of them out.", fqn=self.fqn
-            )
+            raise ConfigError("Activation offload does not work under torch.compile. Remove one of them.", fqn=self.fqn)
         if self.use_reentrant:
             raise ConfigError("use_reentrant=True does not work under torch.compile. Set it to False.", fqn=self.fqn)
         return checkpoint(forward, *args, use_reentrant=False, **self._context(), **kwargs)
@@ -223,7 +221,7 @@ def _check_settings(plan: ActivationPlan) -> None:
             hint = closest(value, accepted) or f" Accepted: {', '.join(map(repr, accepted))}."
             raise ConfigError(f"{name}={value!r} is not known.{hint}", config=f"activation_checkpointing.{name}")
     if plan.save_ops and plan.mode != "ops":
-        raise ConfigError(f"save_ops is read in mode='ops' only, and mode is {plan.mode!r}.")
+        raise ConfigError(f"save_ops is only used with mode='ops', but mode is {plan.mode!r}.")
     if plan.use_reentrant and (plan.mode == "ops" or plan.offload):
         wish = "mode='ops'" if plan.mode == "ops" else "offload=True"
         raise ConfigError(f"use_reentrant=True cannot be combined with {wish}. Set use_reentrant=False.")

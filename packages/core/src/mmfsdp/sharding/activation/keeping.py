@@ -1,4 +1,4 @@
-"""Keeping the results of chosen operators until backward, where they are or in CPU memory."""
+"""Keeps the results of chosen operators until backward, on their device or in CPU memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def selective_contexts(names: tuple[str, ...]) -> Any:
 
 
 def offloading_contexts(names: tuple[str, ...]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the like of `selective_contexts` that keeps those results in CPU memory."""
+    """Return contexts like `selective_contexts`, which keep the results in CPU memory."""
     kept: dict[Any, list[Any]] = defaultdict(list)
     return _KeepOnCpu(resolve_operators(names), kept), _TakeFromCpu(resolve_operators(names), kept)
 
 
 def pins_memory() -> bool:
-    """Tell whether CPU memory is worth pinning: there is something to copy it to."""
+    """Return whether pinning CPU memory pays, because there is an accelerator."""
     return torch.accelerator.is_available()
 
 
@@ -54,7 +54,7 @@ class _KeepOnCpu(TorchDispatchMode):
 
 
 class _TakeFromCpu(TorchDispatchMode):
-    """Hands the kept results out again, in order, while the region is recomputed."""
+    """Returns the kept results in order while the region is recomputed."""
 
     def __init__(self, operators: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The operators whose results mode ``ops`` keeps: their names, and what those names stand for."""
+"""Finds the operators whose results mode ``ops`` keeps, by their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_SAVE_OPS: tuple[str, ...] = (
 
 
 def check_operator(name: str) -> None:
-    """Check that a name stands for operators whose results can be kept.
+    """Check that a name denotes operators whose results can be kept.
 
     Args:
         name: ``'namespace.operator'`` or ``'namespace.operator.overload'``, such as ``'aten.mm'``.
@@ -50,7 +50,7 @@ def check_operator(name: str) -> None:
 
 @functools.cache
 def resolve_operators(names: tuple[str, ...]) -> frozenset[Any]:
-    """Return the overloads that the names stand for; of `DEFAULT_SAVE_OPS`, those that this torch has.
+    """Return the overloads for the names; of `DEFAULT_SAVE_OPS`, those that this torch has.
 
     Raises:
         ConfigError: A name stands for none.
@@ -77,7 +77,7 @@ def _overloads(name: str) -> list[Any]:
     # The out= and in-place overloads of an operator that is named as a whole are none that autograd would run.
     kept = [each for each in chosen if not each._schema.is_mutable]
     if not kept:
-        raise ConfigError(f"{name!r} writes into its arguments: its result cannot be kept. Leave it out of save_ops.")
+        raise ConfigError(f"{name!r} writes into its arguments: its result cannot be kept. Remove it from save_ops.")
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Doing: the engines that carry out a plan."""
+"""The engines, which carry out a plan."""
 
 from mmfsdp.sharding.engines.base import Engine
 from mmfsdp.sharding.engines.fsdp1 import Fsdp1Engine

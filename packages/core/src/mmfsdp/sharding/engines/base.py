@@ -1,4 +1,4 @@
-"""What an engine is: it does what a plan says, or says beforehand what it cannot do."""
+"""The interface of an engine, which carries out a plan or reports beforehand what it cannot do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WrapRoot = Callable[[nn.Module, Mapping[str, Any]], nn.Module]
 
 
 class Engine(Protocol):
-    """Shards a model as a plan says."""
+    """Shards a model according to a plan."""
 
     name: str
 
     def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
-        """Return what in ``plan`` this engine cannot do, each as a sentence saying what to write instead."""
+        """Return what this engine cannot do of ``plan``, as sentences that say what to write instead."""
         ...
 
     def apply(

@@ -1,4 +1,4 @@
-"""Which modules of a shard unit are called, and what code that asks for their class sees."""
+"""Finds the modules of a shard unit that are called, and keeps their class names after sharding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def called_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Whether a module has no parameters of its own, and calls its children in turn or is never called."""
+    """Return whether a module has no parameters of its own, and only calls its children in turn or is never called."""
     runs_in_turn = type(module).forward is nn.Sequential.forward
     return (runs_in_turn or not has_forward(module)) and not own_parameters(module)
 
@@ -45,7 +45,7 @@ def _parts(container: nn.Module) -> list[nn.Module]:
 
 
 def keep_class_name(module: nn.Module) -> None:
-    """Let the class that ``fully_shard`` made be found, and shown in messages, under the name of the original.
+    """Give the class that ``fully_shard`` made the name of the original, for imports and messages.
 
     transformers looks up by ``str(type(model))`` what a model can record, hidden states among it.
 
