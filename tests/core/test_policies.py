@@ -572,12 +572,12 @@ class TestMistakes:
             ),
             (
                 ReferenceWrap(target="policies_of_a_user:needs_least", kwargs={"last": 3}),
-                "'policies_of_a_user:needs_least' does not take these kwargs: got an unexpected keyword "
+                "'policies_of_a_user:needs_least' does not accept these kwargs: got an unexpected keyword "
                 "argument 'last'. [config='wrap.kwargs']",
             ),
             (
                 ReferenceWrap(target="policies_of_a_user:word", kwargs={"least": 3}),
-                "'policies_of_a_user:word' is not callable, so it takes no kwargs. [config='wrap.kwargs']",
+                "'policies_of_a_user:word' is not callable and accepts no kwargs. [config='wrap.kwargs']",
             ),
             (
                 lambda module, recurse: True,
