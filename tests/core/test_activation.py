@@ -571,7 +571,7 @@ class TestErrors:
             (Plan(mode="ops", save_ops=("aten.mm.defualt",)), ConfigError, "Did you mean 'aten.mm.default'"),
             (Plan(mode="ops", save_ops=("mm",)), ConfigError, "'mm' is not an operator"),
             (Plan(mode="ops", save_ops=("aten.relu_",)), ConfigError, "writes into its arguments"),
-            (Plan(save_ops=("aten.mm",)), ConfigError, "save_ops is read in mode='ops' only"),
+            (Plan(save_ops=("aten.mm",)), ConfigError, "save_ops is only used with mode='ops'"),
             (Plan(mode="ops", use_reentrant=True), ConfigError, "cannot be combined with mode='ops'"),
             (Plan(offload=True, use_reentrant=True), ConfigError, "cannot be combined with offload=True"),
         ],

@@ -81,7 +81,7 @@ def test_wrong_arguments() -> None:
     assert estimate().optimizer_state is None
     assert estimate(1).optimizer_state == estimate().parameters
     for wrong in ("adamv", -1, True):
-        with pytest.raises(ConfigError, match=r"is not an optimizer .* give the number of tensors"):
+        with pytest.raises(ConfigError, match=r"is not a known optimizer.* give the number of tensors"):
             estimate(wrong)
     with pytest.raises(MeshError, match="Rank 4 is not in 4 ranks"):
         estimate(rank=4)

@@ -133,7 +133,7 @@ def logged(folder: Path, counts: int, length: int) -> str:
 class TestInTheMiddleOfAccumulation:
     def test_is_told_once(self, tmp_path: Path) -> None:
         text = logged(tmp_path, 3, 5)
-        assert text.count("Gradients that wait for the others are not saved") == 1
+        assert text.count("Accumulated gradients are not saved") == 1
         assert "iter_1.pth is saved after 1 of accumulative_counts=3 iterations." in text
         assert "Save at multiples of 3 iterations." in text
 

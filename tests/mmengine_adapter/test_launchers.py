@@ -105,8 +105,8 @@ class TestWhatIsMissing:
         ("launcher", "variables", "message"),
         [
             ("slurm", {}, "launcher 'slurm' sets the environment variable SLURM_PROCID"),
-            ("slurm", SLURM, r"'scontrol show hostname node\[1-2\]' does not tell it \(.*Set MASTER_ADDR"),
-            ("mpi", {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR, the address of the first machine"),
+            ("slurm", SLURM, r"'scontrol show hostname node\[1-2\]' failed \(.*Set MASTER_ADDR"),
+            ("mpi", {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR is not set"),
             ("torchrun", {}, "launcher must be one of 'pytorch', 'slurm', 'mpi' or 'none', got 'torchrun'"),
         ],
     )

@@ -132,7 +132,7 @@ def damage(folder: Path) -> dict[str, str]:
         "text.pth": "FormatError: text.pth is not a checkpoint of a known format",
         "nothing here": f"CheckpointNotFoundError: The directory '{folder}/nothing here' is not a checkpoint",
         "missing.pth": f"CheckpointNotFoundError: There is no checkpoint at '{folder}/missing.pth'",
-        "list.pth": f"FormatError: {folder}/list.pth holds a list under 'state_dict', no tensors by name",
+        "list.pth": f"FormatError: {folder}/list.pth has a list under 'state_dict', not a dict of tensors",
         "other.pth": "16 missing: patch.weight, patch.bias, blocks.0.norm.weight, blocks.0.norm.bias, "
         "blocks.0.fc1.weight ...; 7 unexpected: layer0.weight, layer1.weight, layer2.weight, layer3.weight, "
         "layer4.weight ...",

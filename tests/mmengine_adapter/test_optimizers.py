@@ -107,7 +107,9 @@ class TestBuilt:
 
     def test_optimizer_of_another_model(self) -> None:
         optimizer = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)
-        with pytest.raises(Exception, match=r"SGD holds 2 parameters that are not ToyModel's, of shapes \[\(3, 2\)"):
+        with pytest.raises(
+            Exception, match=r"SGD holds 2 parameters that ToyModel does not have, with shapes \[\(3, 2\)"
+        ):
             OptimizerBinding(ToyModel(), OptimWrapper(optimizer))
 
 

@@ -219,9 +219,7 @@ class TestOtherWorldSize:
             resumed = run_ranks(train, world_size, folder, world_size, changes)[0]
             assert resumed["losses"] == pytest.approx(whole["losses"][step:], rel=1e-5)
         [log] = (tmp_path / "1").glob("*/*.log")
-        assert (
-            log.read_text().count("was saved by 2 ranks, these are 1: random number generators are not restored") == 1
-        )
+        assert log.read_text().count("saved by 2 ranks and is resumed by 1: everything is restored except the") == 1
 
 
 class TestStockFull:

@@ -113,7 +113,7 @@ class TestScopes:
         assert "Looked in birds::bird model, root::" in error_of(ROOT, {"type": "Kingfish", "_scope_": "birds"})
         with DefaultScope.overwrite_default_scope("mammals"):
             message = error_of(ROOT, {"type": "Kingfisher"})
-        assert "default_scope is 'mammals', but nothing of that scope is imported." in message
+        assert "default_scope is 'mammals', but no module of that scope is imported." in message
 
 
 class TestOnlyWhatIsUnknown:

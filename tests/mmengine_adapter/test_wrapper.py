@@ -325,8 +325,8 @@ class TestSteps:
 
     def test_batch_of_another_type(self) -> None:
         message = (
-            "MMFullyShardedDataParallel is called with what its data_preprocessor returns: a dict, list or tuple, "
-            "but it returned set."
+            "The data_preprocessor of MMFullyShardedDataParallel must return a dict, list or tuple, but it returned "
+            "set."
         )
         assert run_ranks(batch_of, 2, "set") == [message] * 2
 
