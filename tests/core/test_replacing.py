@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 from mmfsdp.checkpoint import TargetExistsError, convert, open_layout
-from mmfsdp.checkpoint.files import siblings
+from mmfsdp.checkpoint.files import leases, siblings
 from mmfsdp.checkpoint.files.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
 from mmfsdp.checkpoint.files.leases import ABANDONED
 from mmfsdp.errors import CheckpointNotFoundError
@@ -241,3 +243,38 @@ def test_a_lease_of_nothing_is_removed(tmp_path: Path) -> None:
     with atomic_output(tmp_path / "out.pth") as temporary:
         temporary.touch()
     assert os.listdir(tmp_path) == ["out.pth"]
+
+
+def test_an_interrupt_at_any_line_of_taking_a_lease_leaves_no_file(tmp_path: Path) -> None:
+    path, code = tmp_path / ".out.mmfsdp-lease", leases.Lease.take.__func__.__code__  # type: ignore[attr-defined]
+    interrupted = True
+    moments = 0
+    while interrupted:
+        moments += 1
+        left = moments
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != code.co_filename:
+                return None
+            left -= event == "line"
+            if left == 0:
+                left -= 1
+                raise KeyboardInterrupt
+            return trace
+
+        lease = None
+        sys.settrace(trace)
+        try:
+            lease = leases.Lease.take(path)
+        except KeyboardInterrupt as error:
+            kept = error  # as whoever reports it does: its frames keep what they hold
+            sys.settrace(None)
+            leases._release_all()
+            assert os.listdir(tmp_path) == [], (moments, kept)
+        finally:
+            sys.settrace(None)
+        interrupted = lease is None
+    assert moments > 10
+    lease.release()
+    assert os.listdir(tmp_path) == []

@@ -50,31 +50,31 @@ class Lease:
         _release_at_exit()
         _all.add(lease)  # before the file exists: an interrupt may come at any moment
         while True:
-            descriptor = _opened(path)
+            # Known to the lease before it is locked: after an interrupt, nobody else could close and so unlock it.
+            lease._descriptor = descriptor = _opened(path)
             locked = _locked(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)) is not False
             if locked and _is_at(descriptor, path):  # and was not released, and removed, in the meantime
-                lease._descriptor = descriptor
                 _sign(descriptor)
                 return lease
+            lease._descriptor = None
             os.close(descriptor)
             if not locked:
                 _all.discard(lease)
                 return None
 
     def release(self) -> None:
-        """Remove the file and unlock it."""
+        """Remove the file and unlock it, unless another process has taken it."""
+        if self._owner == os.getpid():
+            with contextlib.suppress(OSError):
+                if self._descriptor is None:  # an interrupt came while it was taken
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                locked = _locked(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False
+                if locked and _is_at(self._descriptor, self.path):
+                    self.path.unlink()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
         _all.discard(self)
-        if self._owner != os.getpid():
-            return
-        with contextlib.suppress(OSError):
-            if self._descriptor is None:  # an interrupt came while it was taken
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-                if _locked(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
-                    os.close(self._descriptor)
-                    return
-            self.path.unlink()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
 
     def age_of(self, path: Path) -> float:
         """Return the seconds between the last change in a file or directory and this lease.
