@@ -27,7 +27,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=580,
     )
 
 
@@ -43,6 +43,7 @@ def test_nox_gives_run_py_the_words_of_the_command() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", ["step plan", *(name for name in NAMES if name not in ("step", "plan"))])
 def test_runs(words: str) -> None:
     done = run("benchmarks/run.py", "--quick", *words.split())
