@@ -13,9 +13,8 @@ from typing import Any
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.checkpoint.conversion import converting
-from mmfsdp.checkpoint.files import siblings
-from mmfsdp.checkpoint.files.leases import ABANDONED
-from mmfsdp.checkpoint.files.siblings import interrupted
+from mmfsdp.checkpoint.files import disk
+from mmfsdp.checkpoint.files.siblings import ABANDONED, interrupted
 
 EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.link", "ctypes.dlsym", "open", "os.listdir", "shutil.rmtree"}
 
@@ -58,7 +57,7 @@ def killed(source: Path, target: Path, options: dict[str, Any], step: int, refus
 
         converting.commit = watched  # type: ignore[attr-defined]
         if refused:
-            siblings._renameat2 = lambda *_: False  # as on a file system without it
+            disk._renameat2 = lambda *_: False  # as on a file system without it
         convert(source, target, **options)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 
 from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import Layout, convert, diff, open_layout
-from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.files.numeric import values
-from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import tensor_blocks, values
 from mmfsdp.checkpoint.inspection import difference
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 

@@ -25,7 +25,7 @@ from mmfsdp.checkpoint.formats.flat_parameters import (
 )
 from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
 from mmfsdp.checkpoint.formats.safetensors import plan_file
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.errors import CorruptCheckpointError
 

@@ -21,12 +21,9 @@ from mmfsdp.checkpoint import checksums
 from mmfsdp.checkpoint.checksums import crc32, crc32_combine
 from mmfsdp.checkpoint.files import writing
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
-from mmfsdp.checkpoint.files.blocks import BlockWriter
-from mmfsdp.checkpoint.files.copying import Copier, RecordKey
-from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.files.progress import Tracker
-from mmfsdp.checkpoint.files.writing import write_files
-from mmfsdp.checkpoint.geometry.extents import Run, byte_runs
+from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
+from mmfsdp.checkpoint.files.writing import Piece, PlannedFile, Tracker, write_files
+from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -105,7 +102,7 @@ def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
 
 
 def _copier(tracker: Tracker, verified: set[RecordKey] | None = None) -> Copier:
-    return Copier(tracker, BlockWriter(direct=False), verified=verified)
+    return Copier(tracker.advance, BlockWriter(direct=False), verified=verified)
 
 
 @pytest.mark.parametrize("has_crc", [True, False])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.saving.verified_files import VerifiedFiles

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
-from mmfsdp.checkpoint.pickles.safe_names import is_dotted_name, is_safe_name
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, is_dotted_name, is_safe_name, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
 
 FILE = Path("x")

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from mmfsdp.checkpoint import TargetExistsError, convert, open_layout
-from mmfsdp.checkpoint.files import leases, siblings
-from mmfsdp.checkpoint.files.atomic import atomic_output, commit, discard, make_parent, temporary_sibling
-from mmfsdp.checkpoint.files.leases import ABANDONED
+from mmfsdp.checkpoint.files import disk, siblings
+from mmfsdp.checkpoint.files.atomic import atomic_output, commit, discard, temporary_sibling
+from mmfsdp.checkpoint.files.disk import make_parent
+from mmfsdp.checkpoint.files.siblings import ABANDONED
 from mmfsdp.errors import CheckpointNotFoundError
 
 
@@ -152,19 +153,19 @@ def test_without_overwrite_nothing_is_replaced_at_the_end_either(tmp_path: Path)
 @pytest.mark.parametrize("refused", [False, True])
 def test_renaming_to_nothing_only(tmp_path: Path, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if refused:
-        monkeypatch.setattr(siblings, "_renameat2", lambda *_: False)  # as on a file system without it
+        monkeypatch.setattr(disk, "_renameat2", lambda *_: False)  # as on a file system without it
     for source_is in (Path.touch, Path.mkdir):
         source, target = tmp_path / "source", tmp_path / "target"
         source_is(source)
         for taken in (Path.touch, Path.mkdir, lambda path: path.symlink_to("nowhere")):
             taken(target)
             with pytest.raises(FileExistsError):
-                siblings.rename_new(source, target)
+                disk.rename_new(source, target)
             target.rmdir() if target.is_dir() and not target.is_symlink() else target.unlink()
-        siblings.rename_new(source, target)
+        disk.rename_new(source, target)
         assert os.listdir(tmp_path) == ["target"]
         with pytest.raises(FileNotFoundError):
-            siblings.rename_new(source, tmp_path / "third")
+            disk.rename_new(source, tmp_path / "third")
         target.rmdir() if target.is_dir() else target.unlink()
 
 
@@ -246,7 +247,7 @@ def test_a_lease_of_nothing_is_removed(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_at_any_line_of_taking_a_lease_leaves_no_file(tmp_path: Path) -> None:
-    path, code = tmp_path / ".out.mmfsdp-lease", leases.Lease.take.__func__.__code__  # type: ignore[attr-defined]
+    path, code = tmp_path / ".out.mmfsdp-lease", siblings.Lease.take.__func__.__code__  # type: ignore[attr-defined]
     interrupted = True
     moments = 0
     while interrupted:
@@ -266,11 +267,11 @@ def test_an_interrupt_at_any_line_of_taking_a_lease_leaves_no_file(tmp_path: Pat
         lease = None
         sys.settrace(trace)
         try:
-            lease = leases.Lease.take(path)
+            lease = siblings.Lease.take(path)
         except KeyboardInterrupt as error:
             kept = error  # as whoever reports it does: its frames keep what they hold
             sys.settrace(None)
-            leases._release_all()
+            siblings._release_all()
             assert os.listdir(tmp_path) == [], (moments, kept)
         finally:
             sys.settrace(None)

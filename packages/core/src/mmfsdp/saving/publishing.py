@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.files.atomic import commit, discard, make_parent, refuse_existing, sync, temporary_sibling
-from mmfsdp.checkpoint.files.file_errors import not_written, of_file
+from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.files.disk import make_parent, not_written, of_file, sync
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.steps import Scope, broadcast_object, gather_to_first, on_all_ranks, shared

@@ -10,7 +10,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.files.atomic import atomic_output, make_parent, refuse_existing
+from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing
+from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.steps import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError

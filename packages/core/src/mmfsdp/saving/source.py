@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.collective.channels import host_of

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from mmfsdp.checkpoint.files.file_errors import not_written
+from mmfsdp.checkpoint.files.disk import not_written
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from mmfsdp.basics.boxes import Bounds, is_within, meet
 from mmfsdp.checkpoint.checksums import crc32, crc32_of_stretch
+from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.files.elements import packed_blocks
-from mmfsdp.checkpoint.files.file_errors import read_errors, truncated
-from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.geometry.extents import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import CorruptCheckpointError

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mmfsdp.checkpoint.checksums import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.files.atomic import located, refuse_missing_parent
 from mmfsdp.checkpoint.files.casting import converted_blocks
-from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.files.progress import Progress
+from mmfsdp.checkpoint.files.disk import OpenFiles, located, refuse_missing_parent
+from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.recognition import open_layout
-from mmfsdp.checkpoint.geometry.views import CastEntry
+from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.inspection.verification import verify
 from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file

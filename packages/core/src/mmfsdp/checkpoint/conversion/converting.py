@@ -19,20 +19,12 @@ from mmfsdp.checkpoint.conversion.checks import (
 )
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.files.atomic import (
-    commit,
-    discard,
-    located,
-    refuse_existing,
-    refuse_missing_parent,
-    temporary_sibling,
-)
-from mmfsdp.checkpoint.files.file_errors import write_errors
-from mmfsdp.checkpoint.files.progress import Progress
-from mmfsdp.checkpoint.files.writing import write_files
+from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.files.disk import located, refuse_missing_parent, write_errors
+from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.recognition import open_layout
 from mmfsdp.checkpoint.formats.registry import Format
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.errors import ConfigError

@@ -12,9 +12,9 @@ from mmfsdp.checkpoint.conversion.name_rules import NameRules
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import chosen_dtypes
-from mmfsdp.checkpoint.files.planned_files import PlannedFile
+from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats.registry import Content, Format
-from mmfsdp.checkpoint.geometry.views import CastEntry
+from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.parts import top_level_key, weights_of
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths
@@ -71,7 +71,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow
         selection = _with_states(selection, layout, target)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
-    casts = chosen_dtypes(conversion.dtype, stored)
+    casts = {} if conversion.dtype is None else chosen_dtypes(conversion.dtype, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
         count = _counter(name, overflow)

@@ -12,33 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.leases import Lease, writer
+from mmfsdp.checkpoint.files.disk import exchange, located, refuse_missing_parent, remove, rename_new, sync
 from mmfsdp.checkpoint.files.siblings import (
     Kind,
+    Lease,
     claim_of,
-    exchange,
     new_token,
-    remove,
     remove_leftovers,
-    rename_new,
     sibling,
     token_of,
+    writer,
 )
 from mmfsdp.checkpoint.untrusted import refuse_special
-from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, closest
+from mmfsdp.errors import CheckpointError
 
-__all__ = [
-    "TargetExistsError",
-    "atomic_output",
-    "commit",
-    "discard",
-    "located",
-    "make_parent",
-    "refuse_existing",
-    "refuse_missing_parent",
-    "sync",
-    "temporary_sibling",
-]
+__all__ = ["TargetExistsError", "atomic_output", "commit", "discard", "refuse_existing", "temporary_sibling"]
 
 _held: dict[Path, list[Lease]] = {}
 """The leases of the targets that this process is writing, by temporary path."""
@@ -191,44 +179,6 @@ def atomic_output(path: Path, *, overwrite: bool = False, fsync: bool = True) ->
         raise
 
 
-def located(path: Path) -> Path:
-    """Return the absolute path of a target, with links in its parent directories resolved.
-
-    A link at the target itself is not followed: it is replaced, and the file that it points to stays.
-
-    Args:
-        path: The target; its directory should exist.
-    """
-    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
-
-
-def make_parent(target: Path) -> None:
-    """Create the directories above a target.
-
-    Raises:
-        CheckpointError: One of them is a file.
-        OSError: They cannot be created.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
-        raise CheckpointError(
-            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
-            file=str(target),
-        ) from error
-
-
-def refuse_missing_parent(path: Path) -> None:
-    """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
-    if not path.parent.is_dir():
-        raise CheckpointNotFoundError(
-            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
-            + _nearest(path.parent),
-            file=str(path),
-        )
-
-
 def refuse_existing(path: Path) -> None:
     """Raise ``TargetExistsError`` if a target exists, ``FormatError`` if it is a device."""
     refuse_special(path)
@@ -259,17 +209,3 @@ def _sync_tree(path: Path) -> None:
         for child in path.iterdir():
             _sync_tree(child)
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _nearest(path: Path) -> str:
-    parent = path.parent
-    return closest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import compile_pattern
-from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.files.numeric import require_numpy, small_floats, values
-from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.geometry.views import CastEntry
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import require_numpy, small_floats, tensor_blocks, values
+from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
@@ -25,7 +24,7 @@ _BLOCK = 1 << 19  # bytes of the source: what is made of it fits the second-leve
 _TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 
 
-def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+def chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the new dtype of each tensor that changes.
 
     Args:
@@ -37,8 +36,6 @@ def chosen_dtypes(wanted: str | Mapping[str, str] | None, tensors: Mapping[str, 
         ConfigError: A dtype is unknown or cannot be cast to, a pattern matches no floating point tensor, or numpy is
             not there.
     """
-    if wanted is None:
-        return {}
     rules = {"**": wanted} if isinstance(wanted, str) else dict(wanted)
     dtypes = {pattern: canonical_dtype(dtype) for pattern, dtype in rules.items()}
     for dtype in dtypes.values():

@@ -8,40 +8,41 @@ keeps locked; ``.a.mmfsdp-claim``, which one process keeps locked that relies on
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import enum
-import errno
+import fcntl
+import json
 import os
 import re
 import secrets
-import shutil
+import socket
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mmfsdp.checkpoint.files.leases import Lease, is_alive
+from mmfsdp.checkpoint.files.disk import remove, rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
 
 __all__ = [
+    "ABANDONED",
     "Kind",
+    "Lease",
     "claim_of",
-    "exchange",
     "interrupted",
+    "is_alive",
+    "machine",
     "new_token",
-    "remove",
     "remove_leftovers",
-    "rename_new",
     "sibling",
     "targets_of",
     "token_of",
+    "writer",
 ]
 
-_NOREPLACE, _EXCHANGE = 1, 2
-_HERE = -100  # AT_FDCWD
-_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _LONGEST = 160  # bytes of the name in that of its sibling
 
 
@@ -136,71 +137,6 @@ def remove_leftovers(path: Path, own: Lease) -> None:
                 remove(entry.path)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a directory, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def exchange(one: Path, two: Path) -> bool:
-    """Exchange two paths, each a file or a directory, in one step.
-
-    Returns:
-        ``True`` if they were exchanged; ``False`` where the system or the file system cannot do it.
-
-    Raises:
-        OSError: The exchange failed; ``FileNotFoundError`` if one of the paths does not exist.
-    """
-    return _renameat2(one, two, _EXCHANGE)
-
-
-def rename_new(source: Path, target: Path) -> None:
-    """Rename a file or a directory to a path that does not exist.
-
-    Raises:
-        FileExistsError: The path exists.
-        OSError: Renaming failed.
-    """
-    if _renameat2(source, target, _NOREPLACE):
-        return
-    if os.path.lexists(target):
-        raise _exists(target)
-    if not source.is_dir():
-        try:
-            os.link(source, target)
-        except FileExistsError:
-            raise
-        except OSError:  # there are no hard links either: what appears just now would be replaced
-            os.rename(source, target)
-        else:
-            os.unlink(source)
-        return
-    try:
-        os.rename(source, target)  # what has appeared since is replaced only if it is an empty directory
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
-            raise _exists(target) from error
-        raise
-
-
-def _exists(target: Path) -> FileExistsError:
-    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-
-
-def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_HERE, os.fsencode(source), _HERE, os.fsencode(target), ctypes.c_uint(flags)) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _REFUSED:
-        return False
-    raise OSError(code, os.strerror(code), str(source), None, str(target))
-
-
 def _siblings(path: Path) -> Iterator[_Sibling]:
     pattern = re.compile(re.escape(f".{_stem(path)}.") + rf"([0-9a-f-]+)\.({'|'.join(Kind)})")
     if not path.parent.is_dir():
@@ -235,3 +171,174 @@ def _stem(path: Path) -> str:
     if len(name) <= _LONGEST:
         return path.name
     return f"{os.fsdecode(name[: _LONGEST - 8]).encode('utf-8', 'ignore').decode()}{zlib.crc32(name):08x}"
+
+
+ABANDONED = 3600
+"""Seconds without a change after which a checkpoint that another machine may be writing counts as abandoned."""
+
+
+class Lease:
+    """A file that this process holds locked until it releases the lease or ends."""
+
+    __slots__ = ("_descriptor", "_owner", "guarded", "path")
+
+    def __init__(self, path: Path, guarded: Path | None) -> None:
+        self.path = path
+        self.guarded = guarded
+        self._owner = os.getpid()  # a forked child has the lock too, and must not release it
+        self._descriptor: int | None = None
+
+    @classmethod
+    def take(cls, path: Path, *, wait: bool = False, guarded: Path | None = None) -> Lease | None:
+        """Create a file, or take over the file of a dead process, and hold it locked.
+
+        Where the file system has no locks, every process gets the lease.
+
+        Args:
+            path: The file.
+            wait: Wait for the process that holds it; otherwise return ``None`` if another process does.
+            guarded: The file or directory that the lease is about. If it exists when the process ends, the lease file
+                stays, as if the process had died.
+        """
+        lease = cls(path, guarded)
+        _release_at_exit()
+        _all.add(lease)  # before the file exists: an interrupt may come at any moment
+        while True:
+            # Known to the lease before it is locked: after an interrupt, nobody else could close and so unlock it.
+            lease._descriptor = descriptor = _opened(path)
+            locked = _locked(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)) is not False
+            if locked and _is_at(descriptor, path):  # and was not released, and removed, in the meantime
+                _sign(descriptor)
+                return lease
+            lease._descriptor = None
+            os.close(descriptor)
+            if not locked:
+                _all.discard(lease)
+                return None
+
+    def release(self) -> None:
+        """Remove the file and unlock it, unless another process has taken it."""
+        if self._owner == os.getpid():
+            with contextlib.suppress(OSError):
+                if self._descriptor is None:  # an interrupt came while it was taken
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                locked = _locked(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False
+                if locked and _is_at(self._descriptor, self.path):
+                    self.path.unlink()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+        _all.discard(self)
+
+    def age_of(self, path: Path) -> float:
+        """Return the seconds between the last change in a file or directory and this lease.
+
+        Both times are those of the file system, so that the clocks of machines need not agree.
+        """
+        assert self._descriptor is not None
+        return os.fstat(self._descriptor).st_mtime - max(_changes(path), default=0.0)
+
+
+def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
+    """Tell whether the process that holds a lease may still be writing: ``False`` only if it is certainly not.
+
+    Args:
+        lease: The lease of another process. Without one, age alone decides.
+        held: The file or directory that the process writes; ``None`` if there is none.
+        own: A lease taken just now in the same directory, which gives the time of the file system.
+    """
+    try:
+        descriptor = os.open(lease, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return held is not None and own.age_of(held) < ABANDONED
+    try:
+        free = _locked(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if free is False:
+            return True
+        if free and (held is None or writer(lease).get("machine") == machine(descriptor)):
+            return False
+    finally:
+        os.close(descriptor)
+    return min(own.age_of(path) for path in (held, lease) if path is not None) < ABANDONED
+
+
+def writer(lease: Path) -> dict[str, Any]:
+    """Return ``machine``, ``host`` and ``pid`` of the process that holds a lease; empty if it cannot be read."""
+    try:
+        content = json.loads(lease.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def machine(descriptor: int) -> str:
+    """Return an identifier of this machine since it was started, and of the mount that holds a file.
+
+    Containers on one machine are the same machine.
+    """
+    return f"{_boot()}/{os.fstat(descriptor).st_dev}"
+
+
+@cache
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # of another user, who may be dead
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _sign(descriptor: int) -> None:
+    text = json.dumps({"machine": machine(descriptor), "host": socket.gethostname(), "pid": os.getpid()})
+    with contextlib.suppress(OSError):  # it may be open for reading only
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _locked(descriptor: int, operation: int) -> bool | None:
+    """Lock a file: whether that succeeded, or ``None`` where there are no locks."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _changes(path: Path) -> list[float]:
+    try:
+        times = [path.lstat().st_mtime]
+        if path.is_dir() and not path.is_symlink():
+            times += [time for entry in path.iterdir() for time in _changes(entry)]
+    except OSError:  # it goes while we look
+        return []
+    return times
+
+
+_all: set[Lease] = set()
+"""The leases that this process has taken, or is about to take."""
+
+
+@cache
+def _release_at_exit() -> None:
+    atexit.register(_release_all)
+
+
+def _release_all() -> None:
+    for lease in list(_all):
+        if lease.guarded is None or not os.path.lexists(lease.guarded):
+            lease.release()

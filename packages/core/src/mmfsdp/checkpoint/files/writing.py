@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from mmfsdp.checkpoint.checksums import crc32, crc32_combine
-from mmfsdp.checkpoint.files.blocks import BlockWriter, reserve
-from mmfsdp.checkpoint.files.copying import Copier, RecordKey
-from mmfsdp.checkpoint.files.opening import write_all
-from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
-from mmfsdp.checkpoint.files.progress import Progress, StoppedError, Tracker
+from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
+from mmfsdp.checkpoint.files.disk import write_all
+from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.manifest import FileEntry
 
-__all__ = ["default_jobs", "write_files"]
+__all__ = ["Piece", "PlannedFile", "Progress", "StoppedError", "Tracker", "default_jobs", "write_files"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or a box of one, at its place in a file that will be written."""
+
+    entry: TensorEntry
+    """The tensor; it is written packed in row-major order."""
+    at: int
+    """Where its first element goes, in bytes from the start of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file that will be written."""
+
+    name: str
+    """Its path within the target; empty where the target is this one file."""
+    size: int
+    """Its length in bytes."""
+    pieces: tuple[Piece, ...]
+    """The tensor data, in file order."""
+    blocks: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
+    """Given the CRC-32 of each piece, returns all other bytes with their offsets, in file order. Bytes in neither are
+    zero."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
+
 
 _BATCH = 16 << 20  # bytes of tensors that are one piece of work
 _MERGED = 1 << 20  # bytes of small blocks that are written at once
@@ -69,7 +100,7 @@ def write_files(
         verified: set[RecordKey] = set()
         for _ in range(count):
             writer = BlockWriter(direct=fsync)
-            idle.put(stack.enter_context(Copier(tracker, writer, verified=verified if verify else None)))
+            idle.put(stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         try:
             copies = [
@@ -148,3 +179,54 @@ def _joined(stretches: Iterable[_Stretch], size: int) -> int:
         crc = crc32_combine(crc32(bytes(offset - position), crc), own, length)
         position = offset + length
     return crc32(bytes(size - position), crc)
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes copied so far and the bytes to copy in total."""
+
+
+class StoppedError(Exception):
+    """Another thread has failed, or the caller has stopped the work."""
+
+
+class Tracker:
+    """The progress that threads working on one task share.
+
+    Args:
+        total: Bytes to copy, for ``progress``.
+        progress: Called after each block, never by two threads at once; an error that it raises stops the work.
+    """
+
+    def __init__(self, total: int = 0, progress: Progress | None = None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self.failure: BaseException | None = None
+        """The first error that stopped the work."""
+
+    def advance(self, count: int) -> None:
+        """Add copied bytes; with 0, only check whether to go on.
+
+        Raises:
+            StoppedError: The work must stop.
+        """
+        if self.failure is not None:
+            raise StoppedError
+        if count:
+            with self._lock:
+                if self.failure is not None:  # of a thread that had the lock until now
+                    raise StoppedError
+                self._done += count
+                try:
+                    if self._progress is not None:
+                        self._progress(self._done, self._total)
+                except BaseException as error:
+                    self.failure = error
+                    raise
+
+    def stop(self, failure: BaseException) -> None:
+        """Make every further ``advance`` raise; the first failure is kept."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = failure

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import ListedBoxes
-from mmfsdp.checkpoint.files.opening import OpenFiles
+from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location, read_dcp_metadata
 from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
 from mmfsdp.checkpoint.formats.registry import Source, looks_like_safetensors

@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 from mmfsdp.basics.boxes import sharded_box
-from mmfsdp.checkpoint.files.planned_files import Piece, PlannedFile
+from mmfsdp.checkpoint.files.writing import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
 from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
 from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
-from mmfsdp.checkpoint.geometry.views import cut
+from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError

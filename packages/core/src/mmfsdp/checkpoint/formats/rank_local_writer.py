@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks, sharded_box
-from mmfsdp.checkpoint.files.planned_files import PlannedFile
+from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
-from mmfsdp.checkpoint.geometry.views import cut
+from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import FormatError

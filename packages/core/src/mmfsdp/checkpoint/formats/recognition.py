@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.files.file_errors import of_file
+from mmfsdp.checkpoint.files.disk import of_file
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.registry import FORMATS, INDEX_SUFFIX, Format, Source, find_format
 from mmfsdp.checkpoint.layout import Layout

@@ -20,7 +20,7 @@ from mmfsdp.basics.boxes import Ranks
 from mmfsdp.errors import ConfigError, closest
 
 if TYPE_CHECKING:
-    from mmfsdp.checkpoint.files.planned_files import PlannedFile
+    from mmfsdp.checkpoint.files.writing import PlannedFile
     from mmfsdp.checkpoint.layout import Layout, TensorEntry
 
 __all__ = [

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.planned_files import PlannedFile
+from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats import safetensors, torch_legacy, torch_zip
 from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, looks_like_safetensors
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.files.numeric import has_numpy, raw, require_numpy, values
-from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.files.progress import Progress
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import has_numpy, raw, require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.recognition import open_layout
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.geometry.views import without_repeats
+from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.parts import part_tensors, weights_of
 from mmfsdp.checkpoint.tree import leaves

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.files.numeric import require_numpy, values
-from mmfsdp.checkpoint.files.opening import OpenFiles
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
-from mmfsdp.checkpoint.geometry.views import without_repeats
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.parts import find_tensor
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.checksums import scan_file
-from mmfsdp.checkpoint.files.progress import Progress
+from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.recognition import open_layout
-from mmfsdp.checkpoint.geometry.coverage import check_coverage
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.checks import Check, planned_checks
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
-from mmfsdp.checkpoint.pickles.safe_names import check_is_name
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, check_is_name
 from mmfsdp.errors import FormatError
 
 __all__ = ["PickleWriter", "int_opcodes", "name_opcodes", "text_opcodes"]

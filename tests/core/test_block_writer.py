@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint.files import blocks
-from mmfsdp.checkpoint.files.blocks import BlockWriter, open_direct, reserve
+from mmfsdp.checkpoint.files import copying
+from mmfsdp.checkpoint.files.copying import BlockWriter, open_direct, reserve
 
 MB = 1 << 20
 SIZE = MB + 5
@@ -124,7 +124,7 @@ def test_a_file_system_that_does_not_write_directly_after_all(
             raise OSError(errno.EINVAL, "Invalid argument")
         return pwrite(descriptor, block[:4096], at)
 
-    monkeypatch.setattr(blocks, "open_direct", _open_direct)
+    monkeypatch.setattr(copying, "open_direct", _open_direct)
     monkeypatch.setattr(os, "pwrite", _pwrite)
     writer = BlockWriter(direct=True)
     with writer.to(path):
@@ -146,7 +146,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_network_file_systems_are_not_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.touch()
-    monkeypatch.setattr(blocks.os, "major", lambda _: 0)
+    monkeypatch.setattr(copying.os, "major", lambda _: 0)
     assert open_direct(path) is None
 
 

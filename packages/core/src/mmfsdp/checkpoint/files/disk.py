@@ -1,0 +1,314 @@
+"""Opens, writes, syncs, renames and removes files; errors name the file and say what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from types import TracebackType
+
+from mmfsdp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MmfsdpError,
+    closest,
+)
+
+__all__ = [
+    "OpenFiles",
+    "exchange",
+    "located",
+    "make_parent",
+    "not_written",
+    "of_file",
+    "read_errors",
+    "refuse_missing_parent",
+    "remove",
+    "rename_new",
+    "sync",
+    "truncated",
+    "write_all",
+    "write_errors",
+]
+
+_ROOM = "Make room on that disk, or choose a path on another."
+_PLACE = "Choose a directory that you may write to."
+_ADVICE = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "Its file system, or the limit that `ulimit -f` shows, allows no larger file. Raise the limit, choose "
+    "another disk, or write a format of several files.",
+    errno.EACCES: _PLACE,
+    errno.EPERM: _PLACE,
+    errno.EROFS: _PLACE,
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EMFILE: "Raise the limit that `ulimit -n` shows.",
+}
+
+
+def not_written(target: Path, error: BaseException, *, rank: int | None = None) -> CheckpointError:
+    """Return the error for a target that could not be written and was removed.
+
+    Args:
+        target: The file or directory that was to be written.
+        error: The error. If an error of the operating system caused it, that one is reported: torch's writer wraps it
+            in one of its own.
+        rank: The rank that failed, if it was another one.
+    """
+    cause = _system_error(error)
+    if cause is None:
+        text = f"{type(error).__name__}: {error}"
+        return CheckpointError(f"{target.name} cannot be written: {text}", file=str(target), rank=rank)
+    advice = f" {_ADVICE[cause.errno]}" if cause.errno in _ADVICE else ""
+    text = f"{target.name} cannot be written: {cause.strerror or cause}.{advice}"
+    return CheckpointError(text, file=str(target), rank=rank)
+
+
+def of_file(error: MmfsdpError, file: Path) -> MmfsdpError:
+    """Return an error that says which file it is about: itself if it says so already."""
+    return error if "file" in error.context else type(error)(error.message, **{**error.context, "file": str(file)})
+
+
+def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
+    """Return the error for a file that ends at byte ``offset``, within a tensor."""
+    return CorruptCheckpointError(
+        f"{file.name} is truncated: it ends within tensor {name!r}.", file=str(file), offset=offset
+    )
+
+
+class read_errors:  # noqa: N801 - reads as a statement
+    """A context manager that turns errors of the operating system into ours: this file cannot be read.
+
+    Args:
+        file: The file that the block reads. The caller reports a missing file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            reason = error.strerror or error
+            raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
+
+
+class write_errors:  # noqa: N801 - reads as a statement
+    """A context manager that turns errors of the operating system into ours: this target cannot be written.
+
+    Args:
+        target: The file or directory that the block writes.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise not_written(self._target, error) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_OPEN_FILES = 64
+
+
+class OpenFiles:
+    """Keeps the most recently read files open; a context manager that closes them.
+
+    A file that is opened again must be the one that was read before, with the same size and time of change.
+    """
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._identities: dict[Path, tuple[int, ...]] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; ``descriptor`` opens them again."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def descriptor(self, file: Path) -> int:
+        """Return a descriptor of the file for reading. It stays valid until 64 other files have been asked for.
+
+        Raises:
+            IncompleteCheckpointError: The file is missing.
+            CorruptCheckpointError: The file has changed since it was opened first.
+            CheckpointError: The file cannot be opened.
+        """
+        if file in self._files:
+            self._files.move_to_end(file)
+            return self._files[file]
+        if len(self._files) >= _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        try:
+            with read_errors(file):
+                descriptor = self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(f"{file.name} is missing.", file=str(file)) from error
+        found = os.fstat(descriptor)
+        identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        if self._identities.setdefault(file, identity) != identity:
+            os.close(self._files.pop(file))
+            raise CorruptCheckpointError(
+                f"{file.name} changed while it was read: another process replaced or rewrote it. Read the checkpoint "
+                "again when no other process writes to it.",
+                file=str(file),
+            )
+        return descriptor
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes at byte ``offset`` of an open file, however many calls that takes."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def located(path: Path) -> Path:
+    """Return the absolute path of a target, with links in its parent directories resolved.
+
+    A link at the target itself is not followed: it is replaced, and the file that it points to stays.
+
+    Args:
+        path: The target; its directory should exist.
+    """
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
+def make_parent(target: Path) -> None:
+    """Create the directories above a target.
+
+    Raises:
+        CheckpointError: One of them is a file.
+        OSError: They cannot be created.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in target.parents if path.exists() and not path.is_dir()), target.parent)
+        raise CheckpointError(
+            f"{str(target)!r} cannot be written: {str(file)!r} is a file, and not a directory. Choose another path.",
+            file=str(target),
+        ) from error
+
+
+def refuse_missing_parent(path: Path) -> None:
+    """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
+    if not path.parent.is_dir():
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
+            + _nearest(path.parent),
+            file=str(path),
+        )
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _nearest(path: Path) -> str:
+    parent = path.parent
+    return closest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
+
+
+_NOREPLACE, _EXCHANGE = 1, 2
+_HERE = -100  # AT_FDCWD
+_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, two: Path) -> bool:
+    """Exchange two paths, each a file or a directory, in one step.
+
+    Returns:
+        ``True`` if they were exchanged; ``False`` where the system or the file system cannot do it.
+
+    Raises:
+        OSError: The exchange failed; ``FileNotFoundError`` if one of the paths does not exist.
+    """
+    return _renameat2(one, two, _EXCHANGE)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file or a directory to a path that does not exist.
+
+    Raises:
+        FileExistsError: The path exists.
+        OSError: Renaming failed.
+    """
+    if _renameat2(source, target, _NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise _exists(target)
+    if not source.is_dir():
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:  # there are no hard links either: what appears just now would be replaced
+            os.rename(source, target)
+        else:
+            os.unlink(source)
+        return
+    try:
+        os.rename(source, target)  # what has appeared since is replaced only if it is an empty directory
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+            raise _exists(target) from error
+        raise
+
+
+def _exists(target: Path) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_HERE, os.fsencode(source), _HERE, os.fsencode(target), ctypes.c_uint(flags)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _REFUSED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))

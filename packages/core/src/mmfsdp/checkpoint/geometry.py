@@ -1,0 +1,330 @@
+"""Computes which bytes of files fill a box of a tensor, and proves that its chunks cover it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mmfsdp.basics.boxes import Boxes, EvenBoxes, meet
+from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
+
+__all__ = ["CastEntry", "Run", "StridedRun", "byte_runs", "check_coverage", "cut", "without_repeats"]
+
+_BLOCKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that are consecutive in the source and in the target."""
+
+    file: Path
+    """The file that holds them."""
+    source: int
+    """First byte, from the start of the file."""
+    target: int
+    """Offset in the target box, in bytes."""
+    length: int
+    """Number of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StridedRun:
+    """Elements that are strided in the source, such as a transposed view, and packed in the target."""
+
+    file: Path
+    """The file that holds them."""
+    source: int
+    """First byte of the first element, from the start of the file."""
+    target: int
+    """Offset in the target box, in bytes."""
+    length: int
+    """Number of bytes once packed."""
+    item: int
+    """Bytes per element."""
+    sizes: tuple[int, ...]
+    """Elements per dimension, in target order."""
+    strides: tuple[int, ...]
+    """Steps between them in the source, in elements."""
+
+
+def byte_runs(
+    entry: TensorEntry, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
+) -> list[Run | StridedRun]:
+    """Return the byte runs that fill a row-major target box from the chunks of a tensor.
+
+    Args:
+        entry: The tensor and its chunks, which must not overlap (see ``check_coverage``).
+        offsets: Where the target box begins in the tensor, in elements; its origin by default.
+        sizes: Size of the target box in elements; the whole tensor by default.
+
+    Returns:
+        Runs sorted by target offset, neighbours merged. Regions that no chunk holds have no run.
+
+    Raises:
+        FormatError: The box cuts a view that repeats what is stored into more than a million pieces.
+    """
+    start = (0,) * len(entry.shape) if offsets is None else offsets
+    extent = entry.shape if sizes is None else sizes
+    item = itemsize(entry.dtype)
+    runs = [run for chunk in entry.chunks() for run in _chunk_runs(chunk, item, start, extent)]
+    runs.sort(key=lambda run: run.target)
+    return list(_merged(runs))
+
+
+def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Run | StridedRun]:
+    ndim = len(extent)
+    low = [max(a, b) for a, b in zip(chunk.box_offsets, start, strict=True)]
+    high = [min(a + b, c + d) for a, b, c, d in zip(chunk.box_offsets, chunk.box_sizes, start, extent, strict=True)]
+    count = tuple(b - a for a, b in zip(low, high, strict=True))
+    if any(size <= 0 for size in count):
+        return
+    source_strides = chunk.strides or row_major_strides(chunk.box_sizes)
+    target_strides = row_major_strides(extent)
+
+    # Dimensions from `inner` on form one block that is consecutive in the target, and in the source if that is packed.
+    inner = max(ndim - 1, 0)
+    while (
+        inner > 0
+        and count[inner] == extent[inner]
+        and (chunk.strides is not None or count[inner] == chunk.box_sizes[inner])
+    ):
+        inner -= 1
+    # What is stored bounds how many blocks there are, except where it is repeated.
+    if math.prod(count[:inner]) > _BLOCKS and 0 in source_strides:
+        raise FormatError(
+            f"{chunk.file.name} holds part of a tensor of shape {list(chunk.box_sizes)} as an expanded view, in too "
+            "many pieces. Save its contiguous() instead.",
+            file=str(chunk.file),
+        )
+    length = math.prod(count[inner:]) * item
+    source = chunk.offset + item * sum(
+        (a - b) * step for a, b, step in zip(low, chunk.box_offsets, source_strides, strict=True)
+    )
+    target = item * sum((a - b) * step for a, b, step in zip(low, start, target_strides, strict=True))
+    for index in itertools.product(*(range(size) for size in count[:inner])):
+        source_at = source + item * sum(i * step for i, step in zip(index, source_strides, strict=False))
+        target_at = target + item * sum(i * step for i, step in zip(index, target_strides, strict=False))
+        if chunk.strides is None:
+            yield Run(chunk.file, source_at, target_at, length)
+        else:
+            yield StridedRun(chunk.file, source_at, target_at, length, item, count[inner:], chunk.strides[inner:])
+
+
+def _merged(runs: list[Run | StridedRun]) -> Iterator[Run | StridedRun]:
+    last: Run | StridedRun | None = None
+    for run in runs:
+        if (
+            isinstance(last, Run)
+            and isinstance(run, Run)
+            and last.file == run.file
+            and last.source + last.length == run.source
+            and last.target + last.length == run.target
+        ):
+            last = Run(last.file, last.source, last.target, last.length + run.length)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+@dataclass(frozen=True, slots=True)
+class CastEntry(TensorEntry):
+    """A tensor to be written with another dtype; its chunks are those of the source."""
+
+    source: TensorEntry
+    """The tensor as it is stored."""
+    overflow: Callable[[str, int], None]
+    """Called with the name and the number of elements that were too large for the dtype, if there are any."""
+
+    @classmethod
+    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[str, int], None]) -> CastEntry:
+        """Return a tensor cast to another dtype."""
+        return cls(source.name, dtype, source.shape, source.chunks(), source, overflow)
+
+
+def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> TensorEntry:
+    """Return a box of a tensor as a tensor of its own.
+
+    Args:
+        entry: The tensor; one that is cast stays so.
+        offsets: Where the box begins, in elements.
+        sizes: Its size in elements.
+    """
+    if isinstance(entry, CastEntry):
+        return CastEntry.of(cut(entry.source, offsets, sizes), entry.dtype, entry.overflow)
+    item = itemsize(entry.dtype)
+    chunks = tuple(part for chunk in entry.chunks() for part in _cut_chunk(chunk, item, offsets, sizes))
+    return TensorEntry(entry.name, entry.dtype, tuple(sizes), chunks)
+
+
+def _cut_chunk(chunk: Chunk, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
+    low = [max(a, b) for a, b in zip(chunk.box_offsets, offsets, strict=True)]
+    ends = zip(chunk.box_offsets, chunk.box_sizes, offsets, sizes, strict=True)
+    high = [min(a + b, c + d) for a, b, c, d in ends]
+    size = tuple(b - a for a, b in zip(low, high, strict=True))
+    if any(number <= 0 for number in size):
+        return
+    steps = chunk.strides or row_major_strides(chunk.box_sizes)
+    skipped = sum((a - b) * step for a, b, step in zip(low, chunk.box_offsets, steps, strict=True))
+    packed = chunk.strides is None and _is_packed(size, steps)
+    yield replace(
+        chunk,
+        offset=chunk.offset + skipped * item,
+        nbytes=math.prod(size) * item,
+        box_offsets=tuple(a - b for a, b in zip(low, offsets, strict=True)),
+        box_sizes=size,
+        strides=None if packed else steps,
+    )
+
+
+def _is_packed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return all(
+        size == 1 or step == own
+        for size, step, own in zip(sizes, strides, row_major_strides(tuple(sizes)), strict=True)
+    )
+
+
+def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
+    """Return tensors of one shape without the repetitions they have in common, and how often each element occurs.
+
+    A view made by ``expand`` can have more elements than any disk, though only a few are stored.
+
+    Args:
+        entries: The tensors; their chunks must cover them (see ``check_coverage``).
+    """
+    shape = entries[0].shape
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and all(_repeats(entry, dim) for entry in entries)]
+    if not dims:
+        return list(entries), 1
+    sizes = tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+    return [_resized(entry, sizes) for entry in entries], math.prod(shape[dim] for dim in dims)
+
+
+def _repeats(entry: TensorEntry, dim: int) -> bool:
+    chunks = entry.chunks()
+    return len(chunks) == 1 and chunks[0].strides is not None and chunks[0].strides[dim] == 0
+
+
+def _resized(entry: TensorEntry, sizes: tuple[int, ...]) -> TensorEntry:
+    chunk = replace(entry.chunks()[0], box_sizes=sizes, nbytes=math.prod(sizes) * itemsize(entry.dtype))
+    return replace(entry, shape=sizes, stored=(chunk,))
+
+
+def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_up: bool = True) -> None:
+    """Prove that chunks cover each tensor without gap or overlap, and that their files are long enough.
+
+    Args:
+        layout: The checkpoint as read.
+        names: Which tensors to look at; all of them by default.
+        look_up: Also locate the chunks that have no known offset yet, which reads from each file. Otherwise a chunk
+            that is not where it should be is found when it is located.
+
+    Raises:
+        IncompleteCheckpointError: Elements of a tensor are in no file, or a file is missing.
+        CorruptCheckpointError: Two chunks overlap, a chunk leaves its tensor, or a file ends too early.
+    """
+    sizes: dict[Path, int] = {}
+    for name in layout.tensors if names is None else names:
+        entry = layout.tensors[name]
+        if not look_up and isinstance(entry.stored, Unlocated):
+            _check_boxes(layout, entry, entry.stored.boxes)
+            continue
+        chunks = entry.chunks()
+        for chunk in chunks:
+            _check_box(entry, chunk)
+            _check_extent(entry, chunk, sizes)
+        _check_disjoint(entry, chunks)
+        _check_sum(entry, sum(chunk.numel for chunk in chunks), [chunk.file for chunk in chunks], layout)
+
+
+def _check_boxes(layout: Layout, entry: TensorEntry, boxes: Boxes) -> None:
+    if isinstance(boxes, EvenBoxes):  # they cover the tensor exactly, whatever its shape
+        return
+    listed = boxes.meeting(None)
+    chunks = [Chunk(layout.path, 0, 0, *box) for box in listed]
+    for chunk in chunks:
+        _check_fits(entry, chunk)
+    _check_disjoint(entry, chunks)
+    _check_sum(entry, sum(chunk.numel for chunk in chunks), [], layout)
+
+
+def _check_sum(entry: TensorEntry, held: int, holders: Sequence[Path], layout: Layout) -> None:
+    if held == entry.numel:
+        return
+    files = ", ".join(dict.fromkeys(file.name for file in holders))
+    raise IncompleteCheckpointError(
+        f"Tensor {entry.name!r} of shape {list(entry.shape)} is incomplete: {held} of its {entry.numel} elements are "
+        f"stored{f' ({files})' if files else '' if held else ' (no file)'}.",
+        file=str(holders[0] if holders else layout.path),
+    )
+
+
+def _check_fits(entry: TensorEntry, chunk: Chunk) -> None:
+    fits = len(chunk.box_offsets) == len(chunk.box_sizes) == len(entry.shape) and all(
+        min(start, size) >= 0 and start + size <= whole
+        for start, size, whole in zip(chunk.box_offsets, chunk.box_sizes, entry.shape, strict=True)
+    )
+    # An empty box at the end of a short tensor may name an offset past it: ceil(d / n) * rank.
+    if not fits and not (chunk.numel == 0 and len(chunk.box_sizes) == len(entry.shape)):
+        raise CorruptCheckpointError(
+            f"Tensor {entry.name!r} has shape {list(entry.shape)}, but {chunk.file.name} holds the box at "
+            f"{list(chunk.box_offsets)} of size {list(chunk.box_sizes)}, which does not fit into it.",
+            file=str(chunk.file),
+            offset=chunk.offset,
+        )
+
+
+def _check_box(entry: TensorEntry, chunk: Chunk) -> None:
+    _check_fits(entry, chunk)
+    if chunk.nbytes != chunk.numel * itemsize(entry.dtype):
+        raise CorruptCheckpointError(
+            f"Tensor {entry.name!r}: {chunk.file.name} holds {chunk.nbytes} bytes for a box of size "
+            f"{list(chunk.box_sizes)} of {entry.dtype} (expected {chunk.numel * itemsize(entry.dtype)}).",
+            file=str(chunk.file),
+            offset=chunk.offset,
+        )
+
+
+def _check_extent(entry: TensorEntry, chunk: Chunk, sizes: dict[Path, int]) -> None:
+    if chunk.file not in sizes:
+        try:
+            sizes[chunk.file] = os.stat(chunk.file).st_size
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{chunk.file.name}, which holds part of tensor {entry.name!r}, is missing.", file=str(chunk.file)
+            ) from error
+    end = chunk.offset + chunk.span
+    if end > sizes[chunk.file]:
+        raise CorruptCheckpointError(
+            f"{chunk.file.name} is truncated: tensor {entry.name!r} reaches to byte {end}, but the file has "
+            f"{sizes[chunk.file]} bytes.",
+            file=str(chunk.file),
+            offset=chunk.offset,
+        )
+
+
+def _check_disjoint(entry: TensorEntry, chunks: Iterable[Chunk]) -> None:
+    # A sweep along the first dimension: only boxes that share a row with this one can meet it.
+    boxes = sorted((chunk for chunk in chunks if chunk.numel), key=lambda chunk: chunk.box_offsets)
+    active: list[Chunk] = []
+    for box in boxes:
+        row = box.box_offsets[0] if box.box_offsets else 0
+        active = [other for other in active if not other.box_sizes or other.box_offsets[0] + other.box_sizes[0] > row]
+        for other in active:
+            if meet(box.bounds, other.bounds):
+                raise CorruptCheckpointError(
+                    f"Tensor {entry.name!r}: the boxes in {other.file.name} (at {list(other.box_offsets)}, size "
+                    f"{list(other.box_sizes)}) and {box.file.name} (at {list(box.box_offsets)}, size "
+                    f"{list(box.box_sizes)}) overlap.",
+                    file=str(box.file),
+                    offset=box.offset,
+                )
+        active.append(box)

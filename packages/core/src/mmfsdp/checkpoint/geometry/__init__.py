@@ -1,1 +1,0 @@
-"""Boxes of tensors and the bytes of files that hold them."""
