@@ -52,7 +52,6 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("checksums", "layout", "untrusted"),
     ("geometry", "manifest", "pickles"),
     ("tree",),
-    ("parts",),
     ("files",),
     ("formats",),
     ("inspection", "keeping"),

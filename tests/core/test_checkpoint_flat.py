@@ -23,8 +23,8 @@ from mmfsdp.checkpoint.formats.flat_parameters import (
     spans_in_order,
     spans_of_views,
 )
-from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
 from mmfsdp.checkpoint.formats.safetensors import plan_file
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.errors import CorruptCheckpointError

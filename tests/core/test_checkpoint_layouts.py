@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from mmfsdp.checkpoint import convert, diff, find_tensor, open_layout
-from mmfsdp.checkpoint.parts import find_weights, usual_content
+from mmfsdp.checkpoint.tree import find_weights, usual_content
 from mmfsdp.errors import FormatError
 from mmfsdp_cli.main import app
 

@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
-    from mmfsdp.checkpoint.formats.recognition import open_layout
-    from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats
+    from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats, open_layout
     from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, ValueDifference, diff
     from mmfsdp.checkpoint.inspection.summaries import TensorStatistics, TreeNode, tensor_statistics, tensor_tree
     from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, layout_of_model
-    from mmfsdp.checkpoint.parts import find_tensor
+    from mmfsdp.checkpoint.tree import find_tensor
 
 __all__ = [
     "Chunk",
@@ -53,10 +52,10 @@ _WHERE = {
     "Ranks": "mmfsdp.basics.boxes",
     **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
     "layout_of_model": "mmfsdp.checkpoint.layout",
-    "find_tensor": "mmfsdp.checkpoint.parts",
+    "find_tensor": "mmfsdp.checkpoint.tree",
     "Conversion": "mmfsdp.checkpoint.conversion.settings",
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
-    "open_layout": "mmfsdp.checkpoint.formats.recognition",
+    "open_layout": "mmfsdp.checkpoint.formats.registry",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
     "ValueDifference": "mmfsdp.checkpoint.inspection.difference",
     **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),

@@ -1,16 +1,35 @@
-"""Walks and maps the nested content of a checkpoint, including the inside of pickled objects."""
+"""Walks and maps the nested content of a checkpoint, and finds its parts, such as the weights."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.layout import TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
-from mmfsdp.errors import FormatError
+from mmfsdp.errors import ConfigError, FormatError, closest
 
-__all__ = ["leaves", "map_leaves", "named_tensors", "select_tensors", "tensor_free_paths", "unique_name"]
+__all__ = [
+    "MODEL_KEYS",
+    "OPTIMIZER_KEYS",
+    "Weights",
+    "find_tensor",
+    "find_weights",
+    "is_ref",
+    "leaves",
+    "listed",
+    "map_leaves",
+    "named_tensors",
+    "part_tensors",
+    "select_tensors",
+    "tensor_free_paths",
+    "top_level_key",
+    "unique_name",
+    "usual_content",
+    "weights_of",
+]
 
 
 def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -163,3 +182,184 @@ class _Mapper:
         if value.has_state:
             value.state = self.map(_join(path, "state"), value.state)
         return value
+
+
+MODEL_KEYS = ("state_dict", "model")
+"""Keys of the weights: MMEngine's, and that of many training scripts."""
+
+OPTIMIZER_KEYS = ("optimizer", "optim")
+"""Keys of the optimizer's state."""
+
+# What training scripts save beside weights that have no key of their own, as torchtitan does.
+_BESIDE = {
+    *OPTIMIZER_KEYS,
+    "optimizers",
+    "lr_scheduler",
+    "lr_schedulers",
+    "scheduler",
+    "schedulers",
+    "param_schedulers",
+}
+_BESIDE |= {"dataloader", "train_state", "meta", "message_hub", "rng_state", "ema_state_dict"}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a checkpoint, and its other content."""
+
+    weights: dict[Any, Any]
+    """Name to tensor."""
+    where: tuple[Any, ...]
+    """The keys that lead to them; none if they have no key of their own."""
+    beside: Mapping[Any, Any]
+    """Everything beside the weights, by key."""
+
+    def left_out(self, *kept: str) -> list[str]:
+        """Return the paths of everything beside the weights, except for some keys."""
+        above = "/".join(map(str, self.where[:-1]))
+        return [f"{above}/{key}" if above else str(key) for key in self.beside if key not in kept]
+
+
+def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
+    """Find the weights in the content of a checkpoint; ``None`` if they are in none of the usual places.
+
+    They lie under ``'state_dict'`` or ``'model'``; or so under the only key there is (``{'app': {'model': ...}}``, as
+    in torch's tutorials); or without a key of their own: alone, or beside ``'optimizer'``, ``'lr_scheduler'``,
+    ``'dataloader'``, ``'train_state'`` and the like, as torchtitan writes them.
+
+    Args:
+        tree: Nested content.
+        is_tensor: Tells whether a leaf stands for a tensor.
+    """
+    if not isinstance(tree, dict):
+        return None
+    for key in MODEL_KEYS:
+        if isinstance(tree.get(key), dict):
+            return Weights(tree[key], (key,), _without(tree, key))
+    if not any(map(is_tensor, tree.values())):
+        if len(tree) != 1:
+            return None
+        [(only, inner)] = tree.items()
+        found = find_weights(inner, is_tensor)
+        return Weights(found.weights, (only, *found.where), found.beside) if found and found.where else None
+    parts = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    if not parts:
+        return Weights(tree, (), {})
+    if any(key not in _BESIDE and any(is_tensor(leaf) for _, leaf in leaves(value)) for key, value in parts.items()):
+        return None
+    own = {key: value for key, value in tree.items() if is_tensor(value) or str(key).endswith("_extra_state")}
+    return Weights(own, (), _without(tree, *own))
+
+
+def usual_content(tree: Any, is_tensor: Callable[[Any], bool]) -> dict[Any, Any] | None:
+    """Return content with its weights under ``'state_dict'`` and its optimizer's state under ``'optimizer'``.
+
+    ``None`` if there are no weights where they usually are. Nothing is changed in place.
+
+    Args:
+        tree: Nested content.
+        is_tensor: Tells whether a leaf stands for a tensor.
+    """
+    found = find_weights(tree, is_tensor)
+    if found is None:
+        return None
+    content = dict(found.beside)
+    for key in OPTIMIZER_KEYS:
+        if "optimizer" not in content and isinstance(content.get(key), dict):
+            content["optimizer"] = content.pop(key)
+    return {"state_dict": found.weights, **content}
+
+
+def weights_of(layout: Layout) -> Weights:
+    """Find the weights of a checkpoint; see ``find_weights``.
+
+    Raises:
+        FormatError: The weights are in none of the usual places.
+    """
+    if not isinstance(layout.tree, dict):
+        raise FormatError(
+            f"{layout.path.name} holds a {type(layout.tree).__name__} and not a mapping of names.",
+            file=str(layout.path),
+        )
+    found = find_weights(layout.tree, is_ref)
+    if found is not None:
+        return found
+    if not layout.top_level:
+        raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
+    raise FormatError(
+        f"{layout.path.name} has no 'state_dict'. Its top-level keys are {listed(layout.top_level)}; name one "
+        "with 'keep'.",
+        file=str(layout.path),
+    )
+
+
+def is_ref(leaf: Any) -> bool:
+    """Tell whether a leaf of a layout's tree stands for a tensor."""
+    return isinstance(leaf, TensorRef)
+
+
+def _without(tree: Mapping[Any, Any], *keys: Any) -> dict[Any, Any]:
+    return {key: value for key, value in tree.items() if key not in keys}
+
+
+def top_level_key(layout: Layout, name: str, argument: str = "keep") -> Any:
+    """Return the top-level key that is written ``name``.
+
+    Args:
+        layout: The checkpoint.
+        name: The key as text.
+        argument: What the caller gave it as: ``'keep'``, or ``'drop'``.
+
+    Raises:
+        ConfigError: There is none; the message names the nearest.
+    """
+    found = [key for key in layout.tree if str(key) == name] if isinstance(layout.tree, dict) else []
+    if not found:
+        words = ["model", "all"] if argument == "keep" else []
+        hint = closest(name, [*words, *layout.top_level])
+        what = "neither 'model' nor 'all' nor a" if words else "no"
+        raise ConfigError(
+            f"{argument}={name!r} is {what} top-level key of {layout.path.name}.{hint} Its keys are "
+            f"{listed(layout.top_level)}."
+        )
+    return found[0]
+
+
+def part_tensors(layout: Layout, keep: str) -> dict[str, TensorEntry]:
+    """Return the tensors of a part by their names in it.
+
+    Args:
+        layout: The checkpoint.
+        keep: ``'model'``, ``'all'`` or a top-level key.
+
+    Raises:
+        ConfigError: There is no such key.
+        FormatError: ``keep`` is ``'model'``, but the checkpoint has no weights.
+    """
+    if keep == "all":
+        return dict(layout.tensors)
+    if keep == "model":
+        names = named_tensors(weights_of(layout).weights)
+        return {name: layout.tensors[stored] for name, stored in names.items()}
+    return layout.tensors_below(str(top_level_key(layout, keep)))
+
+
+def find_tensor(layout: Layout, name: str) -> TensorEntry:
+    """Return a tensor by its whole name, or by its name among the weights.
+
+    Raises:
+        ConfigError: There is none; the message names the nearest.
+    """
+    if name in layout.tensors:
+        return layout.tensors[name]
+    found = find_weights(layout.tree, is_ref)
+    if found is not None and (stored := named_tensors(found.weights).get(name)) is not None:
+        return layout.tensors[stored]
+    hint = closest(name, layout.tensors) or f" There are {len(layout.tensors)} tensors; `inspect` lists them."
+    raise ConfigError(f"{layout.path.name} has no tensor {name!r}.{hint}", file=str(layout.path))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names in quotes, the first twenty of them."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(repr(name) for name in names[:20]) + more

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.formats.recognition import open_layout
+from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
-from mmfsdp.checkpoint.parts import usual_content
-from mmfsdp.checkpoint.tree import leaves, map_leaves
+from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content
 from mmfsdp.collective.steps import Scope, on_all_ranks, scatter_objects, scope_of, shared
 from mmfsdp.errors import FormatError
 from mmfsdp.runtime.sharded_model import find_sharded_model

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.conversion.checks import (
-    check_output,
-    check_replaceable,
-    check_save,
-    check_space,
-    free_bytes,
-    published_path,
-)
+from mmfsdp.checkpoint.checksums import crc32_combine, crc32_of_stretch
+from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.files.disk import located, refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.files.writing import Progress, write_files
-from mmfsdp.checkpoint.formats.recognition import open_layout
-from mmfsdp.checkpoint.formats.registry import Format
+from mmfsdp.checkpoint.formats.registry import Format, open_layout
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.manifest import write_manifest
-from mmfsdp.errors import ConfigError
+from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
+from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
+
+# Files in directories of checkpoints, by any writer.
+_OF_CHECKPOINTS = re.compile(
+    r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +140,16 @@ def convert(
     intent = intended(layout, kind, chosen, overflow=overflows.note)
     check_coverage(layout, intent.sources)
     if chosen.verify:
-        check_save(layout)
-    free = free_bytes(target)
+        _check_save(layout)
+    free = _free_bytes(target)
     final, written = target, sum(intent.files.values())
     replaces = chosen.overwrite or chosen.publish
     if not replaces:
         refuse_existing(target)
     if not dry_run:
-        check_space(target, written, free)
+        _check_space(target, written, free)
         with write_errors(target):
-            check_replaceable(target)
+            _check_replaceable(target)
             temporary = temporary_sibling(target, exclusive=not replaces)
             try:
                 _write(temporary, intent, kind, chosen, progress)
@@ -207,3 +207,93 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
     inside = target.is_dir() and any(file.resolve().is_relative_to(target.resolve()) for file in files)
     if inside or any(os.path.samefile(target, file) for file in files):
         raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
+
+
+def _check_save(layout: Layout) -> None:
+    """Compare every file of a directory with its manifest, if there is one, without reading the tensors.
+
+    The CRC-32 of a file follows from the checksums of its records and the bytes between them. So a file of another
+    save is detected by reading a few kilobytes; the records' own data is checked when it is copied.
+
+    Args:
+        layout: The checkpoint.
+
+    Raises:
+        IncompleteCheckpointError: A file that the manifest lists is missing.
+        CorruptCheckpointError: A file is of another save, or damaged outside of its records.
+    """
+    directory = layout.path
+    if not os.path.lexists(directory / MANIFEST_NAME):
+        return
+    manifest = check_manifest(directory, checksums=False)
+    records: dict[Path, dict[int, Record]] = {}
+    for entry in layout.tensors.values():
+        for chunk in entry.chunks():
+            if chunk.record is not None and chunk.record.crc32 is not None:
+                records.setdefault(chunk.file, {})[chunk.record.offset] = chunk.record
+    for name, listed in manifest.files.items():
+        path = directory / name
+        if listed.crc32 is not None and (found := _crc_of_file(path, records.get(path, {}).values())) != listed.crc32:
+            raise CorruptCheckpointError(damaged_file(path, found, listed.crc32), file=str(path))
+
+
+def _free_bytes(target: Path) -> int:
+    """Return the bytes free where a target will be.
+
+    Raises:
+        CheckpointNotFoundError: The directory that should hold it does not exist.
+    """
+    refuse_missing_parent(target)
+    return shutil.disk_usage(located(target).parent).free
+
+
+def _check_space(target: Path, needed: int, free: int) -> None:
+    """Raise if a target cannot fit on its disk.
+
+    Args:
+        target: Where it will be.
+        needed: Bytes to write.
+        free: Bytes that are free.
+
+    Raises:
+        CheckpointError: There is not enough room.
+    """
+    if needed > free:
+        raise CheckpointError(
+            f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
+        )
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise if replacing a directory would remove files that are not part of a checkpoint.
+
+    Args:
+        target: The directory; anything else is fine.
+
+    Raises:
+        CheckpointError: It holds another file; the message names it.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    foreign = sorted(
+        entry.name for entry in target.iterdir() if entry.is_dir() or not _OF_CHECKPOINTS.fullmatch(entry.name)
+    )
+    if foreign:
+        raise CheckpointError(
+            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is not part of a "
+            "checkpoint. Remove the directory yourself, or choose another path.",
+            file=str(target),
+        )
+
+
+def _crc_of_file(path: Path, records: Iterable[Record]) -> int:
+    crc = position = 0
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        for record in sorted(records, key=lambda record: record.offset):
+            if record.offset < position:
+                continue  # overlapping views of one file
+            crc, _ = crc32_of_stretch(descriptor, position, record.offset, crc)
+            crc = crc32_combine(crc, record.crc32 or 0, record.nbytes)
+            position = record.offset + record.nbytes
+        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)[0]

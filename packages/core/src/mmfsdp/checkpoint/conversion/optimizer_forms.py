@@ -12,7 +12,7 @@ from typing import Any
 
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.parts import find_weights, is_ref
+from mmfsdp.checkpoint.tree import find_weights, is_ref
 from mmfsdp.errors import FormatError
 
 __all__ = ["states_by_name", "states_by_place"]

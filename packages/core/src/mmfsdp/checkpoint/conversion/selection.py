@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
-from mmfsdp.checkpoint.conversion.name_rules import NameRules
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
-from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.files.casting import chosen_dtypes
 from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats.registry import Content, Format
 from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.parts import top_level_key, weights_of
-from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths
+from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError
 
 __all__ = ["Intent", "Selection", "intended", "select"]

@@ -1,33 +1,30 @@
 """Reads the directories of torch's distributed checkpoint (DCP): ``.metadata`` and ``*.distcp`` files.
 
-Each stored tensor is a complete ``torch.save`` archive within a ``.distcp`` file, at the offset in the metadata; with
-``SerializationFormat.SAFETENSORS`` the tensors of a file are one safetensors file at its end instead. Values that are
-not tensors are ``torch.save`` archives in both: torch/distributed/checkpoint/filesystem.py.
+``.metadata`` is a pickle of the classes of torch/distributed/checkpoint/metadata.py and filesystem.py; none is
+imported, and every value is checked. Each stored tensor is a complete ``torch.save`` archive within a ``.distcp`` file,
+at the offset in the metadata; with ``SerializationFormat.SAFETENSORS`` the tensors of a file are one safetensors file
+at its end instead. Values that are not tensors are ``torch.save`` archives in both.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
+import math
 import re
-import threading
-import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any
 
-from mmfsdp.basics.boxes import ListedBoxes
-from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.formats.dcp_metadata import Box, DcpMetadata, Location, read_dcp_metadata
-from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
-from mmfsdp.checkpoint.formats.registry import Source, looks_like_safetensors
-from mmfsdp.checkpoint.formats.safetensors import read_entries
-from mmfsdp.checkpoint.formats.safetensors_ranks import box_offsets
-from mmfsdp.checkpoint.formats.similar_archives import SimilarArchives
-from mmfsdp.checkpoint.formats.torch_zip import read_archive
-from mmfsdp.checkpoint.formats.zip_archive import read_records
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.basics.boxes import Bounds, ListedBoxes
+from mmfsdp.basics.dtypes import DTYPES
+from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
+from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import (
@@ -35,10 +32,26 @@ from mmfsdp.errors import (
     CorruptCheckpointError,
     FormatError,
     IncompleteCheckpointError,
-    UnsafePickleError,
+    MmfsdpError,
 )
 
-__all__ = ["read"]
+__all__ = ["DcpMetadata", "TensorInfo", "read", "read_dcp_metadata"]
+
+_ELEMENTS = 1 << 62  # more is damage, or malice
+_DEPTH = 100  # of nested keys
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as the metadata describes it."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    boxes: tuple[Bounds, ...]
+    """The chunks that it was saved in."""
+
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -58,7 +71,7 @@ def read(source: Source) -> Layout:
             f"{directory.name} has no .metadata, which torch's DCP writes last.", file=str(directory)
         )
     metadata = read_dcp_metadata(inside(directory, ".metadata", directory), trust=trust)
-    items = _Items(directory, metadata, trust)
+    items = DcpItems(directory, metadata.locations, trust)
     tensors: dict[str, TensorEntry] = {}
     tree: dict[Any, Any] = {}
     for name in metadata.names:
@@ -77,9 +90,9 @@ def read(source: Source) -> Layout:
     return Layout(directory, "dcp", world_size, tensors, tree)
 
 
-def _tensor(name: str, unique: str, metadata: DcpMetadata, items: _Items) -> TensorEntry:
+def _tensor(name: str, unique: str, metadata: DcpMetadata, items: DcpItems) -> TensorEntry:
     info = metadata.tensors[name]
-    boxes: dict[Box, Location] = {}
+    boxes: dict[Bounds, Location] = {}
     for box in info.boxes:
         location = metadata.locations.get((name, box[0]))
         if location is not None and 0 not in box[1]:
@@ -89,7 +102,7 @@ def _tensor(name: str, unique: str, metadata: DcpMetadata, items: _Items) -> Ten
 
 
 def _object(
-    directory: Path, name: str, path: str, location: Location | None, items: _Items, tensors: dict[str, TensorEntry]
+    directory: Path, name: str, path: str, location: Location | None, items: DcpItems, tensors: dict[str, TensorEntry]
 ) -> Any:
     """Return a value that is not a tensor, with its inner tensors added to ``tensors``."""
     if location is None:
@@ -127,158 +140,156 @@ def _insert(tree: dict[Any, Any], keys: tuple[str | int, ...], value: Any, limit
         container = held
 
 
-class _Items:
-    """The stored items of a DCP directory. Files that were read from stay open as long as this is in use.
+@dataclass(frozen=True)
+class DcpMetadata:
+    """The content of a ``.metadata`` file."""
+
+    tensors: Mapping[str, TensorInfo]
+    """Flat name to tensor."""
+    objects: tuple[str, ...]
+    """Flat names of what is not a tensor."""
+    names: tuple[str, ...]
+    """All flat names, in order."""
+    locations: Locations
+    """Flat name and offsets of the chunk (``None`` for an object) to where it is stored."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Flat name to the nested keys that it was made of."""
+
+
+class _Chunk(Attributes):
+    offsets: Any
+    sizes: Any
+
+
+class _Index(Attributes):
+    fqn: Any
+    offset: Any = None
+
+
+class _Place(Attributes):
+    relative_path: Any
+    offset: Any
+    length: Any
+    transform_descriptors: Any = None
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    if type(values) is not tuple and type(values) is not list:
+        raise ValueError(f"{brief(values)} is not a tuple of sizes")
+    return tuple(values[:1000])  # checked later, when the tensor is known
+
+
+# Classes with several objects per chunk.
+_MADE: Mapping[str, StandIn | type[Attributes]] = {
+    "torch.Size": StandIn(_tuple),
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
+    "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _Place,
+}
+
+
+def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
+    """Read a ``.metadata`` file.
 
     Args:
-        directory: The directory.
-        metadata: Its metadata.
+        path: The file.
         trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
-        IncompleteCheckpointError: A file is missing.
-        CorruptCheckpointError: An item reaches past the end of its file, or into another item.
-        FormatError: A file is outside of the directory.
+        FormatError: It describes something that cannot be read here.
+        UnsafePickleError: It names something that is not on the list of safe names.
+        CorruptCheckpointError: It is damaged, or its values make no sense.
     """
+    content = read_pickle(path.read_bytes(), file=path, trust=trust, functions=_MADE)
+    try:
+        if not isinstance(content, PickledObject) or content.qualname != "Metadata":
+            raise FormatError(f"{path.name} is not the metadata of a torch DCP checkpoint.", file=str(path))
+        return _parsed(path, fields(content))
+    except MmfsdpError:
+        raise
+    except Exception as error:  # crafted content can be of any shape
+        raise CorruptCheckpointError(
+            f"{path.name} is damaged: {type(error).__name__}: {error}.", file=str(path)
+        ) from error
 
-    def __init__(self, directory: Path, metadata: DcpMetadata, trust: bool) -> None:
-        self._directory, self._trust = directory, trust
-        self._files: dict[str, Path] = {}
-        self._prepare()
-        sizes: dict[str, int] = {}
-        for (name, _), location in metadata.locations.items():
-            if location.file not in self._files:
-                path = inside(directory, location.file, directory / ".metadata")
-                if not path.is_file():
-                    raise IncompleteCheckpointError(
-                        f"{location.file}, which holds {name!r}, is missing.", file=str(path)
-                    )
-                self._files[location.file], sizes[location.file] = path, path.stat().st_size
-        self._check_extents(metadata, sizes)
 
-    def _prepare(self) -> None:
-        self._open = OpenFiles()
-        weakref.finalize(self, self._open.close)
-        self._lock = threading.Lock()
-        self._found: dict[tuple[str, Box], Chunk] = {}
-        self._similar = SimilarArchives()
-        self._appended: dict[tuple[Path, int], dict[str, tuple[TensorEntry, tuple[int, ...]]]] = {}
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        # One rank reads the metadata and sends the others the locations of what they need.
-        return self._directory, self._trust
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._directory, self._trust = state
-        self._files = {}
-        self._prepare()
-
-    def chunks(self, name: str, dtype: str, boxes: Mapping[Box, Location]) -> tuple[Chunk, ...]:
-        """Locate the chunk of each box of a tensor, and remember it. Threads may call this at the same time.
-
-        Args:
-            name: Flat name of the tensor.
-            dtype: The dtype that it should have.
-            boxes: Its boxes, none of them empty, and where they are stored.
-
-        Raises:
-            CorruptCheckpointError, FormatError, UnsafePickleError, IncompleteCheckpointError: The file holds
-                something else.
-        """
-        with self._lock:
-            for box, where in boxes.items():
-                if (name, box) not in self._found:
-                    self._found[name, box] = self._chunk(name, dtype, box, where)
-            return tuple(self._found[name, box] for box in boxes)
-
-    def load(self, name: str, location: Location) -> Any:
-        """Return the content of an archive: a ``PickledTensor``, or a value with such tensors in it.
-
-        Raises:
-            CorruptCheckpointError, FormatError, UnsafePickleError: It cannot be read.
-        """
-        path = self._path(location.file)
-        begin, end = location.offset, location.offset + location.length
-        source = self._open.descriptor(path)
-        try:
-            records = read_records(path, begin, end, source)
-            content = read_archive(path, source, records, trust=self._trust)
-        except (CorruptCheckpointError, FormatError, UnsafePickleError) as error:
-            raise type(error)(f"{name!r}: {error.message}", **error.context) from error
-        if isinstance(content, PickledTensor):
-            self._similar.remember(source, begin, end, records, content)
-        return content
-
-    def _path(self, file: str) -> Path:
-        if file not in self._files:
-            self._files[file] = inside(self._directory, file, self._directory / ".metadata")
-        return self._files[file]
-
-    def _chunk(self, name: str, dtype: str, box: Box, location: Location) -> Chunk:
-        path = self._path(location.file)
-        begin, end = location.offset, location.offset + location.length
-        known = self._similar.find(self._open.descriptor(path), path, begin, end)
-        if known is not None:
-            chunk, found = known.chunk(box[0]), known.dtype
-        elif self._is_safetensors(path, location.offset):
-            chunk, found = self._in_safetensors(path, name, box, location)
+def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
+    tensors: dict[str, TensorInfo] = {}
+    objects: list[str] = []
+    described = content["state_dict_metadata"]
+    for name, value in described.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not a name")
+        if value.qualname == "BytesStorageMetadata":
+            objects.append(name)
+        elif value.qualname == "TensorStorageMetadata":
+            tensors[name] = _tensor_info(path, name, fields(value))
         else:
-            stored = self.load(name, location)
-            if not isinstance(stored, PickledTensor):
-                raise CorruptCheckpointError(
-                    f"{path.name} does not hold a tensor where {name!r} should be.",
-                    file=str(path),
-                    offset=location.offset,
-                )
-            chunk, found = stored.chunk(box[0]), stored.dtype
-        if found != dtype or chunk.box_sizes != box[1]:
-            raise CorruptCheckpointError(
-                f"{path.name} holds {found} of size {list(chunk.box_sizes)} for tensor {name!r} at {list(box[0])} "
-                f"(expected {dtype} of size {list(box[1])}).",
-                file=str(path),
-                offset=location.offset,
-            )
-        return chunk
+            raise ValueError(f"{name!r} is a {value.qualname}")
+    locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+    for index, value in (content.get("storage_data") or {}).items():
+        name, offset = index.fqn, index.offset
+        if type(name) is not str or name not in described:
+            raise ValueError(f"it locates {brief(name)}, but does not describe it")
+        key = name, None if offset is None else integers(offset)
+        if key in locations:
+            raise ValueError(f"{name!r} at {key[1]} is stored twice")
+        locations[key] = _location(path, name, value)
+    paths = {name: _path(name, (content.get("planner_data") or {}).get(name)) for name in described}
+    return DcpMetadata(tensors, tuple(objects), tuple(described), locations, paths)
 
-    def _is_safetensors(self, path: Path, offset: int) -> bool:
-        if (path, offset) in self._appended:
-            return True
-        return looks_like_safetensors(os.pread(self._open.descriptor(path), 9, offset))
 
-    def _in_safetensors(self, path: Path, name: str, box: Box, location: Location) -> tuple[Chunk, str]:
-        key = path, location.offset
-        if key not in self._appended:
-            entries, metadata = read_entries(path, begin=location.offset)
-            offsets = box_offsets(path, metadata)
-            self._appended[key] = {item: (entry, offsets.get(item, ())) for item, entry in entries.items()}
-        entry, offsets_found = self._appended[key].get(name, (None, ()))
-        if entry is None or offsets_found != box[0]:
-            # torch's writer keeps one box per name and file: a second one of a rank is lost when it is written.
-            raise IncompleteCheckpointError(
-                f"{path.name} lacks the box of tensor {name!r} at {list(box[0])}.",
-                file=str(path),
-                offset=location.offset,
-            )
-        chunk = entry.chunks()[0]
-        return Chunk(path, chunk.offset, chunk.nbytes, box[0], chunk.box_sizes), entry.dtype
+def _tensor_info(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:
+    properties = content["properties"]
+    state = fields(properties)
+    dtype = state["dtype"] if isinstance(state, dict) else state[0]
+    if not (isinstance(dtype, type) and issubclass(dtype, PickledObject)) or dtype.qualname not in DTYPES:
+        raise FormatError(f"Tensor {name!r} of {path.name} has a dtype that is unknown here.", file=str(path))
+    shape = _sizes(name, content["size"])
+    boxes = []
+    for chunk in content["chunks"]:
+        offsets, sizes = _sizes(name, chunk.offsets), _sizes(name, chunk.sizes)
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"a chunk of tensor {name!r} has {len(sizes)} dimensions (expected {len(shape)})")
+        _check_size(name, sizes)
+        boxes.append((offsets, sizes))
+    _check_size(name, shape)
+    return TensorInfo(dtype.qualname, shape, tuple(boxes))
 
-    def _check_extents(self, metadata: DcpMetadata, sizes: Mapping[str, int]) -> None:
-        by_file: dict[str, list[tuple[int, int, str]]] = {}
-        for (name, _), location in metadata.locations.items():
-            path, size = self._files[location.file], sizes[location.file]
-            end = location.offset + location.length
-            if end > size:
-                raise CorruptCheckpointError(
-                    f"{path.name} is truncated: {name!r} reaches to byte {end}, but the file has {size} bytes.",
-                    file=str(path),
-                    offset=location.offset,
-                )
-            by_file.setdefault(location.file, []).append((location.offset, end, name))
-        for file, extents in by_file.items():
-            path = self._files[file]
-            for (begin, end, name), (other, _, neighbour) in itertools.pairwise(sorted(extents)):
-                # The tensors of an appended safetensors file all name its beginning.
-                if other < end and not (other == begin and self._is_safetensors(path, begin)):
-                    raise CorruptCheckpointError(
-                        f"{name!r} and {neighbour!r} overlap in {path.name}.", file=str(path), offset=other
-                    )
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        return integers(value)
+    except ValueError as error:
+        raise ValueError(f"the size of tensor {name!r} is invalid: {error}") from error
+
+
+def _check_size(name: str, sizes: tuple[int, ...]) -> None:
+    if math.prod(filter(None, sizes) if 0 in sizes else sizes) > _ELEMENTS:
+        raise ValueError(f"tensor {name!r} has the size {list(sizes)}")
+
+
+def _location(path: Path, name: str, place: _Place) -> Location:
+    file, offset, length = place.relative_path, place.offset, place.length
+    if not isinstance(file, str):
+        raise ValueError(f"the file of {name!r} is {brief(file)}")
+    if not (type(offset) is type(length) is int and 0 <= offset < _ELEMENTS and 0 <= length < _ELEMENTS):
+        raise ValueError(f"{name!r} lies at byte {brief(offset)} with length {brief(length)} in {file}")
+    if place.transform_descriptors:
+        through = ", ".join(item if isinstance(item, str) else brief(item) for item in place.transform_descriptors)
+        raise FormatError(
+            f"{name!r} of {path.name} is stored through {through} (compressed or encrypted), "
+            "which cannot be read here. Load it with torch and save it plainly.",
+            file=str(path),
+        )
+    return Location(file, offset, length)
+
+
+def _path(name: str, value: Any) -> tuple[str | int, ...]:
+    if value is None:
+        return (name,)  # saved without a planner's mapping: names as they are
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= _DEPTH or not isinstance(value[0], str):
+        raise ValueError(f"the keys of {name!r} are {brief(value)}")
+    if any(not isinstance(key, str) and (type(key) is not int or key < 0) for key in value):
+        raise ValueError(f"the keys of {name!r} are {brief(value)}")
+    return tuple(value)

@@ -1,29 +1,31 @@
 """Plans directories of torch's distributed checkpoint (DCP) that ``torch.distributed.checkpoint.load`` reads.
 
 Nested content is flattened as torch's own planner does (torch/distributed/checkpoint/_traverse.py): keys are joined
-with dots; a list is a value unless it contains a tensor or a mapping; everything that is not a tensor is pickled.
+with dots; a list is a value unless it contains a tensor or a mapping; everything that is not a tensor is pickled. The
+classes that ``.metadata`` names are those of metadata.py and filesystem.py beside it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mmfsdp.basics.boxes import sharded_box
+from mmfsdp.basics.boxes import Bounds, sharded_box
 from mmfsdp.checkpoint.files.writing import Piece, PlannedFile
-from mmfsdp.checkpoint.formats.dcp_metadata import Box, Location
-from mmfsdp.checkpoint.formats.dcp_metadata_writer import WrittenTensor, dcp_metadata
+from mmfsdp.checkpoint.formats.dcp import TensorInfo
+from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
 from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import TensorEntry, TensorRef
+from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError
 
-__all__ = ["plan_write"]
+__all__ = ["dcp_metadata", "plan_write"]
 
 _ALIGNMENT = 64  # bytes, as that of the data within an archive
 
@@ -43,7 +45,7 @@ def plan_write(content: Content) -> list[PlannedFile]:
     if not isinstance(tree, dict):
         raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
     names: dict[str, Path] = {}
-    found: dict[str, WrittenTensor] = {}
+    found: dict[str, TensorInfo] = {}
     files = {f"__{rank}_0.distcp": _File() for rank in range(ranks.shards)}
     first = next(iter(files.values()))
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
@@ -60,13 +62,13 @@ def plan_write(content: Content) -> list[PlannedFile]:
             locations[name, None] = first.add(plan_archive(leaf, held), "__0_0.distcp")
             continue
         entry = tensors[leaf.name]
-        boxes: list[Box] = []
+        boxes: list[Bounds] = []
         for file, (box, part) in zip(files, _parts(entry, ranks.shards), strict=False):
             if boxes and 0 in box[1]:
                 continue
             boxes.append(box)
             locations[name, box[0]] = files[file].add(_TensorArchive(part), file)
-        found[name] = WrittenTensor(entry.dtype, entry.shape, tuple(boxes))
+        found[name] = TensorInfo(entry.dtype, entry.shape, tuple(boxes))
     metadata = dcp_metadata(names, found, locations)
     planned = [file.planned(name) for name, file in files.items() if file.archives]
     return [*planned, PlannedFile(".metadata", len(metadata), (), lambda _: [(0, metadata)])]
@@ -99,7 +101,7 @@ class _File:
             yield end, bytes(-end % _ALIGNMENT if end < self._end else 0)
 
 
-def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Box, TensorEntry]]:
+def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry]]:
     if not entry.numel or not entry.shape:
         yield ((0,) * len(entry.shape), entry.shape), entry
         return
@@ -188,3 +190,100 @@ def _first_difference(one: bytes, other: bytes) -> int:
 
 def _patched(data: bytes, at: int, crc: bytes) -> bytes:
     return data[:at] + crc + data[at + len(crc) :]
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NONE, _FALSE = b"N", b"\x89"
+
+
+def dcp_metadata(
+    names: Mapping[str, tuple[str | int, ...]],
+    tensors: Mapping[str, TensorInfo],
+    locations: Locations,
+) -> bytes:
+    """Return the content of ``.metadata``.
+
+    Args:
+        names: The nested keys behind each flat name.
+        tensors: The tensors by flat name; every other name is that of a pickled object.
+        locations: Where each box is stored, by flat name and offsets of the box (``None`` for an object).
+    """
+    writer = PickleWriter()
+
+    def kind(name: str, module: str = _METADATA) -> bytes:
+        return writer.keep(name_opcodes(module, name))
+
+    def keys(*texts: str) -> list[bytes]:
+        return [writer.keep(text_opcodes(text)) for text in texts]
+
+    properties = {dtype: _properties(writer, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    size_kind, index, chunk = kind("Size", "torch"), kind("MetadataIndex"), kind("ChunkStorageMetadata")
+    tensor_kind, object_kind = kind("TensorStorageMetadata"), kind("BytesStorageMetadata")
+    place_kind = kind("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    of_tensor, of_box = keys("properties", "size", "chunks"), keys("offsets", "sizes")
+    of_index, of_place = keys("fqn", "offset", "index"), keys("relative_path", "offset", "length")
+    files = dict.fromkeys(place.file for place in locations.values())
+    file_texts = dict(zip(files, keys(*files), strict=True))
+
+    def size(numbers: Iterable[int]) -> bytes:
+        return _called(size_kind, _tuple(map(int_opcodes, numbers)))
+
+    def described(tensor: TensorInfo | None) -> bytes:
+        if tensor is None:
+            return _restored(object_kind, _dict(()))
+        boxes = b"".join(_restored(chunk, _dict(zip(of_box, map(size, box), strict=True))) for box in tensor.boxes)
+        values = properties[tensor.dtype], size(tensor.shape), b"](" + boxes + b"e"
+        return _restored(tensor_kind, _dict(zip(of_tensor, values, strict=True)))
+
+    def stored() -> Iterable[tuple[bytes, bytes]]:
+        counts: dict[str, int] = {}
+        for (name, offsets), place in locations.items():
+            number = counts[name] = counts.get(name, -1) + 1  # boxes are listed in the order of their tensor
+            box = (_NONE, _NONE) if offsets is None else (size(offsets), int_opcodes(number))
+            where = file_texts[place.file], int_opcodes(place.offset), int_opcodes(place.length)
+            yield (
+                _restored(index, _dict(zip(of_index, (text_opcodes(name), *box), strict=True))),
+                _restored(place_kind, _dict(zip(of_place, where, strict=True))),
+            )
+
+    def path(parts: Iterable[str | int]) -> bytes:
+        return _tuple(text_opcodes(part) if isinstance(part, str) else int_opcodes(part) for part in parts)
+
+    content = {
+        "state_dict_metadata": _dict((text_opcodes(name), described(tensors.get(name))) for name in names),
+        "planner_data": _dict((text_opcodes(name), path(parts)) for name, parts in names.items()),
+        "storage_data": _dict(stored()),
+        "storage_meta": _NONE,
+        "version": text_opcodes("1.0.0"),
+    }
+    state = _dict((text_opcodes(name), value) for name, value in content.items())
+    return writer.complete(_restored(kind("Metadata"), state))
+
+
+def _properties(writer: PickleWriter, dtype: str) -> bytes:
+    layout, memory = name_opcodes("torch.serialization", "_get_layout"), name_opcodes(_METADATA, "_MEM_FORMAT_ENCODING")
+    parts = (
+        name_opcodes("torch", dtype),
+        _called(layout, text_opcodes("torch.strided")),
+        _FALSE,  # requires_grad
+        _called(memory, int_opcodes(0)),
+        _FALSE,  # pin_memory
+    )
+    return writer.keep(_restored(name_opcodes(_METADATA, "TensorProperties"), _tuple(parts)))
+
+
+def _called(function: bytes, argument: bytes) -> bytes:
+    return function + b"(" + argument + b"tR"
+
+
+def _restored(kind: bytes, state: bytes) -> bytes:
+    # kind.__new__(kind), restored from the state
+    return kind + b")\x81" + state + b"b"
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def _dict(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(part for pair in pairs for part in pair) + b"u"

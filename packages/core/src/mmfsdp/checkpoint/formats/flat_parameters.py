@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError
 

@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.formats.flat_parameters import (
     spans_in_order,
     spans_of_views,
 )
-from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 

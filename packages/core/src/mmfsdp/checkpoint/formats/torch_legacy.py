@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.formats.pickled_tensors import Storage, StorageClass, TensorBuilder
 from mmfsdp.checkpoint.formats.registry import Source
-from mmfsdp.checkpoint.formats.torch_zip import whole_layout
+from mmfsdp.checkpoint.formats.torch_zip import Storage, StorageClass, TensorBuilder, whole_layout
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError

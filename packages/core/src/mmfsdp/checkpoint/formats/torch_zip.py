@@ -6,21 +6,35 @@ An archive holds ``<root>/data.pkl`` (a pickle whose persistent ids name storage
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.checksums import crc32
-from mmfsdp.checkpoint.formats.pickled_tensors import PickledShards, PickledTensor, Storage, StorageClass, TensorBuilder
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
-from mmfsdp.checkpoint.layout import Layout, Record, TensorEntry, TensorRef
-from mmfsdp.checkpoint.pickles.unpickling import read_pickle
+from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, row_major_strides
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["read", "read_archive", "read_tree", "whole_layout"]
+__all__ = [
+    "STORAGE_CLASSES",
+    "PickledShards",
+    "PickledTensor",
+    "Storage",
+    "StorageClass",
+    "TensorBuilder",
+    "read",
+    "read_archive",
+    "read_tree",
+    "whole_layout",
+]
 
 
 def read(source: Source) -> Layout:
@@ -141,3 +155,200 @@ def _one_of_many(path: Path) -> FormatError:
         f"{path.name} is one rank's part of a sharded checkpoint; open its directory {str(path.parent)!r} instead.",
         file=str(path),
     )
+
+
+_LIMIT = 1 << 62  # bytes of a tensor: more is damage, or malice
+
+STORAGE_CLASSES = {
+    "bool": "BoolStorage",
+    "uint8": "ByteStorage",
+    "int8": "CharStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""dtype name to the typed storage class of that name; newer dtypes have none and use ``UntypedStorage``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor in an archive: a view of a storage record."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Size in elements, one per dimension."""
+    offset: int
+    """Offset of the first element in the file, in bytes."""
+    strides: tuple[int, ...] | None
+    """Steps in elements; ``None`` if packed in row-major order."""
+    record: Record
+    """The storage it views."""
+    parameter: bool | None = None
+    """``requires_grad`` if it is an ``nn.Parameter``."""
+
+    def chunk(self, box_offsets: tuple[int, ...]) -> Chunk:
+        """Return it as the chunk of a tensor whose box begins at ``box_offsets``."""
+        nbytes = math.prod(self.shape) * itemsize(self.dtype)
+        return Chunk(self.record.file, self.offset, nbytes, box_offsets, self.shape, self.strides, self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class PickledShards:
+    """A ``ShardedTensor`` of ``torch.distributed`` as one rank's archive holds it."""
+
+    dtype: str
+    """Canonical dtype name."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    parts: tuple[tuple[PickledTensor, tuple[int, ...]], ...]
+    """The shards of this rank, each with the offsets of its box."""
+    rank: int
+    """Which rank wrote it."""
+    world_size: int
+    """Number of ranks that the tensor is spread over."""
+
+
+class Storage(NamedTuple):
+    """The storage that a persistent id of a pickle refers to."""
+
+    dtype: str | None
+    """Canonical dtype name; ``None`` if it is counted in bytes."""
+    record: Record
+    """The record with its data."""
+
+
+class StorageClass(StandIn):
+    """Stands for a storage class in a persistent id."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+
+class TensorBuilder:
+    """Stand-ins for torch's functions that rebuild tensors (torch/_utils.py).
+
+    Args:
+        path: The file that is read, for messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def functions(self) -> dict[str, StandIn]:
+        names: dict[str, StandIn] = {
+            "torch._utils._rebuild_tensor": StandIn(self._tensor_v1),
+            "torch._utils._rebuild_tensor_v2": StandIn(self._tensor_v2),
+            "torch._utils._rebuild_tensor_v3": StandIn(self._tensor_v3),
+            "torch._utils._rebuild_parameter": StandIn(self._parameter),
+            "torch._utils._rebuild_parameter_with_state": StandIn(self._parameter),
+            "torch._tensor._rebuild_from_type_v2": StandIn(self._from_type),
+            "torch._utils._rebuild_wrapper_subclass": StandIn(_nothing),
+            "torch.storage.UntypedStorage": StorageClass(None),
+            "torch.UntypedStorage": StorageClass(None),
+        }
+        for dtype, name in STORAGE_CLASSES.items():
+            names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = StorageClass(dtype)
+        return names
+
+    def _tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> PickledTensor:
+        return self._view(storage, storage.dtype, offset, size, stride)
+
+    def _tensor_v2(
+        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
+    ) -> PickledTensor:
+        return self._view(storage, storage.dtype, offset, size, stride, metadata)
+
+    def _tensor_v3(
+        self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, meta: Any = None
+    ) -> PickledTensor:
+        named = isinstance(dtype, type) and issubclass(dtype, PickledObject) and dtype.module == "torch"
+        return self._view(storage, dtype.qualname if named else None, offset, size, stride, meta)
+
+    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> PickledTensor:
+        return PickledTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))
+
+    def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, PickledObject) and kind.qualname == "ShardedTensor":
+            return _shards(state)
+        # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
+        tensor = function(*args) if isinstance(function, StandIn) else None
+        if not isinstance(tensor, PickledTensor):
+            raise FormatError(f"{self._path.name} holds a tensor of an unknown kind.", file=str(self._path))
+        return tensor
+
+    def _view(
+        self, storage: Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any = None
+    ) -> PickledTensor:
+        if dtype not in DTYPES:
+            raise FormatError(f"{self._path.name} holds a tensor of unknown dtype {dtype!r}.", file=str(self._path))
+        if metadata and any(dict(metadata).values()):
+            raise FormatError(
+                f"{self._path.name} holds a tensor that is conjugated or negated lazily; save its resolve_conj() and "
+                "resolve_neg() instead.",
+                file=str(self._path),
+            )
+        item = itemsize(dtype)
+        shape, strides = integers(size), integers(stride)
+        record, numel = storage.record, math.prod(shape)
+        if numel * item > _LIMIT:
+            raise CorruptCheckpointError(
+                f"{self._path.name} holds a tensor of shape {list(shape)}, which is too large for any machine.",
+                file=str(self._path),
+                offset=record.offset,
+            )
+        first = record.offset + integers((offset,))[0] * item
+        steps = _simplified(shape, strides)
+        stored = PickledTensor(dtype, shape, first, steps, record)
+        span = numel * item if steps is None else stored.chunk((0,) * len(shape)).span
+        if numel and first + span > record.offset + record.nbytes:
+            raise CorruptCheckpointError(
+                f"{self._path.name} holds a tensor of shape {list(shape)} that reaches past its storage of "
+                f"{record.nbytes} bytes.",
+                file=str(self._path),
+                offset=record.offset,
+            )
+        return stored
+
+
+def _shards(state: Any) -> PickledShards:
+    """Read the state of a pickled ``ShardedTensor`` (torch/distributed/_shard/sharded_tensor/api.py, __getstate__)."""
+    shards, metadata, group, _spec, _rrefs = state
+    ranks = fields(group)
+    if ranks["local_world_size"] != ranks["global_world_size"]:
+        raise ValueError("a tensor is sharded over only some of the ranks")
+    described = fields(metadata)
+    properties = fields(described["tensor_properties"])
+    dtype = properties["dtype"] if "dtype" in properties else properties[0]
+    parts = []
+    for shard in shards:
+        held = fields(shard)
+        tensor, box = held["tensor"], fields(held["metadata"])
+        if not isinstance(tensor, PickledTensor) or tensor.shape != integers(box["shard_sizes"]):
+            raise ValueError("a shard does not have the size that its description says")
+        parts.append((tensor, integers(box["shard_offsets"])))
+    rank, world_size = integers((ranks["local_rank"], ranks["local_world_size"]))
+    return PickledShards(dtype.qualname, integers(described["size"]), tuple(parts), rank, world_size)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for an empty tensor of a subclass, which its state fills."""
+
+
+@functools.lru_cache(4096)  # a model has few distinct shapes
+def _simplified(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    # The step along a dimension of one element means nothing; torch leaves any number there.
+    if 0 in shape:
+        return None
+    packed = row_major_strides(shape)
+    matters = zip(shape, strides, packed, strict=True)
+    return None if all(size == 1 or step == right for size, step, right in matters) else strides

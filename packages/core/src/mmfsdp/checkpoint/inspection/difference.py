@@ -13,11 +13,10 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import has_numpy, raw, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.writing import Progress
-from mmfsdp.checkpoint.formats.recognition import open_layout
+from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.parts import part_tensors, weights_of
-from mmfsdp.checkpoint.tree import leaves
+from mmfsdp.checkpoint.tree import leaves, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:

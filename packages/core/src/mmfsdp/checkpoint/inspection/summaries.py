@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
-from mmfsdp.checkpoint.parts import find_tensor
+from mmfsdp.checkpoint.tree import find_tensor
 
 __all__ = ["TensorStatistics", "TreeNode", "tensor_statistics", "tensor_tree"]
 
