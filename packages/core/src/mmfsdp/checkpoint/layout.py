@@ -14,16 +14,7 @@ from mmfsdp.basics.dtypes import canonical_dtype, itemsize
 if TYPE_CHECKING:
     import torch.nn as nn
 
-__all__ = [
-    "Chunk",
-    "Layout",
-    "Record",
-    "TensorEntry",
-    "TensorRef",
-    "Unlocated",
-    "layout_of_model",
-    "row_major_strides",
-]
+__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "Unlocated", "layout_of_model", "row_major_strides"]
 
 
 @dataclass(frozen=True, slots=True)

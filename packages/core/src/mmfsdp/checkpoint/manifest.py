@@ -159,18 +159,19 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged: {error!r}.", file=str(path)) from error
 
 
-def check_manifest(directory: Path, *, checksums: bool = True) -> Manifest:
+def check_manifest(directory: Path, *, checksums: bool = True, manifest: Manifest | None = None) -> Manifest:
     """Compare the files of a directory with its manifest, and return it.
 
     Args:
         directory: The checkpoint directory.
         checksums: Also compare the CRC-32 of every file, which reads all of it; otherwise only sizes are compared.
+        manifest: The manifest, if it has been read.
 
     Raises:
         IncompleteCheckpointError: A file of the manifest is missing, or the manifest itself.
         CorruptCheckpointError: A size or checksum differs.
     """
-    manifest = read_manifest(directory)
+    manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():
         path = directory / name
         if not path.is_file():
@@ -205,10 +206,7 @@ def damaged_file(path: Path, found: int | None, expected: int) -> str:
 
 
 def _described(entry: FileEntry) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "size": entry.size,
-        "crc32": None if entry.crc32 is None else f"{entry.crc32:08x}",
-    }
+    described: dict[str, Any] = {"size": entry.size, "crc32": None if entry.crc32 is None else f"{entry.crc32:08x}"}
     if entry.blocks is not None:
         described["crc32_blocks"] = struct.pack(f">{len(entry.blocks)}I", *entry.blocks).hex()
     return described

@@ -226,10 +226,6 @@ def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
     They lie under ``'state_dict'`` or ``'model'``; or so under the only key there is (``{'app': {'model': ...}}``, as
     in torch's tutorials); or without a key of their own: alone, or beside ``'optimizer'``, ``'lr_scheduler'``,
     ``'dataloader'``, ``'train_state'`` and the like, as torchtitan writes them.
-
-    Args:
-        tree: Nested content.
-        is_tensor: Tells whether a leaf stands for a tensor.
     """
     if not isinstance(tree, dict):
         return None
@@ -255,10 +251,6 @@ def usual_content(tree: Any, is_tensor: Callable[[Any], bool]) -> dict[Any, Any]
     """Return content with its weights under ``'state_dict'`` and its optimizer's state under ``'optimizer'``.
 
     ``None`` if there are no weights where they usually are. Nothing is changed in place.
-
-    Args:
-        tree: Nested content.
-        is_tensor: Tells whether a leaf stands for a tensor.
     """
     found = find_weights(tree, is_tensor)
     if found is None:

@@ -214,13 +214,6 @@ def _check_save(layout: Layout) -> None:
 
     The CRC-32 of a file follows from the checksums of its records and the bytes between them. So a file of another
     save is detected by reading a few kilobytes; the records' own data is checked when it is copied.
-
-    Args:
-        layout: The checkpoint.
-
-    Raises:
-        IncompleteCheckpointError: A file that the manifest lists is missing.
-        CorruptCheckpointError: A file is of another save, or damaged outside of its records.
     """
     directory = layout.path
     if not os.path.lexists(directory / MANIFEST_NAME):
@@ -238,26 +231,13 @@ def _check_save(layout: Layout) -> None:
 
 
 def _free_bytes(target: Path) -> int:
-    """Return the bytes free where a target will be.
-
-    Raises:
-        CheckpointNotFoundError: The directory that should hold it does not exist.
-    """
+    """Return the bytes free where a target will be."""
     refuse_missing_parent(target)
     return shutil.disk_usage(located(target).parent).free
 
 
 def _check_space(target: Path, needed: int, free: int) -> None:
-    """Raise if a target cannot fit on its disk.
-
-    Args:
-        target: Where it will be.
-        needed: Bytes to write.
-        free: Bytes that are free.
-
-    Raises:
-        CheckpointError: There is not enough room.
-    """
+    """Raise if a target cannot fit on its disk."""
     if needed > free:
         raise CheckpointError(
             f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
@@ -265,14 +245,7 @@ def _check_space(target: Path, needed: int, free: int) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise if replacing a directory would remove files that are not part of a checkpoint.
-
-    Args:
-        target: The directory; anything else is fine.
-
-    Raises:
-        CheckpointError: It holds another file; the message names it.
-    """
+    """Raise if replacing a directory would remove files that are not part of a checkpoint."""
     if not target.is_dir() or target.is_symlink():
         return
     foreign = sorted(

@@ -23,12 +23,6 @@ def check_output(
 ) -> None:
     """Read what was written and compare every tensor with the source, and every checksum with the data.
 
-    Args:
-        path: The output.
-        expected: Its tensors by name, as they come from the source.
-        trust: Accept pickled objects that are not on the list of safe names.
-        progress: Called with the bytes compared so far and the bytes to compare.
-
     Raises:
         CorruptCheckpointError: Something differs.
     """
@@ -56,12 +50,7 @@ def check_output(
 
 
 def published_path(path: Path, written: Path) -> Path:
-    """Return the path with the first eight digits of a file's SHA-256 in its name, as OpenMMLab publishes models.
-
-    Args:
-        path: Such as ``model.pth``.
-        written: The file to hash.
-    """
+    """Return the path with the first eight digits of a file's SHA-256 in its name, as OpenMMLab publishes models."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(1 << 20))
     with written.open("rb", buffering=0) as file:

@@ -22,7 +22,7 @@ from mmfsdp.basics.boxes import Bounds, ListedBoxes
 from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
 from mmfsdp.checkpoint.formats.registry import Source
-from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
@@ -115,9 +115,7 @@ def _object(
             raise FormatError(f"{name!r} in {location.file} holds one rank's part of a tensor.", file=location.file)
         if not isinstance(leaf, PickledTensor):
             return leaf
-        unique = unique_name(f"{path}/{inner}" if inner else path, tensors)
-        tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
-        return TensorRef(unique, leaf.parameter)
+        return add_whole(f"{path}/{inner}" if inner else path, leaf, tensors)
 
     return map_leaves(items.load(name, location), bind)
 
@@ -146,8 +144,6 @@ class DcpMetadata:
 
     tensors: Mapping[str, TensorInfo]
     """Flat name to tensor."""
-    objects: tuple[str, ...]
-    """Flat names of what is not a tensor."""
     names: tuple[str, ...]
     """All flat names, in order."""
     locations: Locations
@@ -215,16 +211,13 @@ def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
 
 def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
     tensors: dict[str, TensorInfo] = {}
-    objects: list[str] = []
     described = content["state_dict_metadata"]
     for name, value in described.items():
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is not a name")
-        if value.qualname == "BytesStorageMetadata":
-            objects.append(name)
-        elif value.qualname == "TensorStorageMetadata":
+        if value.qualname == "TensorStorageMetadata":
             tensors[name] = _tensor_info(path, name, fields(value))
-        else:
+        elif value.qualname != "BytesStorageMetadata":
             raise ValueError(f"{name!r} is a {value.qualname}")
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
     for index, value in (content.get("storage_data") or {}).items():
@@ -236,7 +229,7 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
             raise ValueError(f"{name!r} at {key[1]} is stored twice")
         locations[key] = _location(path, name, value)
     paths = {name: _path(name, (content.get("planner_data") or {}).get(name)) for name in described}
-    return DcpMetadata(tensors, tuple(objects), tuple(described), locations, paths)
+    return DcpMetadata(tensors, tuple(described), locations, paths)
 
 
 def _tensor_info(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:

@@ -218,21 +218,17 @@ class _Anatomy:
 
 
 class _SimilarArchives:
-    """Remembers archives that hold one tensor each, and answers for others that equal them but for their data."""
+    """Remembers archives of one tensor each, and answers for others that equal them but for their data.
+
+    ``source`` is the descriptor of a file; ``begin`` and ``end`` say in bytes where an archive lies in it.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, dict[_Anatomy, dict[bytes, PickledTensor]]] = {}
         self._count = 0
 
     def find(self, source: int, path: Path, begin: int, end: int) -> PickledTensor | None:
-        """Return the tensor of an archive if one that was remembered equals it, and ``None`` otherwise.
-
-        Args:
-            source: Descriptor of the file.
-            path: The file.
-            begin: Where the archive begins, in bytes.
-            end: Where it ends.
-        """
+        """Return the tensor of an archive if one that was remembered equals it, and ``None`` otherwise."""
         for anatomy, archives in self._known.get(end - begin, {}).items():
             edges, crc = _edges(source, begin, end, anatomy)
             like = archives.get(edges)
@@ -245,15 +241,7 @@ class _SimilarArchives:
     def remember(
         self, source: int, begin: int, end: int, records: Mapping[str, ZipRecord], tensor: PickledTensor
     ) -> None:
-        """Remember an archive that was read in full.
-
-        Args:
-            source: Descriptor of the file.
-            begin: Where the archive begins, in bytes.
-            end: Where it ends.
-            records: Its entries.
-            tensor: What it holds.
-        """
+        """Remember an archive that was read in full."""
         held = [record for record in records.values() if record.offset == tensor.record.offset and record.nbytes]
         if len(held) != 1 or self._count >= _KNOWN:
             return

@@ -132,11 +132,7 @@ def _divides(value: Any) -> bool:
 
 
 class _TensorArchive:
-    """One tensor as torch would save it, within a larger file.
-
-    Args:
-        entry: The tensor.
-    """
+    """One tensor as torch would save it, within a larger file."""
 
     __slots__ = ("_entry", "_frame")
 
@@ -197,17 +193,9 @@ _NONE, _FALSE = b"N", b"\x89"
 
 
 def dcp_metadata(
-    names: Mapping[str, tuple[str | int, ...]],
-    tensors: Mapping[str, TensorInfo],
-    locations: Locations,
+    names: Mapping[str, tuple[str | int, ...]], tensors: Mapping[str, TensorInfo], locations: Locations
 ) -> bytes:
-    """Return the content of ``.metadata``.
-
-    Args:
-        names: The nested keys behind each flat name.
-        tensors: The tensors by flat name; every other name is that of a pickled object.
-        locations: Where each box is stored, by flat name and offsets of the box (``None`` for an object).
-    """
+    """Return the content of ``.metadata``."""
     writer = PickleWriter()
 
     def kind(name: str, module: str = _METADATA) -> bytes:

@@ -83,11 +83,6 @@ class FlatUnit:
 def flat_unit(key: str, shards: Sequence[PickledShards], files: Sequence[Path]) -> FlatUnit:
     """Assemble a flat parameter.
 
-    Args:
-        key: Its key in the state dict.
-        shards: The shards of each rank.
-        files: The file of each rank.
-
     Raises:
         CorruptCheckpointError: The parts do not follow each other.
     """
@@ -114,10 +109,6 @@ def flat_unit(key: str, shards: Sequence[PickledShards], files: Sequence[Path]) 
 
 def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[PickledTensor | None]]) -> dict[str, Span]:
     """Find the parameters whose pieces are views of a flat parameter (``use_orig_params=True``).
-
-    Args:
-        units: The flat parameters.
-        pieces: Name to what each rank holds under it, if it is a tensor.
 
     Returns:
         Name to parameter. Names that are not views, such as buffers, are left out.
@@ -153,10 +144,6 @@ def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[Pick
 
 def spans_in_order(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
     """Divide a flat parameter into parameters that follow each other (``use_orig_params=False``).
-
-    Args:
-        unit: The flat parameter.
-        shapes: Its parameters in order.
 
     Returns:
         Name to parameter; ``None`` if their sizes do not add up to that of the flat parameter.
@@ -219,11 +206,7 @@ def _within_row(
 
 
 def entry_of_ranges(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    ranges: Iterable[FlatRange],
-    order: tuple[int, ...] | None = None,
+    name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[FlatRange], order: tuple[int, ...] | None = None
 ) -> TensorEntry:
     """Return a tensor whose flattened elements lie in the given ranges.
 

@@ -52,12 +52,7 @@ class Section:
 
 
 def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
-    """Collect what an optimizer's state and a reference say about parameters.
-
-    Args:
-        optimizer: Rank 0's optimizer state, or several by name.
-        reference: A whole checkpoint of the same model.
-    """
+    """Collect what an optimizer's state and a reference say about parameters."""
     shapes: dict[str, tuple[int, ...]] = {}
     groups: dict[str, None] = {}
     for state in _optimizers(optimizer):
@@ -193,11 +188,7 @@ def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) 
 
 
 def _entries(
-    spans: Mapping[str, Span],
-    shapes: Mapping[str, tuple[int, ...]],
-    known: Known,
-    section: Section,
-    unknown: list[str],
+    spans: Mapping[str, Span], shapes: Mapping[str, tuple[int, ...]], known: Known, section: Section, unknown: list[str]
 ) -> dict[str, TensorEntry]:
     result = {}
     for name, span in spans.items():

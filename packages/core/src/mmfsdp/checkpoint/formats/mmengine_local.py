@@ -33,10 +33,6 @@ _NAME = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 class RankFiles:
     """The files of a directory whose names are those of rank files.
 
-    Args:
-        directory: The directory.
-        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
-
     Raises:
         CheckpointNotFoundError: There is none.
         FormatError: One is a link out of the directory, or not a file.
@@ -52,11 +48,7 @@ class RankFiles:
 
     @functools.cached_property
     def first(self) -> tuple[Path, Any]:
-        """The file of the lowest rank, and its content: a ``PickledTensor`` for each tensor.
-
-        Raises:
-            FormatError, UnsafePickleError, CorruptCheckpointError: It cannot be read.
-        """
+        """The file of the lowest rank, and its content: a ``PickledTensor`` for each tensor."""
         path = next(iter(self.paths.values()))
         return path, read_tree(path, trust=self.trust)
 

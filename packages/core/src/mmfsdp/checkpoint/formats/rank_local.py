@@ -25,7 +25,7 @@ from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
 from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.registry import Content, Source
-from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
+from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
@@ -138,7 +138,7 @@ def read(source: Source) -> Layout:
             file=str(directory / stale[0]),
         )
     if manifest is not None:
-        check_manifest(directory, checksums=False)
+        check_manifest(directory, checksums=False, manifest=manifest)
     ranks = [_of_rank(first, tree, 0, world_size)]
     expected, origin = (ranks[0].save_id, "rank0.pth") if manifest is None else (manifest.save_id, MANIFEST_NAME)
     if not source.look_up and (rules := _rules(ranks[0])) is not None:
@@ -154,8 +154,7 @@ def read(source: Source) -> Layout:
 def _check_save(rank: _RankFile, expected: str, origin: str) -> None:
     if rank.save_id != expected:
         raise CorruptCheckpointError(
-            f"{rank.path.name} is of another save ({rank.save_id!r}) than {origin} ({expected!r}).",
-            file=str(rank.path),
+            f"{rank.path.name} is of another save ({rank.save_id!r}) than {origin} ({expected!r}).", file=str(rank.path)
         )
 
 
@@ -193,19 +192,13 @@ def _described(
         if not isinstance(leaf, PickledTensor):
             return leaf
         if name not in rules:
-            return _whole(name, leaf, tensors)
+            return add_whole(name, leaf, tensors)
         stored = Unlocated(rules[name], functools.partial(items.chunks, name, leaf.dtype))
         tensors[name] = TensorEntry(name, leaf.dtype, rules[name].shape, stored)
         return TensorRef(name, leaf.parameter)
 
     tree = map_leaves(first.tree, bind)
     return Layout(directory, "rank_local", world_size, tensors, tree)
-
-
-def _whole(name: str, leaf: PickledTensor, tensors: dict[str, TensorEntry]) -> TensorRef:
-    unique = unique_name(name, tensors)
-    tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
-    return TensorRef(unique, leaf.parameter)
 
 
 def _header(path: Path, tree: Any) -> dict[str, Any]:
@@ -279,7 +272,7 @@ def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
         if any(name in rank.boxes for rank in ranks):
             tensors[name] = _sharded(name, ranks)
             return TensorRef(name, leaf.parameter)
-        return _whole(name, leaf, tensors)
+        return add_whole(name, leaf, tensors)
 
     tree = map_leaves(ranks[0].tree, bind)
     for rank in ranks[1:]:
@@ -343,12 +336,7 @@ def _plan_rank(
         if unique_name(path, boxes) != path:
             raise FormatError(f"Two tensors lie at {path!r}; a checkpoint per rank could not tell them apart.")
         offsets, sizes = sharded_box(entry.shape, [ranks.shards], [0], [ranks.shard(rank)])
-        boxes[path] = {
-            "shape": list(entry.shape),
-            "offsets": list(offsets),
-            "placements": [None, 0],
-            "replica": 0,
-        }
+        boxes[path] = {"shape": list(entry.shape), "offsets": list(offsets), "placements": [None, 0], "replica": 0}
         held[leaf.name] = cut(entry, offsets, sizes)
         return leaf
 

@@ -128,10 +128,6 @@ def plan_file(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     weights. Here each name gets a copy of its own, which every reader accepts. The format has no checksums; those of
     the tensors are stored in ``__metadata__``, which other readers ignore (see ``CHECKSUMS``).
 
-    Args:
-        name: Its path within the target.
-        tensors: Name in the file to tensor.
-
     Raises:
         ConfigError: The format cannot hold a dtype or a name.
     """
@@ -248,10 +244,6 @@ def read_ranks(source: Source) -> Layout:
 
 def box_offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return where in its tensor each box of a file begins.
-
-    Args:
-        file: The file, for messages.
-        metadata: The ``__metadata__`` of its header.
 
     Raises:
         FormatError: It does not say.

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmfsdp.checkpoint.files.writing import PlannedFile
-from mmfsdp.checkpoint.formats import safetensors, torch_legacy, torch_zip
-from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, looks_like_safetensors
+from mmfsdp.checkpoint.formats import safetensors
+from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, find_format, looks_like_safetensors
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.untrusted import inside, parse_json, refuse_special
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -51,10 +51,9 @@ def _read_torch(source: Source, files: Mapping[str, Path]) -> Layout:
 
 
 def _torch_file(source: Source) -> Layout:
-    if source.head.startswith(b"PK\x03\x04"):
-        return torch_zip.read(source)
-    if torch_legacy.looks_like_torch_legacy(source.head):
-        return torch_legacy.read(source)
+    for kind in map(find_format, ("torch_zip", "torch_legacy")):
+        if kind.sniff is not None and kind.sniff(source):
+            return kind.read(source)
     raise FormatError(
         f"{source.path.name} is not a file of torch.save: it begins with {source.head[:8]!r}.", file=str(source.path)
     )
@@ -77,16 +76,7 @@ def _index(source: Source, suffix: str) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor.
-
-    Args:
-        path: A file such as ``model.safetensors.index.json``. The files that it names lie beside it.
-
-    Raises:
-        FormatError: It is not an index, or names a file outside of its directory.
-        CorruptCheckpointError: It is not JSON.
-        IncompleteCheckpointError: A file that it names is missing.
-    """
+    """Return the file of each tensor."""
     refuse_special(path, directory=False)
     if path.stat().st_size > _LIMIT:
         raise FormatError(f"{path.name} is too large to be an index of shards.", file=str(path))
@@ -109,19 +99,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Path, Layout]) -> Layout:
-    """Return the layout of a checkpoint in several files, where each file holds a bare state dict.
-
-    Args:
-        path: The path that was opened.
-        kind: Name of the format.
-        files: Tensor to file, as the index says.
-        held: The layout of each file.
-
-    Raises:
-        FormatError: A file holds anything but tensors by name.
-        IncompleteCheckpointError: A file lacks a tensor that the index expects in it.
-        CorruptCheckpointError: A file holds a tensor that the index does not expect in it.
-    """
+    """Return the layout of a checkpoint in several files, where each file holds a bare state dict."""
     for file, layout in held.items():
         if layout.tensors and not layout.is_flat:
             raise FormatError(f"{file.name} is not a bare state dict, as a shard should be.", file=str(file))
@@ -159,12 +137,7 @@ def plan_write(content: Content) -> list[PlannedFile]:
 
 
 def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict[str, list[str]]:
-    """Return which file holds which tensors, in the order of the checkpoint.
-
-    Args:
-        tensors: Name to tensor.
-        max_shard_size: Bytes of tensor data per file. A larger tensor gets a file of its own.
-    """
+    """Return which file holds which tensors, in the order of the checkpoint."""
     groups: list[list[str]] = []
     size = 0
     for name, entry in tensors.items():

@@ -19,16 +19,10 @@ from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["looks_like_torch_legacy", "read"]
+__all__ = ["read"]
 
-_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # MAGIC_NUMBER, pickled with protocol 2
 _PROTOCOL_VERSION = 1001
 _LENGTH = struct.Struct("<q")
-
-
-def looks_like_torch_legacy(head: bytes) -> bool:
-    """Tell from its first bytes whether a file is of this format."""
-    return head.startswith(_MAGIC)
 
 
 def read(source: Source) -> Layout:

@@ -30,6 +30,7 @@ __all__ = [
     "Storage",
     "StorageClass",
     "TensorBuilder",
+    "add_whole",
     "read",
     "read_archive",
     "read_tree",
@@ -51,11 +52,6 @@ def read(source: Source) -> Layout:
 def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     """Return the layout of a file whose tensors are whole.
 
-    Args:
-        path: The file.
-        kind: Name of its format.
-        content: Its nested content, with a ``PickledTensor`` for each tensor.
-
     Raises:
         FormatError: It is a single rank's part of a ``local`` checkpoint.
     """
@@ -66,23 +62,21 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     def bind(name: str, leaf: Any) -> Any:
         if isinstance(leaf, PickledShards):
             raise _one_of_many(path)
-        if not isinstance(leaf, PickledTensor):
-            return leaf
-        unique = unique_name(name, tensors)
-        chunk = leaf.chunk((0,) * len(leaf.shape))
-        tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (chunk,))
-        return TensorRef(unique, leaf.parameter)
+        return add_whole(name, leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
 
     tree = map_leaves(content, bind)
     return Layout(path, kind, 1, tensors, tree)
 
 
+def add_whole(name: str, leaf: PickledTensor, tensors: dict[str, TensorEntry]) -> TensorRef:
+    """Add a whole tensor to a layout's tensors under its name, or one like it if that is taken; return its mark."""
+    unique = unique_name(name, tensors)
+    tensors[unique] = TensorEntry(unique, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
+    return TensorRef(unique, leaf.parameter)
+
+
 def read_tree(path: Path, *, trust: bool = False) -> Any:
     """Return the nested content of a ``.pth`` file with each tensor replaced by a ``PickledTensor``.
-
-    Args:
-        path: The file.
-        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
 
     Raises:
         FormatError, UnsafePickleError, CorruptCheckpointError: See `read`.
@@ -92,14 +86,7 @@ def read_tree(path: Path, *, trust: bool = False) -> Any:
 
 
 def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, trust: bool = False) -> Any:
-    """Return the nested content of an archive, which may be only part of a file; see ``read_tree``.
-
-    Args:
-        path: The file.
-        source: Its descriptor.
-        records: The entries of the archive.
-        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
-    """
+    """Return the nested content of an archive, which may be only part of a file; see ``read_tree``."""
     pickled = [name for name in records if name.endswith("/data.pkl") or name == "data.pkl"]
     if len(pickled) != 1:
         raise FormatError(
@@ -144,8 +131,7 @@ def _storage(path: Path, root: str, records: Mapping[str, ZipRecord], pid: Any) 
     record = records.get(f"{root}data/{key}")
     if record is None:
         raise CorruptCheckpointError(
-            f"{path.name} lacks the data of storage {key!r}: there is no entry 'data/{key}'.",
-            file=str(path),
+            f"{path.name} lacks the data of storage {key!r}: there is no entry 'data/{key}'.", file=str(path)
         )
     return Storage(kind.dtype, Record(path, record.offset, record.nbytes, record.crc32))
 
@@ -235,11 +221,7 @@ class StorageClass(StandIn):
 
 
 class TensorBuilder:
-    """Stand-ins for torch's functions that rebuild tensors (torch/_utils.py).
-
-    Args:
-        path: The file that is read, for messages.
-    """
+    """Stand-ins for torch's functions that rebuild tensors (torch/_utils.py)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

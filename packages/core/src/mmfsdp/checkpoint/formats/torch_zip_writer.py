@@ -34,13 +34,7 @@ def plan_write(content: Content) -> list[PlannedFile]:
 
 
 def plan_file(name: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
-    """Plan a file that holds a tree as torch would save it; see ``plan_archive``.
-
-    Args:
-        name: Its path within the target.
-        tree: Nested content with a ``TensorRef`` for each tensor.
-        tensors: The tensors that the tree refers to.
-    """
+    """Plan a file that holds a tree as torch would save it; see ``plan_archive``."""
     archive = plan_archive(tree, tensors)
     return PlannedFile(name, archive.size, archive.pieces(0), lambda crcs: archive.blocks(0, crcs))
 
@@ -67,12 +61,7 @@ class Archive:
         )
 
     def blocks(self, base: int, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield everything else and where it goes.
-
-        Args:
-            base: Where the archive begins in its file.
-            crcs: The CRC-32 of each piece.
-        """
+        """Yield everything else and where it goes."""
         given = iter(crcs)
         known: dict[str, int] = {}
         for name, value in self.content.items():
@@ -89,10 +78,6 @@ def plan_archive(tree: Any, tensors: Mapping[str, TensorEntry]) -> Archive:
 
     Tensors are written whole and packed in row-major order. Names that share all their bytes in the source (tied
     weights) share one storage in the target; views that overlap in part get storages of their own.
-
-    Args:
-        tree: Nested content with a ``TensorRef`` for each tensor.
-        tensors: The tensors that the tree refers to.
 
     Raises:
         FormatError: The tree holds an object that cannot be pickled here.
@@ -215,13 +200,7 @@ def local_header(placed: Placement, crc32: int) -> bytes:
 
 
 def central_directory(placements: Mapping[str, Placement], crcs: Mapping[str, int], start: int) -> bytes:
-    """Return the central directory and the end records of an archive.
-
-    Args:
-        placements: The entries by name, in file order.
-        crcs: CRC-32 of the data of each.
-        start: Offset in bytes at which the directory will be written.
-    """
+    """Return the central directory and the end records of an archive."""
     directory = b"".join(_central_entry(placed, crcs[name]) for name, placed in placements.items())
     count, size = len(placements), len(directory)
     tail = b""

@@ -206,25 +206,10 @@ class _Entry(NamedTuple):
 def _entries(directory: bytes) -> Iterator[_Entry]:
     at = 0
     while at < len(directory):
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            nbytes,
-            name_length,
-            extra_length,
-            comment,
-            _,
-            _,
-            _,
-            header,
-        ) = CENTRAL.unpack_from(directory, at)
+        values = CENTRAL.unpack_from(directory, at)
+        signature, _, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length, comment, *_, header = (
+            values
+        )
         name_at = at + CENTRAL.size
         following = name_at + name_length + extra_length + comment
         if signature != b"PK\x01\x02" or following > len(directory):
