@@ -19,11 +19,12 @@ from benchmarks.measuring import sized
 from benchmarks.simulated import Work, counted_reads, run_threads
 from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.checkpoint import convert
-from mmfsdp.collective.steps import Scope, on_all_ranks
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.archives import write_archive
-from mmfsdp.saving.load import open_shared
 from mmfsdp.saving.publishing import DirectorySave
+from mmfsdp.saving.reading import open_shared
 from mmfsdp.state.lazy_tensors import locate
 
 __all__ = ["main"]

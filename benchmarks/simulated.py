@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmfsdp.collective.steps import Scope
+from mmfsdp.collective.scopes import Scope
 
 __all__ = ["Work", "counted_reads", "run_threads"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
-from mmfsdp.saving.load import read_checkpoint
+from mmfsdp.saving.reading import read_checkpoint
 
 SAFETENSORS, TORCH = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.collective.channels import wait_timeout
+from mmfsdp.collective.scopes import new_scope, scope_of
 from mmfsdp.collective.steps import (
     all_equal,
     any_of,
     broadcast_object,
     gather_objects,
     gather_to_first,
-    new_scope,
     on_all_ranks,
     scatter_objects,
-    scope_of,
     shared,
 )
 from mmfsdp.errors import (

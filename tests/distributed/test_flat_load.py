@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmfsdp import FullyShardedDataParallel, load_model_state_dict, model_state_dict
-from mmfsdp.saving.load import read_checkpoint
+from mmfsdp.saving.reading import read_checkpoint
 from mmfsdp.testing import run_ranks
 
 

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 import mmfsdp
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
-from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, RankMismatchError
-from mmfsdp.saving.load import check_shared, open_shared
+from mmfsdp.saving.reading import check_shared, open_shared
 from mmfsdp.saving.verified_files import VerifiedFiles, sums_of
 from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.testing import run_ranks

@@ -16,7 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import DATASETS, MODELS
 from tests.mmengine_adapter.toy import ToyData, config, runner_of, strategy
 
-from mmfsdp.collective.steps import scope_of
+from mmfsdp.collective.scopes import scope_of
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmfsdp.basics import name_list
 from mmfsdp_cli.console import reporting_errors, say, say_list
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
@@ -189,8 +190,9 @@ def _print(report: ConversionReport, limit: int) -> None:
     for note in report.notes:
         say(f"Note: {note}.")
     if report.dropped:
-        shown, more = report.dropped[: limit or None], len(report.dropped) - (limit or len(report.dropped))
-        say(f"Not written: {', '.join(shown)}" + (f" and {more} more (--limit 0 shows all)." if more > 0 else "."))
+        count = limit or len(report.dropped)
+        hint = " (--limit 0 shows all)" if len(report.dropped) > count else ""
+        say(f"Not written: {name_list(report.dropped, count, quoted=False)}{hint}.")
     if report.dry_run:
         say("Settings, for --config:", bold=True)
         changed = report.conversion.model_dump(mode="json", exclude_none=True, exclude_defaults=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.basics.dtypes import canonical_dtype, to_torch
     from mmfsdp.basics.references import resolve_reference
     from mmfsdp.basics.tables import Column, format_table
-    from mmfsdp.basics.text import human_bytes
+    from mmfsdp.basics.text import human_bytes, name_list
     from mmfsdp.basics.torch_version import require_torch
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "canonical_dtype",
     "format_table",
     "human_bytes",
+    "name_list",
     "require_torch",
     "resolve_reference",
     "to_torch",
@@ -26,7 +27,7 @@ __all__ = [
 _WHERE = {
     **dict.fromkeys(("canonical_dtype", "to_torch"), "mmfsdp.basics.dtypes"),
     **dict.fromkeys(("Column", "format_table"), "mmfsdp.basics.tables"),
-    "human_bytes": "mmfsdp.basics.text",
+    **dict.fromkeys(("human_bytes", "name_list"), "mmfsdp.basics.text"),
     "require_torch": "mmfsdp.basics.torch_version",
     "resolve_reference": "mmfsdp.basics.references",
 }

@@ -65,14 +65,15 @@ def clean_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _FSDP1_STEP) if _FSDP1_STEP in name else name
 
 
-def name_list(names: Sequence[object], limit: int = 8) -> str:
-    """Return names for a message, quoted: ``"'a', 'b' and 3 more"``.
+def name_list(names: Sequence[object], limit: int = 8, *, quoted: bool = True) -> str:
+    """Return names for a message: ``"'a', 'b' and 3 more"``.
 
     Args:
-        names: The names. What is not a string, such as the number of a rank, is not quoted.
+        names: The names, or numbers such as ranks, which are never quoted.
         limit: How many to show.
+        quoted: Whether to quote strings.
     """
-    shown = ", ".join(repr(name) for name in names[:limit])
+    shown = ", ".join(repr(name) if quoted else str(name) for name in names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 
 

@@ -9,15 +9,13 @@ from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
     from mmfsdp.collective.channels import wait_timeout
+    from mmfsdp.collective.scopes import Scope, place_in, scope_of
     from mmfsdp.collective.steps import (
-        Scope,
         all_equal,
         broadcast_object,
         gather_objects,
         gather_to_first,
         on_all_ranks,
-        place_in,
-        scope_of,
         shared,
     )
 
@@ -36,7 +34,10 @@ __all__ = [
     "wait_timeout",
 ]
 
-_WHERE = {"wait_timeout": "mmfsdp.collective.channels"}
+_WHERE = {
+    **dict.fromkeys(("Scope", "place_in", "scope_of"), "mmfsdp.collective.scopes"),
+    "wait_timeout": "mmfsdp.collective.channels",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,19 +8,20 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.planning.automatic import repeated_classes
-    from mmfsdp.planning.memory import OPTIMIZERS, MemoryEstimate, estimate_memory, optimizer_named
+    from mmfsdp.planning.memory import MemoryEstimate, estimate_memory
+    from mmfsdp.planning.optimizer_memory import OPTIMIZERS, optimizer_named
     from mmfsdp.planning.patterns import match_classes
-    from mmfsdp.planning.resolve import plan
-    from mmfsdp.planning.schema import (
+    from mmfsdp.planning.records import (
         ActivationPlan,
         BufferEntry,
         MeshSpec,
         Note,
         ParamEntry,
-        ShardPlan,
         ShardUnit,
         UnitPrecision,
     )
+    from mmfsdp.planning.resolve import plan
+    from mmfsdp.planning.schema import ShardPlan
 
 __all__ = [
     "OPTIMIZERS",
@@ -42,13 +43,15 @@ __all__ = [
 
 _WHERE = {
     "repeated_classes": "mmfsdp.planning.automatic",
-    **dict.fromkeys(("OPTIMIZERS", "MemoryEstimate", "estimate_memory", "optimizer_named"), "mmfsdp.planning.memory"),
+    **dict.fromkeys(("MemoryEstimate", "estimate_memory"), "mmfsdp.planning.memory"),
+    **dict.fromkeys(("OPTIMIZERS", "optimizer_named"), "mmfsdp.planning.optimizer_memory"),
     "match_classes": "mmfsdp.planning.patterns",
     "plan": "mmfsdp.planning.resolve",
+    "ShardPlan": "mmfsdp.planning.schema",
 }
 
-_NEEDS_TORCH = {"Match", "fingerprint", "plan", "repeated_classes", "resolve_policy", "select_modules"}
+_NEEDS_TORCH = {"plan", "repeated_classes"}
 
 
 def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.schema", needs_torch=_NEEDS_TORCH)
+    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.records", needs_torch=_NEEDS_TORCH)

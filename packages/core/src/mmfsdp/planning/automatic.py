@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.planning.schema import Note
+from mmfsdp.planning.records import Note
 
 __all__ = ["LARGE", "automatic_units", "explain", "repeated_classes"]
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
-from mmfsdp.planning.schema import MeshSpec, ShardUnit
+from mmfsdp.planning.records import MeshSpec, ShardUnit
 
 __all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
 

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmfsdp.basics.boxes import rows_per_rank
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.errors import ConfigError, closest
-from mmfsdp.planning.schema import ParamEntry, ShardPlan, ShardUnit
+from mmfsdp.planning.optimizer_memory import SCALAR_BYTES, optimizer_tensors
+from mmfsdp.planning.records import ParamEntry, ShardUnit
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.step_memory import compute_itemsize, gathered_bytes, reducing_bytes
 
-__all__ = ["OPTIMIZERS", "MemoryEstimate", "estimate_memory", "optimizer_named"]
-
-OPTIMIZERS: dict[str, tuple[int, int]] = {
-    "adadelta": (2, 1),
-    "adagrad": (1, 1),
-    "adam": (2, 1),
-    "adam-amsgrad": (3, 1),
-    "adamax": (2, 1),
-    "adamw": (2, 1),
-    "adamw-amsgrad": (3, 1),
-    "asgd": (1, 3),
-    "nadam": (2, 2),
-    "radam": (2, 1),
-    "rmsprop": (1, 1),
-    "rmsprop-centered": (2, 1),
-    "rmsprop-momentum": (2, 1),
-    "rmsprop-momentum-centered": (3, 1),
-    "sgd": (0, 0),
-    "sgd-momentum": (1, 0),
-}
-"""For each optimizer of ``torch.optim`` that can step shards of any shape: the tensors that it keeps per parameter,
-of the parameter's shape and stored dtype, and its float32 scalars per parameter, such as ``step``."""
-
-_SCALAR = itemsize("float32")
+__all__ = ["MemoryEstimate", "estimate_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +104,20 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
         ConfigError: There is no such optimizer.
         MeshError: The mesh has no such rank.
     """
-    name, tensors, scalars = _states(optimizer)
+    name, tensors, scalars = optimizer_tensors(optimizer)
     parameters = plan.param_bytes(rank)
     gradients = state = 0
     for unit in plan.units:
         gradients += _gradient_bytes(plan, unit, rank)
         for param, numel in _local(plan, unit, rank):
             if param.requires_grad:
-                state += numel * itemsize(param.dtype) * tensors + _SCALAR * scalars
+                state += numel * itemsize(param.dtype) * tensors + SCALAR_BYTES * scalars
     # Ignored parameters are held whole and never offloaded.
     managed = parameters - sum(param.nbytes for param in plan.ignored_params) + gradients + state
     for param in plan.ignored_params:
         if param.requires_grad:
             gradients += param.nbytes
-            state += param.nbytes * tensors + _SCALAR * scalars
+            state += param.nbytes * tensors + SCALAR_BYTES * scalars
     return MemoryEstimate(
         rank=rank,
         parameters=parameters,
@@ -147,39 +125,10 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
         gradients=gradients,
         optimizer=name,
         optimizer_state=None if name is None else state,
-        gathered=_gathered_bytes(plan),
-        reducing=_reducing_bytes(plan),
+        gathered=gathered_bytes(plan),
+        reducing=reducing_bytes(plan),
         on_cpu=managed if plan.cpu_offload else 0,
     )
-
-
-def optimizer_named(name: str, settings: Mapping[str, Any]) -> str | None:
-    """Return the name in `OPTIMIZERS` of a class with these arguments, such as ``'sgd-momentum'``, or None.
-
-    Args:
-        name: The class's name, in any case.
-        settings: Its arguments; those that change how much it keeps are looked at.
-    """
-    options = [option for option in ("momentum", "amsgrad", "centered") if settings.get(option)]
-    spelt = "-".join([name.lower(), *options])
-    return spelt if spelt in OPTIMIZERS else None
-
-
-def _states(optimizer: str | int | None) -> tuple[str | int | None, int, int]:
-    """Return the optimizer's name, and its tensors and scalars per parameter."""
-    if optimizer is None:
-        return None, 0, 0
-    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
-        return optimizer, optimizer, 0
-    name = str(optimizer).lower()
-    if name not in OPTIMIZERS:
-        hint = closest(name, OPTIMIZERS) or f" Known: {', '.join(OPTIMIZERS)}."
-        raise ConfigError(
-            f"{optimizer!r} is not a known optimizer.{hint} For other optimizers, give the number of tensors that they "
-            "keep per parameter.",
-            config="optimizer",
-        )
-    return name, *OPTIMIZERS[name]
 
 
 def _spelt(optimizer: str | int | None) -> str:
@@ -215,76 +164,7 @@ def _gradient_bytes(plan: ShardPlan, unit: ShardUnit, rank: int) -> int:
     stored = plan.unit_param_bytes(unit, rank)
     if not plan.keep_low_precision_grads:
         return stored
-    return stored // itemsize(unit.params[0].dtype) * _compute_size(unit, unit.params[0])
-
-
-def _gathered_bytes(plan: ShardPlan) -> int:
-    """Simulate a step, and return the largest amounts at any moment."""
-    # Called in the order of names, the root first: close to what models do.
-    units = sorted(
-        (unit for unit in plan.units if unit.params), key=lambda unit: (not unit.is_root, unit.params[0].place)
-    )
-    if plan.engine == "fsdp1" and plan.mesh.shard == 1:
-        # Nothing is gathered; a copy in another dtype is all that can be.
-        units = [unit for unit in units if _compute_size(unit, unit.params[0]) != itemsize(unit.params[0].dtype)]
-    full = [sum(_whole(plan, param) * _compute_size(unit, param) for param in unit.params) for unit in units]
-    kept = [_kept(unit, size) for unit, size in zip(units, full, strict=True)]
-    ahead, peak, above = plan.forward_prefetch, sum(kept), list[int]()
-    for i, size in enumerate(full):
-        # Units around this one are in the middle of their own forward or backward.
-        above = [j for j in above if _holds(units[j], units[i])]
-        held = sum(kept[:i]) + sum(full[j] - kept[j] for j in above)
-        if plan.engine == "fsdp1":
-            forward = size + sum(full[i + 1 : i + 1 + max(ahead, 1)])
-            backward = size + (full[i - 1] - kept[i - 1] if i and i - 1 not in above else 0)
-        elif plan.mesh.shard == 1:
-            forward = backward = size  # copied from the shard, which is whole
-        else:
-            # What was received for a unit is freed when the next unit has been copied from what it received.
-            copying, computing = full[max(i - 1, 0) : i + max(ahead, 1)], full[i : i + 1 + ahead]
-            forward = size + max(sum(copying), sum(computing))
-            backward = 0 if kept[i] == size else kept[i] + 2 * size
-        peak = max(peak, held + forward, held + backward)
-        above.append(i)
-    return peak
-
-
-def _holds(unit: ShardUnit, other: ShardUnit) -> bool:
-    return unit.is_root or any(part.startswith(f"{fqn}.") for fqn in unit.fqns for part in other.fqns)
-
-
-def _kept(unit: ShardUnit, full: int) -> int:
-    """Bytes of a unit's gathered parameters that stay between its forward and its backward."""
-    reshard = unit.reshard_after_forward
-    if unit.is_root or reshard is False:
-        return full
-    return 0 if reshard is True else full // reshard
-
-
-def _reducing_bytes(plan: ShardPlan) -> int:
-    grads = {unit.fqns: 0 for unit in plan.units}
-    copies = dict(grads)
-    for unit in plan.units:
-        for param in unit.params:
-            if param.requires_grad:
-                compute, reduced = _compute_size(unit, param), unit.precision.reduce_dtype
-                grads[unit.fqns] += param.numel * compute
-                copies[unit.fqns] += _whole(plan, param) * (itemsize(reduced) if reduced else compute)
-    largest = max(copies[unit.fqns] + (0 if unit.is_root else grads[unit.fqns]) for unit in plan.units)
-    return grads[plan.root.fqns] + largest
-
-
-def _whole(plan: ShardPlan, param: ParamEntry) -> int:
-    """Return the elements of a gathered parameter, including padding."""
-    if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
-        return param.numel
-    rows = rows_per_rank(param.shape[0], plan.mesh.shard) * plan.mesh.shard
-    return param.numel // param.shape[0] * rows
-
-
-def _compute_size(unit: ShardUnit, param: ParamEntry) -> int:
-    wanted = unit.precision.param_dtype
-    return itemsize(wanted if wanted is not None and is_floating_point(param.dtype) else param.dtype)
+    return stored // itemsize(unit.params[0].dtype) * compute_itemsize(unit, unit.params[0])
 
 
 def _buffer_bytes(plan: ShardPlan) -> int:

@@ -13,7 +13,7 @@ from mmfsdp.config.precision import PrecisionOverride
 from mmfsdp.errors import PolicyError
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.planning.policies import Match
-from mmfsdp.planning.schema import UnitPrecision
+from mmfsdp.planning.records import UnitPrecision
 from mmfsdp.planning.units import has_forward
 
 __all__ = ["full_precision_classes", "override_matches", "unit_precision", "unit_reshard"]

@@ -11,7 +11,8 @@ from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.planning.repeats import join_repeated
 
 if TYPE_CHECKING:
-    from mmfsdp.planning.schema import ShardPlan, ShardUnit
+    from mmfsdp.planning.records import ShardUnit
+    from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["equal_units", "render_diff", "render_table", "render_tree"]
 

@@ -17,9 +17,11 @@ from mmfsdp.planning.checks import check_forward_methods, check_reshard, check_u
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
-from mmfsdp.planning.policies import Match, Policy, resolve_policy
+from mmfsdp.planning.policies import Match, resolve_policy
+from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
-from mmfsdp.planning.schema import BufferEntry, Note, ParamEntry, ShardPlan, ShardUnit
+from mmfsdp.planning.records import BufferEntry, Note, ParamEntry, ShardUnit
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import draft_units, has_forward
 
 __all__ = ["plan"]

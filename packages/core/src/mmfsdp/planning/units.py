@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.policies import Match, own_parameters
-from mmfsdp.planning.schema import Note
+from mmfsdp.planning.records import Note
 
 __all__ = ["UnitDraft", "draft_units", "has_forward"]
 

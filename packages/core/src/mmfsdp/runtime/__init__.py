@@ -9,6 +9,7 @@ from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
     from mmfsdp.runtime.buffers import keep_buffers_alike
+    from mmfsdp.runtime.clipping import check_finite_norm
     from mmfsdp.runtime.reachability import LossReach
     from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
@@ -17,11 +18,13 @@ require_torch(__name__)
 __all__ = [
     "LossReach",
     "ShardedModel",
+    "check_finite_norm",
     "find_sharded_model",
     "keep_buffers_alike",
 ]
 
 _WHERE = {
+    "check_finite_norm": "mmfsdp.runtime.clipping",
     "keep_buffers_alike": "mmfsdp.runtime.buffers",
     "LossReach": "mmfsdp.runtime.reachability",
     **dict.fromkeys(("ShardedModel", "find_sharded_model"), "mmfsdp.runtime.sharded_model"),

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from mmfsdp.collective.lost_ranks import Waiting
 
-__all__ = ["global_norm", "scale_down_"]
+__all__ = ["check_finite_norm", "global_norm", "scale_down_"]
 
 _Placed = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and the mesh dimensions over which tensors are sharded."""
@@ -78,6 +78,20 @@ def scale_down_(params: Iterable[torch.Tensor], max_norm: float, total: torch.Te
             torch._foreach_mul_(grads, factor.to(device))
 
 
+def check_finite_norm(total: torch.Tensor, norm_type: float) -> None:
+    """Check that gradients can be clipped by their norm. Not collective.
+
+    Args:
+        total: The norm of all gradients, a 0-d tensor.
+        norm_type: The p of the p-norm, for the message.
+
+    Raises:
+        RuntimeError: The norm is infinite or NaN.
+    """
+    if not bool(torch.isfinite(total)):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")
+
+
 def _placed(param: DTensor) -> _Placed:
     dims = tuple(dim for dim, placement in enumerate(param.placements) if isinstance(placement, Shard))
     if any(not isinstance(placement, (Shard, Replicate)) for placement in param.placements):
@@ -86,7 +100,7 @@ def _placed(param: DTensor) -> _Placed:
 
 
 def _norm(parts: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
-    # Of no elements torch computes no largest one.
+    # torch raises an error for the largest of no elements.
     parts = [part for part in parts if part.numel()]
     return get_total_norm(parts, norm_type, foreach=foreach) if parts else torch.zeros(())
 
@@ -97,14 +111,14 @@ def _wide(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced(norm: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
-    """The norm over all ranks that hold other parts."""
+    """Return the norm over all ranks that hold other parts."""
     groups = [group for dim in dims if dist.get_world_size(group := mesh.get_group(dim)) > 1]
     if not groups:
         return norm
     device = norm.device if norm.device.type == mesh.device_type else torch.device(mesh.device_type)
     wide = _wide(norm.to(device))
     if math.isinf(norm_type):
-        # What the largest of numbers is if one is NaN, backends do not agree on.
+        # Backends disagree on the largest of several numbers if one is NaN.
         value, op = torch.stack([wide.nan_to_num(0.0, math.inf), wide.isnan().to(wide)]), dist.ReduceOp.MAX
     else:
         value, op = wide**norm_type, dist.ReduceOp.SUM

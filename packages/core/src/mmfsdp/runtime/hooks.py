@@ -16,16 +16,11 @@ from mmfsdp.runtime.flat_params import flat_params, name_gathering
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.guards import watch_optimizers
-from mmfsdp.runtime.outside_calls import (
-    UnitGate,
-    UnitParts,
-    open_to_methods,
-    route,
-    watch_flat_unit,
-    watch_unit,
-)
+from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
 from mmfsdp.runtime.param_groups import begin_root, keep_state_dicts_pure
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.unit_gates import UnitGate
+from mmfsdp.runtime.unit_parts import UnitParts
 
 __all__ = ["install_hooks", "route_calls"]
 

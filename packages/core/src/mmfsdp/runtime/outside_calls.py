@@ -8,81 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
-from mmfsdp.planning.policies import own_parameters
-from mmfsdp.planning.schema import ShardPlan, ShardUnit
 from mmfsdp.runtime.casting import in_full_precision
-from mmfsdp.runtime.ownership import modules_by_unit
+from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.view_outputs import accept_views, keep_backward_hook
 
-__all__ = ["UnitGate", "UnitParts", "open_to_methods", "parts_of_units", "route", "watch_flat_unit", "watch_unit"]
+__all__ = ["open_to_methods", "route", "watch_flat_unit", "watch_unit"]
 
 _RUN = "_mmfsdp_run"
 _tracker = ModuleTracker()
-
-
-class UnitGate:
-    """Knows whether a unit is in use, and runs calls other than its forward with the unit gathered.
-
-    Args:
-        begin: Called before each use. It makes torch take the model as the root, rather than the first unit that runs.
-
-    Attributes:
-        is_open: Whether a use has begun and not ended; meanwhile layers of the unit compute as usual.
-        members: The modules that are the unit; there are several if they share parameters.
-        pending: What the unit's module runs instead of its forward; only engine ``fsdp1`` sets it.
-        run: ``(forward, *args, **kwargs)``, computes ``forward`` with the unit gathered. Set once the unit is watched.
-    """
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self.begin = begin
-        self.is_open = False
-        self.pending: Callable[..., Any] | None = None
-        self.run: Callable[..., Any]
-        self.members: list[nn.Module] = []
-        self._missing: set[nn.Module] = set()
-
-    def watch(self, members: list[nn.Module]) -> None:
-        """Open the gate before each call of ``members``, and close it after the call."""
-        self.members = members
-        for module in members:
-            module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
-            module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
-
-    def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward`` with the gate open; the unit must be gathered."""
-        self.is_open = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.is_open = False
-
-    @property
-    def is_between_members(self) -> bool:
-        """Whether only some modules of a unit have run: it stays gathered until the others have."""
-        return bool(self._missing) and any(
-            not isinstance(param, DTensor) for member in self.members for param in member.parameters()
-        )
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self.begin()
-        if len(self.members) > 1 and not self._missing:
-            self._missing = set(self.members)
-        self.is_open = True
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._missing.discard(module)
-        # Also after a nested call: torch has freed the unit now, whichever call began the use.
-        self.is_open = False
 
 
 class _Routed:
@@ -140,50 +81,6 @@ _from_outside = torch.compiler.disable(_gather_and_run, recursive=False)
 
 def _itself(value: Any) -> Any:
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class UnitParts:
-    """A unit's modules, as they are before sharding."""
-
-    unit: ShardUnit
-    modules: list[nn.Module]
-    owned: list[nn.Module]
-    """All modules of the unit, without those of units below it."""
-    holders: list[nn.Module]
-    """The owned modules that compute with the unit's parameters, without the unit's own modules."""
-
-
-def parts_of_units(model: nn.Module, plan: ShardPlan) -> list[UnitParts]:
-    """Return the modules of each unit. Not collective.
-
-    Args:
-        model: The model that the plan was made for, before sharding.
-        plan: The plan.
-    """
-    named = dict(model.named_parameters())
-    owned = modules_by_unit(model, plan)
-    found = []
-    for unit in plan.units:
-        modules = [model.get_submodule(fqn) for fqn in unit.fqns]
-        params = {id(named[param.fqn]) for param in unit.params}
-        inside = [part for _, part in owned[unit.fqns]]
-        found.append(UnitParts(unit, modules, inside, _holders(inside, modules, params)))
-    return found
-
-
-def _holders(owned: list[nn.Module], units: list[nn.Module], params: set[int]) -> list[nn.Module]:
-    mine = {id(module) for module in owned}
-    known: dict[int, bool] = {}
-
-    def holds(module: nn.Module) -> bool:
-        if id(module) not in known:
-            known[id(module)] = False
-            below = [holds(child) for child in module.children() if id(child) in mine]
-            known[id(module)] = any(below) or any(id(param) in params for param in own_parameters(module))
-        return known[id(module)]
-
-    return [module for module in owned if holds(module) and module not in units]
 
 
 def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.clipping import global_norm, scale_down_
+from mmfsdp.runtime.clipping import check_finite_norm, global_norm, scale_down_
 from mmfsdp.runtime.dtensors import local_part, whole_tensor
 from mmfsdp.runtime.sharded_model import find_sharded_model, live_models
 
@@ -78,7 +78,8 @@ def clip_grad_norm_(
             # By class: a wrapper's own method of this name ends here.
             with Waiting("computing the norm of all gradients"):
                 total = FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
-            _check_finite(total, norm_type, error_if_nonfinite)
+            if error_if_nonfinite:
+                check_finite_norm(total, norm_type)
             return total
         parameters = state.module.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -90,7 +91,8 @@ def clip_grad_norm_(
                 "model's. Pass the model itself to clip_grad_norm_()."
             )
     total = global_norm(params, norm_type, foreach)
-    _check_finite(total, norm_type, error_if_nonfinite)
+    if error_if_nonfinite:
+        check_finite_norm(total, norm_type)
     scale_down_(params, max_norm, total, foreach)
     return total
 
@@ -130,8 +132,3 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             with torch.no_grad():
                 for shard in {id(shard): shard for _, _, shard in places}.values():
                     shard.to_local().copy_(local_part(whole[id(shard)].detach(), shard))
-
-
-def _check_finite(total: torch.Tensor, norm_type: float, wanted: bool) -> None:
-    if wanted and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")

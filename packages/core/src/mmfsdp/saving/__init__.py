@@ -9,7 +9,8 @@ from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
     from mmfsdp.saving.archives import write_archive
-    from mmfsdp.saving.load import open_shared, read_checkpoint, read_verified, reference_of
+    from mmfsdp.saving.load import reference_of
+    from mmfsdp.saving.reading import open_shared, read_checkpoint, read_verified
     from mmfsdp.saving.save import write_checkpoint
 
 require_torch(__name__)
@@ -24,7 +25,8 @@ __all__ = [
 ]
 
 _WHERE = {
-    **dict.fromkeys(("open_shared", "read_checkpoint", "read_verified", "reference_of"), "mmfsdp.saving.load"),
+    **dict.fromkeys(("open_shared", "read_checkpoint", "read_verified"), "mmfsdp.saving.reading"),
+    "reference_of": "mmfsdp.saving.load",
     "write_archive": "mmfsdp.saving.archives",
     "write_checkpoint": "mmfsdp.saving.save",
 }

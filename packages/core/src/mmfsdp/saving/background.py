@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.channels import GlooChannel
-from mmfsdp.collective.steps import Scope, new_scope, on_all_ranks
+from mmfsdp.collective.scopes import Scope, new_scope
+from mmfsdp.collective.steps import on_all_ranks
 
 __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
 

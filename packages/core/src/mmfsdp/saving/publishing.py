@@ -13,7 +13,8 @@ from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, tem
 from mmfsdp.checkpoint.files.disk import make_parent, not_written, of_file, sync
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.channels import host_of
-from mmfsdp.collective.steps import Scope, broadcast_object, gather_to_first, on_all_ranks, shared
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import broadcast_object, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 
 __all__ = ["DirectorySave", "Files", "as_checkpoint_error"]

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import on_all_ranks, same_path
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
 from mmfsdp.saving.background import PendingSave, saver_of, settle_saves, staged
-from mmfsdp.saving.paths import same_path
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
 from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict

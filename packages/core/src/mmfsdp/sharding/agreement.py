@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from mmfsdp import __version__
-from mmfsdp.collective.steps import Scope, all_equal, broadcast_object, gather_objects, on_all_ranks
+from mmfsdp.basics.text import name_list
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import all_equal, broadcast_object, gather_objects, on_all_ranks
 from mmfsdp.errors import RankMismatchError
 from mmfsdp.planning.fingerprints import describe
 from mmfsdp.planning.schema import ShardPlan
@@ -134,7 +136,7 @@ def _check_same(scope: Scope, mine: str, advice: str) -> None:
 
 
 def _refuse(what: str, ranks: Sequence[int], found: Sequence[str]) -> NoReturn:
-    alike = "; ".join(_numbers(group) for group in _alike(ranks, found).values())
+    alike = "; ".join(name_list(group) for group in _alike(ranks, found).values())
     raise RankMismatchError(what + (f" Ranks that are alike: {alike}." if len(ranks) > 2 else ""))
 
 
@@ -153,9 +155,4 @@ def _alike(ranks: Sequence[int], found: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_numbers(ranks)} have"
-
-
-def _numbers(ranks: Sequence[int], count: int = 8) -> str:
-    more = f" and {len(ranks) - count} more" if len(ranks) > count else ""
-    return ", ".join(map(str, ranks[:count])) + more
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {name_list(ranks)} have"

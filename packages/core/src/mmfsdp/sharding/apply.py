@@ -9,16 +9,18 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.basics.references import resolve_reference
-from mmfsdp.collective.steps import on_all_ranks, scope_of
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
 from mmfsdp.planning.fingerprints import fingerprint
-from mmfsdp.planning.policies import Policy
+from mmfsdp.planning.policy_forms import Policy
+from mmfsdp.planning.records import Note
 from mmfsdp.planning.resolve import plan as make_plan
-from mmfsdp.planning.schema import Note, ShardPlan
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.hooks import install_hooks, route_calls
-from mmfsdp.runtime.outside_calls import parts_of_units
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.unit_parts import parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, shape_of

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.collective.steps import count_groups_alike, is_group_pair
+from mmfsdp.collective.scopes import count_groups_alike, is_group_pair
 from mmfsdp.errors import MeshError
-from mmfsdp.planning.schema import MeshSpec
+from mmfsdp.planning.records import MeshSpec
 
 __all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
 

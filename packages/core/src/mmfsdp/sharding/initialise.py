@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
-from mmfsdp.collective.steps import place_in
-from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.collective.scopes import place_in
+from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.ownership import modules_by_unit
 from mmfsdp.sharding.agreement import Agreement
 from mmfsdp.sharding.devices import device_of

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.collective.steps import any_of, scope_of
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import any_of
 from mmfsdp.runtime.flat_params import flat_params
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel

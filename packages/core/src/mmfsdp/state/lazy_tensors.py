@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import to_torch
-from mmfsdp.collective.steps import Scope, any_of, broadcast_object, gather_to_first, on_all_ranks, scatter_objects
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import any_of, broadcast_object, gather_to_first, on_all_ranks, scatter_objects
 from mmfsdp.runtime.dtensors import Box, box_of, local_part
 
 __all__ = [

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
-from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, place_in, scope_of
+from mmfsdp.collective.scopes import place_in, scope_of
+from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
 from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces

@@ -15,7 +15,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective.steps import broadcast_object, on_all_ranks, scope_of
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.collective.steps import Scope, all_equal, gather_objects, on_all_ranks
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import all_equal, gather_objects, on_all_ranks
 from mmfsdp.errors import StateDictError
 
 __all__ = ["LoadReport", "agree", "compare_shapes"]

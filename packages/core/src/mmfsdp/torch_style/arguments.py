@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from mmfsdp.collective.steps import is_group_pair
+from mmfsdp.collective.scopes import is_group_pair
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.planning.policies import Policy
+from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.sharding.materialise import InitFn
 from mmfsdp.torch_style import forms
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
+from mmfsdp.basics import name_list
 from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of
 from mmfsdp_mmengine.wrappers.steps import overrides
@@ -26,7 +27,7 @@ def notes_of_the_plan(subject: Subject) -> Iterator[Finding]:
         merged.setdefault((note.kind, note.text), []).extend(note.fqns)
     for (kind, text), fqns in merged.items():
         path = "model" if fqns else (subject.sharding.path if subject.sharding is not None else "model")
-        names = ", ".join(fqns[:3]) + (f" and {len(fqns) - 3} more" if len(fqns) > 3 else "")
+        names = name_list(fqns, 3, quoted=False)
         yield Finding("changed", path, f"{names}: {text}" if names else text, _STOCK.get(kind, ""))
 
 

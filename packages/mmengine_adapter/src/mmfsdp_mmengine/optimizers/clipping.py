@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import clip_grad_norm_
-from mmfsdp.runtime import find_sharded_model
+from mmfsdp.runtime import check_finite_norm, find_sharded_model
 
 __all__ = ["clip_globally"]
 
@@ -78,8 +78,8 @@ def _clip_pieces(
         state.all_reduce(powers, dist.ReduceOp.SUM)
         replicas = state.plan.mesh.world_size // state.plan.mesh.shard
         total = (powers / replicas + theirs**norm_type) ** (1 / norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped.")
+    if error_if_nonfinite:
+        check_finite_norm(total, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in pieces + others:
         grad.mul_(scale.to(grad.device, grad.dtype))

@@ -27,7 +27,7 @@ from mmfsdp.sharding.activation.keeping import offloading_contexts, pins_memory,
 from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS, check_operator
 
 if TYPE_CHECKING:
-    from mmfsdp.planning.schema import ActivationPlan
+    from mmfsdp.planning.records import ActivationPlan
 
 __all__ = ["apply_activation_checkpointing"]
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["Engine", "PrepareUnit", "WrapRoot"]
 

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import (
 
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.planning.schema import ShardPlan, ShardUnit
+from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.sharding.devices import device_of
 from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.basics.dtypes import to_torch
-from mmfsdp.planning.schema import ShardPlan, ShardUnit, UnitPrecision
+from mmfsdp.planning.records import ShardUnit, UnitPrecision
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.sharding.engines.calling import called_parts, keep_class_name

@@ -1,0 +1,132 @@
+"""Finds the ranks that act together, and gives them a group of their own to exchange messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.collective.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
+from mmfsdp.errors import ShardStateError
+
+__all__ = ["Scope", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The ranks that act together, and how they exchange messages."""
+
+    channel: Channel
+    """How they exchange messages."""
+    size: int
+    """Number of ranks."""
+    place: int
+    """This rank's place among them, in the order of the mesh; the first is 0."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return self.place == 0
+
+
+_scopes: dict[tuple[int, ...], tuple[Any, Scope]] = {}
+
+
+def scope_of(given: Any) -> Scope:
+    """Return the scope of a mesh's ranks, which is made on first use. Collective: every rank of the mesh.
+
+    Args:
+        given: A DeviceMesh, a process group, a pair of groups that span a mesh, or None for the whole world.
+
+    Raises:
+        ShardStateError: ``torch.distributed`` is not initialised.
+        LostRankError: A rank does not take part.
+    """
+    if not dist.is_initialized():
+        raise ShardStateError(
+            "torch.distributed is not initialised. Start the program with torchrun and call "
+            "torch.distributed.init_process_group() before sharding a model."
+        )
+    ranks = _ranks_of(given)
+    world, scope = _scopes.get(ranks, (None, None))
+    if scope is None or world is not dist.group.WORLD:  # groups end with the world they were made in
+        scope = new_scope(given)
+        _scopes[ranks] = dist.group.WORLD, scope
+    return scope
+
+
+def new_scope(given: Any) -> Scope:
+    """Return a scope with a group of its own, for work beside other collectives. Collective: every rank of it.
+
+    Args:
+        given: See `scope_of`.
+
+    Raises:
+        LostRankError: A rank does not take part.
+    """
+    ranks = _ranks_of(given)
+    is_part = len(ranks) < dist.get_world_size()
+    with naming_lost_ranks("ranks met for the first time"):
+        if is_part:
+            count_groups_alike(_groups_of(given))
+        group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=is_part)
+    return Scope(GlooChannel(group, ranks), len(ranks), ranks.index(dist.get_rank()))
+
+
+def count_groups_alike(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Make all ranks of some groups members of equally many groups, before they make another one. Collective.
+
+    torch names a group that only its own ranks make after these ranks and the number of groups that the process has. If
+    these numbers differ, the ranks wait for each other forever; torch has no public way to name a group.
+
+    Args:
+        groups: The groups of a mesh; every rank of them must call this.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = len(names)
+    for group in groups:
+        counts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(counts, most, group=group)
+        most = max(counts)
+    while len(names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def is_group_pair(given: Any) -> bool:
+    """Return whether ``given`` is a pair of process groups."""
+    return isinstance(given, Sequence) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
+
+
+def place_in(mesh: DeviceMesh) -> int:
+    """Return this rank's place in the mesh, in row-major order; the first is 0."""
+    place = 0
+    for size, coordinate in zip(mesh.mesh.shape, mesh.get_coordinate() or [], strict=True):
+        place = place * size + coordinate
+    return place
+
+
+def _groups_of(given: Any) -> list[dist.ProcessGroup]:
+    if isinstance(given, DeviceMesh):
+        return [*given.get_all_groups()]
+    return [given] if isinstance(given, dist.ProcessGroup) else [*given]
+
+
+def _ranks_of(given: Any) -> tuple[int, ...]:
+    if isinstance(given, DeviceMesh):
+        return tuple(int(rank) for rank in given.mesh.flatten())
+    if isinstance(given, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(given))
+    if is_group_pair(given):
+        return _spanned(*given)
+    return tuple(range(dist.get_world_size()))
+
+
+def _spanned(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of the mesh that two groups span: all members of the inner groups of the outer group's ranks."""
+    rows: list[Any] = [None] * dist.get_world_size(outer)
+    with naming_lost_ranks("the ranks compared the groups they are in"):
+        dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
+    return tuple(sorted(rank for row in rows for rank in row))

@@ -1,0 +1,203 @@
+"""Reads a checkpoint into its content, on one rank or on all; tensors stay on disk until they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmfsdp.checkpoint.files.siblings import interrupted
+from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
+from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import on_all_ranks, same_path, scatter_objects, shared
+from mmfsdp.errors import FormatError
+from mmfsdp.saving.content import restricted_load, stored_content
+from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
+
+__all__ = ["check_shared", "open_shared", "read_checkpoint", "read_verified", "read_whole"]
+
+
+def read_checkpoint(
+    path: str | Path,
+    *,
+    verify: bool = True,
+    safe_globals: Iterable[Any] = (),
+    reference: str | Path | Layout | None = None,
+) -> dict[str, Any]:
+    """Return a checkpoint's content with its weights and optimizer state still on disk. Not collective.
+
+    Args:
+        path: See `load_checkpoint`.
+        verify: See `load_checkpoint`.
+        safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
+        reference: See `mmfsdp.checkpoint.open_layout`.
+
+    Returns:
+        The nested content, with the weights under ``'state_dict'`` and the optimizer's state under ``'optimizer'``,
+        whichever of the usual names the checkpoint has for them. Tensors of a ``.pth`` file are memory-mapped, and not
+        compared with their checksums (see `read_verified`). Other tensors are lazy
+        (`mmfsdp.state.lazy_tensors.LazyTensor`); the loading functions accept them as they are.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is at ``path``.
+        IncompleteCheckpointError: A rank's file or a part of a tensor is missing.
+        CorruptCheckpointError: A file is damaged, or differs from what the manifest lists.
+        UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
+        FormatError: ``path`` is not a checkpoint of a known format.
+    """
+    source = _opened(Path(os.path.abspath(path)), lambda: reference, verify)
+    if source.layout.format == "torch_zip":
+        return _mapped(source.path, safe_globals)
+    return _content(source, safe_globals)
+
+
+def read_verified(
+    path: str | Path,
+    scope: Scope,
+    *,
+    safe_globals: Iterable[Any] = (),
+    reference: Callable[[], str | Path | Layout | None] = lambda: None,
+) -> dict[str, Any]:
+    """Return what `read_checkpoint` returns, once the ranks have verified all data together. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that read.
+        safe_globals: See `load_checkpoint`.
+        reference: Returns what `read_checkpoint` takes; not called for a ``.pth`` file.
+
+    Raises:
+        RankMismatchError: Ranks gave different paths.
+        CheckpointError: See `read_checkpoint`; raised on every rank.
+    """
+    source, format = check_shared(path, scope)
+
+    def read() -> dict[str, Any]:
+        source.check_unchanged()
+        if format == "torch_zip":
+            return _mapped(source.path, safe_globals)
+        return read_checkpoint(source.path, safe_globals=safe_globals, reference=reference())
+
+    return on_all_ranks(read, scope)
+
+
+def check_shared(path: str | Path, scope: Scope) -> tuple[Source, str]:
+    """Compare all of a checkpoint's data with its checksums, each rank a part of it. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that check.
+
+    Returns:
+        The checkpoint that was opened, and its format.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or cannot be read; raised on every rank.
+    """
+    target = same_path(path, scope)
+
+    def first() -> tuple[Source, str]:
+        source = _opened(target, lambda: None, True)
+        return source, source.layout.format
+
+    source, format = shared(lambda: first() if scope.is_first else None, scope)
+    own = scatter_objects(scope, source.parts(scope.size) if scope.is_first else None)
+    on_all_ranks(lambda: source.check(own), scope)
+    return source, format
+
+
+def open_shared(
+    path: str | Path,
+    scope: Scope,
+    *,
+    verify: bool = True,
+    safe_globals: Iterable[Any] = (),
+    reference: Callable[[], str | Path | Layout | None] = lambda: None,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
+) -> tuple[Source, dict[str, Any]]:
+    """Return what `read_checkpoint` returns on every rank; only the first rank reads it. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that load.
+        verify: See `load_checkpoint`.
+        safe_globals: See `load_checkpoint`.
+        reference: Returns what `read_checkpoint` takes; called on the ranks that open the checkpoint.
+        change: Called on the first rank with the content; every rank receives what it returns.
+
+    Returns:
+        The source that the tensors are read from, and the content.
+
+    Raises:
+        RankMismatchError: Ranks gave different paths.
+        CheckpointError: See `read_checkpoint`; raised on every rank.
+    """
+    target = same_path(path, scope)
+
+    def first() -> tuple[Source, dict[str, Any]]:
+        source = _opened(target, reference, verify)
+        content = change(_content(source, safe_globals))
+        source.share()
+        return source, content
+
+    source, content = shared(lambda: first() if scope.is_first else None, scope)
+    source.attach(_opener(source.path, reference))
+    on_all_ranks(source.check_unchanged, scope)
+    return source, content
+
+
+def read_whole(content: Any, scope: Scope) -> Any:
+    """Return content with its tensors read whole into CPU memory on every rank. Collective."""
+    stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, LazyTensor)]
+    locate([(value, whole_box(value)) for value in stored], scope)
+    return on_all_ranks(lambda: _read_now(content), scope)
+
+
+def _opened(path: Path, reference: Callable[[], str | Path | Layout | None], verify: bool) -> Source:
+    found = interrupted(path) or path  # a save that was killed may have left the checkpoint beside its path
+    return Source(found, _opener(found, reference), verify=verify)
+
+
+def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:
+    # torch's own restricted loader, with the caller's list, decides which classes a pickle may name.
+    return lambda: open_layout(path, trust=True, reference=reference(), look_up=False)
+
+
+def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
+    layout = source.layout
+    if layout.format.startswith("safetensors"):
+        return {"state_dict": dict(lazy_tensors(source))}
+    if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
+        # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
+        check_manifest(layout.path, checksums=False)
+    return _named(stored_content(source, safe_globals), layout.path)
+
+
+def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:
+    return _named(restricted_load(path, str(path), safe_globals), path)
+
+
+def _named(content: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise FormatError(f"{path.name} holds a {type(content).__name__}, not a state dict.", file=str(path))
+    content = usual_content(content, _is_tensor) or content
+    return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, LazyTensor | torch.Tensor)
+
+
+def _stays_on_disk(key: str) -> bool:
+    return key == "optimizer" or str(key).endswith("state_dict")
+
+
+def _read_now(value: Any) -> Any:
+    return map_leaves(value, lambda _, leaf: whole_value(leaf))
