@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import mmengine
@@ -14,7 +13,7 @@ from mmengine.utils import get_git_hash
 
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.collective import on_all_ranks, scope_of
-from mmfsdp.errors import ConfigError, FormatError, StateDictError
+from mmfsdp.errors import ConfigError
 from mmfsdp.saving import write_checkpoint
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.content import (
@@ -25,25 +24,18 @@ from mmfsdp_mmengine.checkpoints.content import (
     revised_keys,
     with_own_counters,
 )
+from mmfsdp_mmengine.checkpoints.continuing import (
+    Resumed,
+    check_resumable,
+    optimizer_classes,
+    warning_of_waiting_gradients,
+)
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
-from mmfsdp_mmengine.checkpoints.progress import own_random_state, random_states
-from mmfsdp_mmengine.checkpoints.randomness import random_state, restore_random_state
-from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of, waiting_gradients
+from mmfsdp_mmengine.checkpoints.randomness import own_random_state, random_state, random_states, restore_random_state
 
-__all__ = ["CheckpointingStrategy", "Resumed"]
+__all__ = ["CheckpointingStrategy"]
 
 _NO_PREFIX = [(r"^module.", "")]
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """State of a resumed checkpoint that the training loop needs, besides weights and optimizers."""
-
-    progress: dict[str, Any]
-    seed: int
-    """The seed of this rank."""
-    random_state: torch.Tensor | None
-    """The state of this rank's random number generators; None if another number of ranks saved the checkpoint."""
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -159,33 +151,20 @@ class CheckpointingStrategy(DDPStrategy):
             CheckpointError: The checkpoint cannot be read; raised on every rank.
         """
         self.logger.info(f"Resume checkpoint from {filename}")
-        wanted = {
-            "meta": True,
-            "optimizer": resume_optimizer and hasattr(self, "optim_wrapper"),
-            "param_schedulers": resume_param_scheduler and hasattr(self, "param_schedulers"),
-        }
+        with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
+        with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
+        needed = ["meta", *["optimizer"] * with_optimizer, *["param_schedulers"] * with_schedulers]
+        own = optimizer_classes(self.optim_wrapper) if with_optimizer else {}
 
         def check(content: dict[str, Any]) -> None:
-            missing = [name for name, needed in wanted.items() if needed and name not in content]
-            if missing:
-                raise FormatError(
-                    f"Training cannot be resumed from {filename}: it has no {' and no '.join(map(repr, missing))}. "
-                    "To start from its weights, use load_from without resume.",
-                    file=str(filename),
-                )
-            saved = content.get("progress", {}).get("optimizers", {}) if wanted["optimizer"] else {}
-            if saved and saved != (mine := self._optimizer_classes()):
-                raise StateDictError(
-                    f"{filename} was saved with the optimizers {saved}, but the config has {mine}. Configure the "
-                    "optimizers that were saved, or load only the weights with load_from and resume=False."
-                )
+            check_resumable(content, filename, needed, own)
             if callback is not None:
                 callback(content)
 
         content = self.load_checkpoint(filename, map_location=map_location, callback=check)
-        if wanted["optimizer"]:
+        if with_optimizer:
             self.load_optim_state_dict(content.pop("optimizer"))
-        if wanted["param_schedulers"]:
+        if with_schedulers:
             self.load_scheduler_state_dict(content.pop("param_schedulers"))
         self._resume_seed(content["meta"].get("seed"))
         self._resume_progress(content.pop("progress", None))
@@ -218,7 +197,10 @@ class CheckpointingStrategy(DDPStrategy):
         kind: Literal["full", "sharded"] = "full" if self._kind == "full" else "sharded"
         content = with_averages(self.model, {"state_dict": self.model_state_dict()}, kind)
         if save_optimizer and hasattr(self, "optim_wrapper"):
-            self._warn_of_waiting_gradients(filename)
+            warning = None if self._warned else warning_of_waiting_gradients(self.optim_wrapper, filename)
+            if warning is not None:
+                self._warned = True
+                self.logger.warning(warning)
             content["optimizer"] = self.optim_state_dict()
             content["progress"] = {
                 "random_states": random_states(
@@ -226,7 +208,7 @@ class CheckpointingStrategy(DDPStrategy):
                     random_state() if self._paused_at is None else self._paused_at,
                     whole=self._kind == "full",
                 ),
-                "optimizers": self._optimizer_classes(),
+                "optimizers": optimizer_classes(self.optim_wrapper),
             }
         if save_param_scheduler and hasattr(self, "param_schedulers"):
             content["param_schedulers"] = self.scheduler_state_dict()
@@ -256,21 +238,6 @@ class CheckpointingStrategy(DDPStrategy):
         """Return what `resume` found for the training loop; only the first call after it does."""
         resumed, self._resumed = self._resumed, None
         return resumed
-
-    def _warn_of_waiting_gradients(self, filename: str) -> None:
-        waiting = waiting_gradients(self.optim_wrapper)
-        if waiting is not None and not self._warned:
-            self._warned = True
-            done, counts = waiting
-            self.logger.warning(
-                f"{filename} is saved after {done} of accumulative_counts={counts} iterations. Accumulated gradients "
-                f"are not saved: resuming from it loses those of {done} iterations. Save at multiples of {counts} "
-                "iterations. This warning appears once."
-            )
-
-    def _optimizer_classes(self) -> dict[str, str]:
-        wrappers = optim_wrappers_of(self.optim_wrapper)
-        return {name or "optimizer": type(wrapper.optimizer).__name__ for name, wrapper in wrappers.items()}
 
     def _resume_progress(self, progress: dict[str, Any] | None) -> None:
         if progress is None:

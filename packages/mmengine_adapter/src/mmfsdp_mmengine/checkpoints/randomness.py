@@ -1,16 +1,23 @@
-"""Saves and restores the state of Python's, numpy's and torch's random number generators as bytes of fixed size."""
+"""Saves and restores the states of all random number generators, of one rank as bytes and of all ranks as a table."""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["kept_randomness", "random_state", "restore_random_state"]
+from mmfsdp.collective import gather_objects, place_in, scope_of
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.state import whole_value
+
+__all__ = ["kept_randomness", "own_random_state", "random_state", "random_states", "restore_random_state"]
 
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY = struct.Struct("<624Iqqd")
@@ -58,3 +65,31 @@ def kept_randomness() -> Iterator[None]:
         yield
     finally:
         restore_random_state(before)
+
+
+def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    """Return the random states of all ranks, one row per rank in the order of the mesh. Collective: every rank.
+
+    Args:
+        model: The sharded model, whose mesh lists the ranks.
+        state: This rank's state, see `random_state`.
+        whole: Return the whole ``(ranks, bytes)`` table of uint8; otherwise a DTensor, whose rows are the ranks' own.
+    """
+    mesh = find_sharded_model(model).mesh
+    if whole:
+        return torch.stack(gather_objects(scope_of(mesh), state))
+    row = state.unsqueeze(0).to(mesh.device_type)
+    shape = torch.Size((mesh.size(), state.numel()))
+    return DTensor.from_local(
+        row, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(state.numel(), 1)
+    )
+
+
+def own_random_state(model: nn.Module, progress: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return this rank's row of a saved table, or None if the mesh had another size. Not collective."""
+    mesh = find_sharded_model(model).mesh
+    table = progress.get("random_states")
+    if table is None or table.shape[0] != mesh.size():
+        return None
+    row: torch.Tensor = whole_value(table)[place_in(mesh)]
+    return row
