@@ -43,7 +43,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     code, _, error = invoke("plan", tmp_path / "config.py")
     assert code == 2
     assert "Did you mean 'Transformer'?" in error
-    assert "[config='model.type']" in error
+    assert "(config: model.type)" in error
 
 
 def test_the_plan_of_a_config(tmp_path: Path) -> None:
