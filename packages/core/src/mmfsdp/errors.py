@@ -72,7 +72,7 @@ class ConfigError(MmfsdpError):
 
 
 class PolicyNotFoundError(ConfigError):
-    """A wrapping policy or initialisation function is named that no registry and no module has."""
+    """No registry and no module has the named wrapping policy or initialisation function."""
 
 
 class PlanError(MmfsdpError):
@@ -80,7 +80,7 @@ class PlanError(MmfsdpError):
 
 
 class PolicyError(PlanError):
-    """A wrapping policy matched nothing, or returned something that is not a decision."""
+    """A wrapping policy matched nothing, or returned something other than a decision."""
 
 
 class MeshError(PlanError):
@@ -96,7 +96,7 @@ class PlanMismatchError(PlanError):
 
 
 class ShardStateError(MmfsdpError):
-    """A sharded model is used in a state that would train wrongly without a word."""
+    """A sharded model is used in a state in which it would silently train incorrectly."""
 
 
 class GradScalerError(ShardStateError):
@@ -108,7 +108,7 @@ class RankMismatchError(MmfsdpError):
 
 
 class LostRankError(MmfsdpError, RuntimeError):
-    """This rank waited for another one in vain: it died, does something else, or did not answer in time."""
+    """While this rank waited for another one, that rank died, ran something else or did not answer in time."""
 
 
 class StateDictError(MmfsdpError):
@@ -124,7 +124,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """The file is not of a format that is known, or is not what its format promises."""
+    """The file has no known format, or breaks the rules of its format."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -144,8 +144,8 @@ def closest(given: object, accepted: Iterable[object], *, count: int = 3) -> str
 
     Args:
         given: What the user wrote.
-        accepted: What would have been right.
-        count: How many suggestions to give at most.
+        accepted: The accepted spellings.
+        count: The largest number of suggestions.
     """
     spellings = {str(name).lower(): str(name) for name in accepted}
     matches = difflib.get_close_matches(str(given).lower(), spellings, n=count, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Importing a public name when it is first used, so that importing the package stays cheap."""
+"""Imports a public name when it is first used, so importing the package stays cheap."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def lazy(
     """Return a package's public attribute, imported now and remembered; for a module's ``__getattr__``.
 
     Args:
-        package: Name of the package that is asked.
-        public: The names it exports.
-        where: Name to module.
-        name: What is asked for.
+        package: The package's name.
+        public: The names that it exports.
+        where: The module of each name.
+        name: The name to look up.
         default: Module of the names that ``where`` does not list.
         needs_torch: The names whose modules import torch.
 

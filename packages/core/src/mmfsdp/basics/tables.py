@@ -12,7 +12,7 @@ __all__ = ["Column", "display_width", "format_table", "wrap_cell"]
 _GAP = "  "
 _NARROWEST = 10
 _WORDS = re.compile(r"\S+\s*|\s+")
-_PARTS = re.compile(r"[^./_-]+[./_-]*\s*|[./_-]+\s*|\s+")  # of a word too long for a line
+_PARTS = re.compile(r"[^./_-]+[./_-]*\s*|[./_-]+\s*|\s+")  # pieces of a word that is too long for a line
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ def activation_plan(
     Args:
         model: The model.
         config: The settings; None with a ``check_fn`` means mode ``selective``.
-        units: The shard units; those below the root are what is checkpointed when nothing else is said.
+        units: The shard units; by default, those below the root are checkpointed.
         check_fn: ``(module) -> bool``, in place of the one that the settings refer to.
 
     Raises:
-        ConfigError: The settings say contradicting things.
+        ConfigError: The settings contradict each other.
         PolicyError: Nothing is selected.
     """
     if config is None and check_fn is None:
@@ -81,7 +81,7 @@ def _selected(
         blocks = [unit for unit in units if not unit.precision.full_precision and unit.matched_by != LARGE]
         chosen = {fqn for unit in blocks for fqn in unit.fqns if fqn}
         order = [fqn for fqn, _ in model.named_modules() if fqn in chosen]
-        # A unit inside a checkpointed unit is recomputed with it already.
+        # A checkpointed unit already recomputes the units inside it.
         return [fqn for fqn in order if not chosen & set(_ancestors(fqn))]
     return [fqn for fqn in select_modules(model, policy) if has_forward(model.get_submodule(fqn))]
 

@@ -1,9 +1,10 @@
 """`wrap: auto`: chooses shard units from the structure of a model, each with a reason.
 
-Blocks are what a model repeats: in a list or sequence, modules of one class with equal parameter shapes. The outermost
-repetition counts, so that a block's own experts and attentions stay inside it, while stages of unequal width (Swin,
-ConvNeXt, ResNet) are looked into. Hugging Face's models name their blocks in ``_no_split_modules``. An embedding or
-head outside of the blocks, and as large as one, would stay gathered with the root for a whole step.
+Blocks are the modules that a model repeats: in a list or sequence, modules of one class with equal parameter shapes.
+The outermost repetition counts, so a block's own experts and attentions stay inside it. Stages of unequal width (Swin,
+ConvNeXt, ResNet) are not blocks, and are searched for blocks. Hugging Face's models name their blocks in
+``_no_split_modules``. An embedding or head outside of the blocks becomes a unit if it is as large as a block; otherwise
+it would stay gathered with the root for a whole step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def automatic_units(root: nn.Module, ignored: Collection[int] = ()) -> dict[int,
 
     Args:
         root: The model; meta or real.
-        ignored: ``id`` of modules not to look at.
+        ignored: ``id`` of modules to skip.
     """
     blocks = _Blocks({**_repeated(root, ignored), **_declared(root, ignored)})
     found: dict[int, str] = {}
@@ -113,11 +114,11 @@ def _repeated(root: nn.Module, ignored: Collection[int]) -> dict[type, str]:
 
 
 def _run(fqn: str, module: nn.Module) -> set[type]:
-    """Return the classes of which a list holds at least two modules with equal parameter shapes."""
+    """Return the classes with at least two modules of equal parameter shapes in a list."""
     if not isinstance(module, _LISTS):
         return set()
     if isinstance(module, nn.ModuleDict) and not all(key.isdigit() for key in module):
-        return set()  # chosen by name already
+        return set()  # code picks its modules by name
     children = [child for child in module.children() if _may_be_block(child)]
     names = [fqn.rpartition(".")[2], *(type(child).__name__ for child in children)]
     if any(name.lower().removesuffix("s").endswith(_CHOSEN_FROM) for name in names):

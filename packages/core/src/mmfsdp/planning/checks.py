@@ -18,7 +18,7 @@ def check_unsharded(model: nn.Module) -> None:
     """Raise if the model is sharded or wrapped already.
 
     Raises:
-        PlanError: It is.
+        PlanError: A module is sharded or wrapped already.
     """
     for fqn, module in model.named_modules():
         if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
@@ -33,8 +33,8 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
     """Raise for units whose parameters cannot be sharded together.
 
     Raises:
-        FrozenParametersError: Frozen and trained ones in one flat parameter.
-        PlanError: Several dtypes in one unit.
+        FrozenParametersError: Frozen and trained parameters would share one flat parameter.
+        PlanError: A unit has parameters of several dtypes.
     """
     for unit in units:
         frozen = [param.fqn for param in unit.params if not param.requires_grad]
@@ -63,7 +63,7 @@ def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
     """Raise if ``reshard_after_forward`` does not divide the shard groups.
 
     Raises:
-        MeshError: They do not.
+        MeshError: It does not divide them.
     """
     for unit in units:
         size = unit.reshard_after_forward
@@ -80,7 +80,7 @@ def check_forward_methods(config: ShardConfig, units: tuple[ShardUnit, ...]) -> 
     """Raise for forward methods that no unit has.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: No unit has a method of that name.
     """
     present = {name for unit in units for name in unit.forward_methods}
     for name in config.sharding.forward_methods:

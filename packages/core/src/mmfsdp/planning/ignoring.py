@@ -42,7 +42,7 @@ def ignored_states(
         sharding: Settings with FQN patterns.
         modules: Module objects; all their parameters are ignored.
         params: Parameter objects.
-        scalars: Whether 0-dimensional parameters are ignored too: there is nothing to divide.
+        scalars: Whether to ignore 0-dimensional parameters too, which have no dimension to shard.
 
     Raises:
         PolicyError: A pattern matches nothing.

@@ -91,13 +91,13 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
     - reducing: ``elements * compute + whole * reduce`` of the trained parameters of the largest unit: its gradients,
       and their copy to be sent. The root's gradients, ``elements * compute``, wait until all others are reduced.
 
-    Not in it: activations; what an optimizer's step needs for a moment (about another copy of the parameters'
-    shards, unless it is fused); whole gradients of all units while `no_sync` accumulates them.
+    Not included: activations; temporary memory of an optimizer's step (about another copy of the parameters' shards,
+    unless it is fused); whole gradients of all units while `no_sync` accumulates them.
 
     Args:
         plan: The plan.
         optimizer: One of `OPTIMIZERS` in any case, or how many tensors of a parameter's shape and dtype another
-            optimizer keeps for it. Default: not known.
+            optimizer keeps for it. Default: unknown.
         rank: The rank; shards of the last ones may be smaller.
 
     Raises:
@@ -144,7 +144,7 @@ def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamE
     elif unit.params and not plan.use_orig_params:
         yield unit.params[0], plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
     elif unit.params:
-        # Where each begins in the flat parameter: as `flat_shard_bytes` counts.
+        # Positions in the flat parameter follow the rule of `flat_shard_bytes`.
         held = plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
         first, end, place = coordinate * held, (coordinate + 1) * held, 0
         alignment = max(16 // itemsize(unit.precision.param_dtype or unit.params[0].dtype), 1)
@@ -152,7 +152,7 @@ def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamE
             place += -place % alignment
             here = min(place + param.numel, end) - max(place, first)
             place += param.numel
-            if here > 0:  # a parameter with no element here has no gradient, so no state
+            if here > 0:  # without elements here, a parameter has neither gradient nor state
                 yield param, here
 
 

@@ -45,13 +45,13 @@ def resolve_policy(
             ``(module, recurse, unwrapped_params)`` of torch 1.11, with its own arguments bound or defaulted;
             a predicate ``(module)``; torch's ``ModuleWrapPolicy`` or ``CustomPolicy``; a dotted reference to
             any of these; or None.
-        ignored_modules: Not looked at, nor their descendants.
+        ignored_modules: Skipped, together with their descendants.
         ignored_params: Not counted.
-        also: Classes whose instances are chosen as well, with the reason: mixed precision asks for it. Even an empty
-            mapping makes torch, and so us, look inside every module, those that the policy would not enter included.
+        also: More classes whose instances become units, each with its reason; mixed precision needs them. If this is
+            given, even empty, all modules are searched, as in torch, including those that the policy would not enter.
 
     Raises:
-        PolicyError: The policy matched nothing it named, or returned something that is not a decision.
+        PolicyError: The policy matched nothing it named, or returned something other than a decision.
         PolicyNotFoundError: A reference cannot be resolved.
     """
     ignored = {id(module) for top in ignored_modules for module in top.modules()}

@@ -49,7 +49,7 @@ def override_matches(model: nn.Module, config: PrecisionConfig) -> dict[str, Pre
             classes = match_classes([name], modules, must_match=False)
             hits = [fqn for fqn, module in modules.items() if type(module) in classes]
             if not hits and name.isidentifier() and name not in modules and not name.islower():
-                match_classes([name], modules, config="precision.overrides")  # spelt like a class: hint at classes
+                match_classes([name], modules, config="precision.overrides")  # spelt like a class: suggest classes
             for fqn in hits or match_fqns([name], modules, what="module or class", config="precision.overrides"):
                 for module in _callable_modules(modules[fqn]):
                     found.setdefault(first_name[id(module)], override)
@@ -80,7 +80,7 @@ def unit_precision(
         overrides: FQN to override.
 
     Raises:
-        PolicyError: The policy gave the module a setting that is none.
+        PolicyError: The policy gave the module an unknown setting of mixed precision.
     """
     if match is None:
         return UnitPrecision(
@@ -111,8 +111,8 @@ def unit_reshard(match: Match, default: bool | int, *, replicated: bool = False)
 
     Args:
         match: The module that makes the unit.
-        default: What the configuration says.
-        replicated: Whether every rank holds everything, so that there is nothing to reshard.
+        default: The configuration's value.
+        replicated: Whether every rank holds everything; then no unit reshards.
 
     Raises:
         PolicyError: The policy gave the module a setting that is unknown or wrong.

@@ -39,7 +39,7 @@ def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None
     Args:
         plan: The plan.
         every_unit: Show each unit in a row of its own. By default equal layers share one.
-        width: Characters that a line may have; None for as many as it takes.
+        width: The longest line in characters; None for no limit.
     """
     groups = equal_units(plan, every_unit=every_unit)
     recomputed = _recomputed(plan)
@@ -59,7 +59,7 @@ def equal_units(plan: ShardPlan, *, every_unit: bool = False) -> list[tuple[str,
         plan: The plan.
         every_unit: Return each unit alone.
     """
-    # A unit that stays alone has a key of its own, its place.
+    # Its position makes the key of a unit unique, which keeps the unit alone.
     recomputed = _recomputed(plan)
     keys = [(place if every_unit else None, *_cells(plan, unit, recomputed)) for place, unit in enumerate(plan.units)]
     groups = join_repeated([(_names(unit), key) for unit, key in zip(plan.units, keys, strict=True)])
@@ -216,7 +216,7 @@ def _tree_line(unit: ShardUnit, plan: ShardPlan) -> str:
 
 
 def _wrapped(lines: list[str], width: int | None) -> list[str]:
-    """Return lines, longer ones of prose wrapped; those of the table fit already."""
+    """Wrap long lines of prose; the lines of the table fit already."""
     if width is None:
         return lines
     return [

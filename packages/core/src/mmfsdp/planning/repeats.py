@@ -11,7 +11,7 @@ __all__ = ["Repeated", "join_ranges", "join_repeated"]
 _INDEX = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a part of a name that is a number
 
 _Item = tuple[list[str], Hashable, list[int]]
-"""The parts of a name, what must be equal, and positions."""
+"""The parts of a name, its key, and positions."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Repeated:
 
     name: str
     members: list[int]
-    """Positions of the names in what was given."""
+    """Positions of the names in the input."""
 
 
 def join_repeated(items: Sequence[tuple[str, Hashable]]) -> list[Repeated]:
-    """Join names that differ in an index and belong to equal things, in the order of their first appearance.
+    """Join names that differ in an index and have equal keys, in the order of their first appearance.
 
     Args:
-        items: Names and what must be equal for them to be joined.
+        items: Names, each with a key; only names with equal keys are joined.
     """
     found: list[_Item] = [(_INDEX.split(name), key, [place]) for place, (name, key) in enumerate(items)]
     deepest = max((len(parts) for parts, _, _ in found), default=0)

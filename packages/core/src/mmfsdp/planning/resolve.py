@@ -55,8 +55,8 @@ def plan(
         The plan; equal inputs give equal plans.
 
     Raises:
-        ConfigError: A setting is wrong or cannot be honoured by the engine asked for.
-        PolicyError: A policy matched nothing that it named, or returned something that is not a decision.
+        ConfigError: A setting is wrong or cannot be honoured by the chosen engine.
+        PolicyError: A policy matched nothing that it named, or returned something other than a decision.
         MeshError: The mesh does not fit the strategy.
         FrozenParametersError: ``use_orig_params=False`` with frozen and trained parameters in one unit.
         PlanError: The model cannot be sharded this way.
@@ -231,6 +231,6 @@ def _buffer_entries(model: nn.Module) -> tuple[BufferEntry, ...]:
                     fqn=f"{prefix}.{name}" if prefix else name,
                     shape=tuple(buffer.shape),
                     dtype=canonical_dtype(buffer.dtype),
-                    persistent=name not in module._non_persistent_buffers_set,  # torch has no public way to ask
+                    persistent=name not in module._non_persistent_buffers_set,  # torch has no public accessor
                 )
     return tuple(found.values())

@@ -127,7 +127,7 @@ class ShardPlan(Record):
 
         Args:
             every_unit: Show each unit in a row of its own. By default equal layers share one: ``blocks.{0..31}``.
-            width: Characters that a line may have; None for no limit. Long cells are wrapped, and columns that do
+            width: The longest line in characters; None for no limit. Long cells are wrapped, and columns that do
                 not fit are left out.
         """
         return render_table(self, every_unit=every_unit, width=width)

@@ -1,8 +1,8 @@
 """Turns the modules that a policy chose into shard units that every engine can run.
 
-A policy only says which modules it likes. A module without ``forward`` is never called, so its parameters would
-never be gathered; a parameter that two units share must be gathered by one; some modules' parameters are used by
-their parent. Each change made here leaves a note.
+A policy only chooses modules. A module without ``forward`` is never called, so its parameters would never be gathered;
+a parameter that two units share must belong to one of them; and some modules use the parameters of a child without
+calling it. Each change made here leaves a note.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def draft_units(
 
     Args:
         root: The model.
-        matches: What the policy chose.
+        matches: The modules that the policy chose.
         ignored: ``id`` of parameters that no unit manages.
         can_group: Whether the engine can run several modules as one unit.
 
     Raises:
-        PlanError: Tied parameters make units need each other.
+        PlanError: Tied parameters make units depend on each other in a circle.
     """
     notes: list[Note] = []
     matches = _replace_containers(root, matches, notes)
@@ -119,7 +119,7 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
 
 
 def _owners(root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]) -> list[tuple[int, list[UnitDraft]]]:
-    """For each parameter that is not ignored, by ``id``, the units below whose modules it is reached, each once."""
+    """Return by ``id`` of each parameter that is not ignored the units that reach it through their modules."""
     unit_of = {id(module): draft for draft in drafts for module in draft.modules}
     found: dict[int, list[UnitDraft]] = {}
     visited: set[tuple[int, int]] = set()

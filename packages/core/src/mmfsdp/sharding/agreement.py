@@ -32,7 +32,7 @@ class Agreement:
     agreement of the others, instead of leaving them to wait for it.
 
     Args:
-        scope: Who takes part.
+        scope: The ranks that take part.
 
     Example:
         >>> with Agreement(scope) as agreed:  # doctest: +SKIP
@@ -71,7 +71,7 @@ def check_same_versions(scope: Scope) -> None:
     """Check that all ranks have the same versions of torch and mmfsdp. Collective: every rank of the scope.
 
     Raises:
-        RankMismatchError: They have not; raised on all of them.
+        RankMismatchError: They differ; raised on every rank.
     """
     _check_same(scope, f"torch {torch.__version__}, mmfsdp {__version__}", "Install the same versions on every host.")
 
@@ -80,7 +80,7 @@ def check_same_machine(scope: Scope) -> None:
     """Check that all ranks see equally many devices of the same type. Collective: every rank of the scope.
 
     Raises:
-        RankMismatchError: They do not; raised on all of them.
+        RankMismatchError: They differ; raised on every rank.
     """
     accelerator = current_accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
@@ -95,7 +95,7 @@ def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
     Usually one reduction of sixteen bytes. If something differs, two of the ranks send what they have.
 
     Raises:
-        RankMismatchError: They have not; raised on all of them.
+        RankMismatchError: They differ; raised on every rank.
     """
     text = plan.to_json(indent=None)
     if all_equal(scope, text):

@@ -22,7 +22,7 @@ def check_groups(given: Any) -> None:
     """Check that a pair of groups can span a mesh; anything else passes. Not collective.
 
     Raises:
-        MeshError: The two have not exactly this rank in common.
+        MeshError: The two groups do not have exactly this rank in common.
     """
     if is_group_pair(given):
         members = [dist.get_process_group_ranks(group) for group in given]
@@ -34,14 +34,14 @@ def check_groups(given: Any) -> None:
 
 
 def check_mesh(spec: MeshSpec, given: Any = None) -> None:
-    """Check that a mesh, or the world, has the shape that a plan has. Not collective.
+    """Check that a mesh, or the world, has the shape of a plan. Not collective.
 
     Args:
-        spec: The shape that the plan has.
+        spec: The plan's shape.
         given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
     Raises:
-        MeshError: It has not.
+        MeshError: It has another shape.
     """
     if given is None:
         if dist.get_world_size() != spec.world_size:
@@ -51,7 +51,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
             )
         return
     shape, planned = tuple(_shape(given)), _planned_shape(spec)
-    # One dimension can be divided; of two, what they mean is kept, unless nothing is sharded.
+    # One dimension can be divided; two keep their meaning, unless nothing is sharded.
     divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
     if math.prod(shape) != spec.world_size or not (shape == planned or divisible):
         swapped = " Its dimensions are swapped: first comes replicate, then shard." * (shape == planned[::-1])
@@ -62,7 +62,7 @@ def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMes
     """Return the DeviceMesh for a plan. Collective: every rank of ``given``, and no other; None is the whole world.
 
     Args:
-        spec: The shape that the plan has; see `check_mesh`.
+        spec: The plan's shape; see `check_mesh`.
         device_type: ``'cpu'``, ``'cuda'`` or another that torch knows.
         given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
@@ -98,7 +98,7 @@ def mesh_from_groups(given: Any, device_type: str) -> DeviceMesh:
 
 
 def shape_of(given: Any) -> Any:
-    """Return what `plan` can read a mesh's shape from: (replicate, shard) ranks for groups, all else as it is."""
+    """Return groups as their (replicate, shard) numbers of ranks, which `plan` accepts, and all else unchanged."""
     if isinstance(given, dist.ProcessGroup):
         return (dist.get_world_size(given),)
     if is_group_pair(given):
@@ -119,9 +119,9 @@ def _shape(given: Any) -> tuple[int, ...]:
 def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of the same ranks in other dimensions. Collective: every rank of ``mesh``, and no other.
 
-    ``DeviceMesh(...)`` makes its groups with every rank of the world, which hangs if only this part of it shards, or
-    if another part makes others at the same time. So the groups that there are are kept, and others are made by their
-    own ranks alone.
+    ``DeviceMesh(...)`` makes its groups with every rank of the world, which hangs if only a part of the world shards,
+    or if another part makes groups at the same time. So existing groups are kept, and each missing group is made by
+    its own ranks alone.
     """
     existing = {tuple(sorted(dist.get_process_group_ranks(group))): group for group in mesh.get_all_groups()}
     lines = [tuple(sorted(line)) for line in _lines_of(dist.get_rank(), ranks)]
@@ -153,7 +153,7 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _check_groups_can_be_made() -> None:
-    """Raise where making a group on its own ranks only would hang."""
+    """Raise if making a group on its own ranks alone would hang."""
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         raise MeshError(
             "The mesh is a part of the world and has to be divided, but the process group is bound to a device "

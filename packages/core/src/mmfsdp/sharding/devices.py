@@ -43,12 +43,12 @@ def pick_device_type(wanted: str, accelerator: str | None, backends: Mapping[str
         backends: Device type to backend of the process group; see `backends_of`.
 
     Raises:
-        MeshError: The device type asked for is unknown, not there, or has no backend.
+        MeshError: The wanted device type is unknown, is missing on this machine, or has no backend.
     """
     if wanted == "auto":
         if accelerator is None:
             return "cpu", None
-        # Gloo takes tensors of an accelerator through the CPU, and lacks what sharding needs there.
+        # Gloo copies an accelerator's tensors through the CPU, and lacks operations that sharding needs there.
         backend = backends.get(accelerator)
         if backend not in (None, "gloo"):
             return accelerator, None
@@ -88,7 +88,7 @@ def check_offload(device_type: str, backends: Mapping[str, str]) -> None:
     """Raise for offloading to the CPU if the process group cannot reduce there. Pure.
 
     Args:
-        device_type: What the ranks compute on.
+        device_type: The device type that the ranks compute on.
         backends: Device type to backend of the mesh's groups.
 
     Raises:
@@ -126,7 +126,7 @@ def device_index(local_rank: int, count: int) -> int:
 def select_device(device_type: str) -> None:
     """Make this process's accelerator the current one, unless the program has used one already. Not collective.
 
-    It is the device that the process group was bound to, or that of ``LOCAL_RANK``, as launchers set it.
+    That is the device that the process group was bound to, or the one at index ``LOCAL_RANK``, which launchers set.
 
     Raises:
         MeshError: See `device_index`.
@@ -148,7 +148,7 @@ def select_device(device_type: str) -> None:
 def select_device_for_objects() -> None:
     """Select this process's device if the process group can send objects through accelerators only. Not collective.
 
-    Every rank would send through device 0 of its machine otherwise, which NCCL refuses.
+    Otherwise every rank would send through device 0 of its machine, and NCCL would raise an error.
     """
     backends = backends_of() if dist.is_initialized() else {}
     if backends and "cpu" not in backends:

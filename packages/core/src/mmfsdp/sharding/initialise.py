@@ -34,8 +34,8 @@ class UnitPreparer:
 
     Args:
         model: The model, on any device.
-        plan: What it will become.
-        mesh: Where its ranks are.
+        plan: The plan that will be applied.
+        mesh: The mesh to shard over.
         param_init_fn: Initialises one module; see `Materialiser`.
 
     Raises:
@@ -57,7 +57,7 @@ class UnitPreparer:
 
         Args:
             unit: A unit of the plan.
-            agreed: Through which a rank that fails, for want of memory say, tells the others.
+            agreed: Reports the failure of one rank, such as a lack of memory, to the others.
         """
         tensors = agreed(lambda: self._make(unit))
         if self._plan.sync_states:
@@ -93,8 +93,8 @@ class UnitPreparer:
 def _give_back_freed_memory() -> None:
     """Make the C library return memory that the previous unit has freed.
 
-    glibc keeps holes below 32 MiB in its heap, and a small allocation inside one makes the next unit take new memory:
-    without this, sharding a model of 384 MiB on 4 ranks rises by 360 MB, with it by 140 MB.
+    glibc keeps holes below 32 MiB in its heap, and a small allocation inside one makes the next unit take new memory.
+    Sharding a model of 384 MiB on 4 ranks needs 360 MB more without this call, and 140 MB more with it.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,9 +1,9 @@
 """Initialises a model on the meta device, one shard unit at a time, with the values of the unsharded model.
 
-An unsharded model is initialised module by module, children before parents (`nn.Module.apply`), and a parent has the
-last word on its children: GPT-2 scales its ``c_proj`` in the pass of the module above. So every module is passed, those
-that own no parameter included. A pass that would change what another unit has sharded already is refused: its values
-would depend on the number of ranks.
+An unsharded model is initialised module by module, children before parents (`nn.Module.apply`), and a parent may change
+the values of its children: GPT-2 scales ``c_proj`` when it initialises the module above. So every module is initialised
+in turn, even if it owns no parameters. If that would change parameters that another unit has sharded already, an error
+says so, because their values would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Materialiser:
 
     Args:
         model: The model.
-        device: Where the values shall be.
-        seed: Of the random numbers. Each module has its own, made of this and its name, so that the weights depend
-            neither on the number of ranks nor on the units.
+        device: The device of the values.
+        seed: Seed of the random numbers. Each module's own seed is derived from it and the module's name, so the
+            weights depend neither on the number of ranks nor on the units.
         held_whole: ``id`` of the parameters that no unit shards.
         init_fn: Initialises one module; default: its ``reset_parameters``, or ``_reset_parameters`` as torch's
             attention has.
-        received: Whether another rank sends the values of each unit once it is made, so that allocating is enough.
+        received: Whether another rank will send the values of each unit, so this rank need only allocate them.
 
     Raises:
         PlanError: The model initialises its weights in a method of its own, and ``init_fn`` is not given.
@@ -111,7 +111,7 @@ class Materialiser:
         }
 
     def _allocate(self, module: nn.Module) -> dict[str, bool]:
-        """Replace the module's own tensors on the meta device: by name, whether no other module had it before."""
+        """Replace the module's own tensors on the meta device; return by name whether each is new, not tied."""
         made = {}
         for name, tensor in list(own_tensors(module)):
             if tensor.is_meta:
@@ -145,7 +145,7 @@ class Materialiser:
                 elif own_init is not None:
                     own_init()
             except AttributeError as error:
-                # Many a param_init_fn is `lambda module: module.reset_parameters()`; a container has none.
+                # A param_init_fn is often `lambda module: module.reset_parameters()`, which a container lacks.
                 if made or error.obj is not module or error.name not in _INIT_METHODS:
                     raise
             guarding.check_in_place(module)

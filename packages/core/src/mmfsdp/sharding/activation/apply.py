@@ -1,7 +1,7 @@
 """Applies activation checkpointing to the modules that a plan lists, without renaming parameters.
 
 A listed module gets an instance attribute ``forward``. No module is wrapped, so names, state-dict keys and classes stay
-as they are, and what is hooked onto the module (``fully_shard`` does that) runs outside of the recomputed region.
+as they are, and hooks of the module, such as those of ``fully_shard``, run outside of the recomputed region.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def apply_activation_checkpointing(model: nn.Module, plan: ActivationPlan) -> No
     Call it before sharding and before ``torch.compile``. Everything is checked before the first module is changed. A
     module in eval mode, or called without gradients, runs its forward as if nothing had been applied. Listing a module
     and its descendant nests the regions: the inner forward then runs three times, for a lower peak. A module that the
-    model holds under several names is one region, whichever of its names are listed.
+    model holds under several names is one region, even if several of them are listed.
 
     Args:
         model: The model, changed in place.
@@ -63,7 +63,7 @@ class _CheckpointedForward:
         self.fqn = fqn
         # Weak: a cycle would keep the module's memory until the next garbage collection.
         self.module = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, kept working
+        self.replaced = module.__dict__.get("forward")  # an instance attribute set by other code, which keeps working
         self.save_ops = (plan.save_ops or DEFAULT_SAVE_OPS) if plan.mode == "ops" else ()
         self.offload = plan.offload
         self.use_reentrant = plan.use_reentrant
@@ -88,9 +88,9 @@ class _CheckpointedForward:
         if self.use_reentrant:
             return self._reentrant(module, forward, args, kwargs)
 
-        # Keyword arguments travel as positional ones: torch looks only among those for the devices whose random state
-        # has to be restored, and hands only those to save_on_cpu.
-        # The region must not hold on to ``args``: they would stay on the device.
+        # Keyword arguments become positional ones, because torch looks only among those for devices whose random
+        # state it must restore, and passes only those to save_on_cpu. The region must not keep a reference to
+        # ``args``, which would then stay on the device.
         num_args, names = len(args), tuple(kwargs)
         values: list[Any] = [*args, *kwargs.values()]
         spec: Any = None
@@ -114,7 +114,7 @@ class _CheckpointedForward:
     def _reentrant(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        # This variant differentiates only tensors that are themselves arguments and results: take structures apart.
+        # This variant differentiates only tensors that are themselves arguments and results, so flatten structures.
         values, spec = tree_flatten((args, kwargs))
         structure: Any = None
 
@@ -127,7 +127,7 @@ class _CheckpointedForward:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in (*tensors, *module.parameters())):
             return forward(*args, **kwargs)
-        # Without an input that wants a gradient this variant would leave the parameters without theirs.
+        # Without an input that requires gradients, this variant would compute none for the parameters.
         anchor = torch.empty(0, requires_grad=True)
         results = checkpoint(run, anchor, *values, use_reentrant=True, **self.options)
         return tree_unflatten(results, structure)
@@ -181,7 +181,7 @@ class _Region:
 
 
 def _early_stop(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    # torch 2.6 has no argument for it, every version has this context.
+    # torch 2.6 has no argument for this; every version has the context.
     return contextlib.nullcontext() if enabled else set_checkpoint_early_stop(False)
 
 

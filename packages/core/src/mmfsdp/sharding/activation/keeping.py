@@ -62,7 +62,7 @@ class _TakeFromCpu(TorchDispatchMode):
         self.taken: dict[Any, int] = {}
 
     def __enter__(self) -> Any:
-        self.taken = defaultdict(int)  # one recomputation per backward, each from the start
+        self.taken = defaultdict(int)  # each backward recomputes once, from the start
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class _TakeFromCpu(TorchDispatchMode):
 
 class _OnCpu:
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A copy on the CPU too: what follows may write into the result in place.
+        # Copy even from the CPU to the CPU, because later code may change the result in place.
         self.device = tensor.device
         self.copy = torch.empty_like(tensor, device="cpu", pin_memory=pins_memory() and tensor.device.type != "cpu")
         self.copy.copy_(tensor, non_blocking=self.copy.is_pinned())
@@ -90,5 +90,5 @@ class _OnCpu:
 
 
 def _keep(tensor: torch.Tensor) -> Any:
-    # Subclasses (DTensor) bring their own rules for moving: they stay where they are.
+    # Subclasses such as DTensor have their own rules for moving, so they stay where they are.
     return _OnCpu(tensor) if type(tensor) is torch.Tensor else tensor.detach()

@@ -12,7 +12,7 @@ from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["DEFAULT_SAVE_OPS", "check_operator", "resolve_operators"]
 
-# What mode 'ops' keeps unless told otherwise. Names that the installed torch lacks are skipped.
+# The operators whose results mode 'ops' keeps by default. Names that the installed torch lacks are skipped.
 DEFAULT_SAVE_OPS: tuple[str, ...] = (
     "aten.mm",
     "aten.addmm",
@@ -53,7 +53,7 @@ def resolve_operators(names: tuple[str, ...]) -> frozenset[Any]:
     """Return the overloads for the names; of `DEFAULT_SAVE_OPS`, those that this torch has.
 
     Raises:
-        ConfigError: A name stands for none.
+        ConfigError: A name denotes no operator.
     """
     if names != DEFAULT_SAVE_OPS:
         return frozenset(operator for name in names for operator in _overloads(name))
@@ -74,7 +74,7 @@ def _overloads(name: str) -> list[Any]:
         accepted = [f"{namespace}.{operator}.{each}" for each in known] or _operator_names()
         raise ConfigError(f"{name!r} is not an operator of torch {torch.__version__}.{closest(name, accepted)}")
     chosen = [getattr(packet, each) for each in ([overload] if overload else known)]
-    # The out= and in-place overloads of an operator that is named as a whole are none that autograd would run.
+    # Autograd never runs the out= and in-place overloads of an operator that is named as a whole.
     kept = [each for each in chosen if not each._schema.is_mutable]
     if not kept:
         raise ConfigError(f"{name!r} writes into its arguments: its result cannot be kept. Remove it from save_ops.")

@@ -14,7 +14,7 @@ from mmfsdp.planning.schema import ShardPlan
 __all__ = ["Engine", "PrepareUnit", "WrapRoot"]
 
 PrepareUnit = Callable[[ShardUnit], None]
-"""Called by the engine right before it shards a unit: weights exist, are on the device and agree afterwards."""
+"""Called by the engine right before it shards a unit; then its weights are on the device and equal on all ranks."""
 
 WrapRoot = Callable[[nn.Module, Mapping[str, Any]], nn.Module]
 """Makes FSDP1's wrapper around the root from its arguments."""
@@ -41,9 +41,9 @@ class Engine(Protocol):
 
         Args:
             model: The model that the plan was made for; changed in place.
-            plan: What to do.
+            plan: The plan to apply.
             mesh: ``('shard',)`` or ``('replicate', 'shard')``, of the plan's shape.
-            prepare: To be called for each unit, in the plan's order, right before sharding it.
+            prepare: Must be called for each unit, in the plan's order, right before sharding it.
             wrap_root: Only for FSDP1, whose root is an object around the model.
         """
         ...

@@ -15,11 +15,11 @@ __all__ = ["called_parts", "keep_class_name"]
 def called_parts(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose calls begin and end the use of a unit's parameters.
 
-    That is the unit's module, unless it is an ``nn.Sequential``: models of vision often run over one
-    (``for layer in self.layers``) and never call it. Its children run either way.
+    That is the unit's module, unless it is an ``nn.Sequential``: vision models often iterate over one
+    (``for layer in self.layers``) and never call it. Its children are called either way.
 
     Args:
-        module: A module of a unit below which all further units are sharded already.
+        module: A module of a unit; all units below it are sharded already.
     """
     if not _only_holds(module):
         return [module]
@@ -47,7 +47,7 @@ def _parts(container: nn.Module) -> list[nn.Module]:
 def keep_class_name(module: nn.Module) -> None:
     """Give the class that ``fully_shard`` made the name of the original, for imports and messages.
 
-    transformers looks up by ``str(type(model))`` what a model can record, hidden states among it.
+    transformers uses ``str(type(model))`` to look up which outputs, such as hidden states, a model can record.
 
     Args:
         module: A module that was just sharded.

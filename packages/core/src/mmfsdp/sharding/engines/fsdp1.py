@@ -1,6 +1,6 @@
 """The compatibility engine: torch's FullyShardedDataParallel around every unit of the plan.
 
-For what only flat parameters can do, and for code that checks ``isinstance(module, FullyShardedDataParallel)``.
+It serves settings that need flat parameters, and code that checks ``isinstance(module, FullyShardedDataParallel)``.
 """
 
 from __future__ import annotations

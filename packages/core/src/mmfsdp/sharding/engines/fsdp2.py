@@ -50,7 +50,7 @@ class Fsdp2Engine:
         first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
-            # Looked up anew: preparing a unit may have replaced some. Only these may be kept beyond the unit.
+            # Preparing a unit may replace parameters, so look them up again. Keep no others: sharding frees them.
             ignored = {model.get_parameter(param.fqn) for param in plan.ignored_params}
             units = [model.get_submodule(fqn) for fqn in unit.fqns]
             modules = units if unit.is_root else [part for module in units for part in called_parts(module)]
@@ -85,7 +85,7 @@ def _mixed_precision(precision: UnitPrecision) -> MixedPrecisionPolicy:
 
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.param_dtype),
-        # Never left to torch: what None means differs between 2.13 and 2.15.
+        # Always explicit, because the meaning of None differs between torch 2.13 and 2.15.
         reduce_dtype=torch_dtype(precision.reduce_dtype or precision.param_dtype),
         output_dtype=torch_dtype(precision.output_dtype),
         cast_forward_inputs=precision.cast_forward_inputs,
@@ -109,5 +109,5 @@ def _set_prefetching(model: nn.Module, plan: ShardPlan, first_called: dict[str, 
             following = modules[place + 1 : place + 1 + plan.forward_prefetch]
             module.set_modules_to_forward_prefetch([m for m in following if isinstance(m, FSDPModule)])
         if plan.backward_prefetch != "pre":
-            # 'pre' is what fully_shard does by itself. Naming only itself leaves nothing to gather ahead.
+            # 'pre' is the default of fully_shard. A list of only the module itself leaves nothing to gather ahead.
             module.set_modules_to_backward_prefetch([module])
