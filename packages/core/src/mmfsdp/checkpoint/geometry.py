@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmfsdp.basics.boxes import Boxes, EvenBoxes, meet
+from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -77,12 +77,17 @@ def byte_runs(
     return list(_merged(runs))
 
 
+def _shared(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Bounds:
+    """Return the box of the tensor that a chunk shares with another box; a size is 0 where they do not meet."""
+    low = tuple(map(max, chunk.box_offsets, offsets))
+    ends = zip(chunk.box_offsets, chunk.box_sizes, offsets, sizes, strict=True)
+    return low, tuple(max(0, min(a + b, c + d) - first) for first, (a, b, c, d) in zip(low, ends, strict=True))
+
+
 def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Run | StridedRun]:
     ndim = len(extent)
-    low = [max(a, b) for a, b in zip(chunk.box_offsets, start, strict=True)]
-    high = [min(a + b, c + d) for a, b, c, d in zip(chunk.box_offsets, chunk.box_sizes, start, extent, strict=True)]
-    count = tuple(b - a for a, b in zip(low, high, strict=True))
-    if any(size <= 0 for size in count):
+    low, count = _shared(chunk, start, extent)
+    if 0 in count:
         return
     source_strides = chunk.strides or row_major_strides(chunk.box_sizes)
     target_strides = row_major_strides(extent)
@@ -166,11 +171,8 @@ def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> Ten
 
 
 def _cut_chunk(chunk: Chunk, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
-    low = [max(a, b) for a, b in zip(chunk.box_offsets, offsets, strict=True)]
-    ends = zip(chunk.box_offsets, chunk.box_sizes, offsets, sizes, strict=True)
-    high = [min(a + b, c + d) for a, b, c, d in ends]
-    size = tuple(b - a for a, b in zip(low, high, strict=True))
-    if any(number <= 0 for number in size):
+    low, size = _shared(chunk, offsets, sizes)
+    if 0 in size:
         return
     steps = chunk.strides or row_major_strides(chunk.box_sizes)
     skipped = sum((a - b) * step for a, b, step in zip(low, chunk.box_offsets, steps, strict=True))

@@ -56,12 +56,7 @@ def chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, TensorE
 
 
 def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield a tensor's bytes as they will be written: packed, and cast if it is a ``CastEntry``.
-
-    Args:
-        files: The open files to read with.
-        entry: The tensor, a ``CastEntry`` or not.
-    """
+    """Yield a tensor's bytes as they will be written: packed, and cast if it is a ``CastEntry``."""
     if not isinstance(entry, CastEntry):
         yield from tensor_blocks(files, entry)
         return
@@ -103,11 +98,7 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 
 
 def _to_bfloat16(given: NDArray[Any]) -> tuple[NDArray[np.uint16], int]:
-    """Return bfloat16 words, and how many finite elements became infinite.
-
-    Args:
-        given: Elements of any floating point or integer dtype.
-    """
+    """Return numbers as bfloat16 words, and how many finite elements became infinite."""
     import numpy as np
 
     if given.dtype == np.float32 and _is_ordinary(given):
@@ -126,10 +117,6 @@ def _to_float8(given: NDArray[Any], dtype: str) -> tuple[NDArray[np.uint8], int]
 
     As with torch, what is too large becomes infinite in float8_e5m2; float8_e4m3fn has no infinity, and what is too
     large, infinity too, becomes its largest number.
-
-    Args:
-        given: Elements of any floating point or integer dtype.
-        dtype: ``'float8_e4m3fn'`` or ``'float8_e5m2'``.
     """
     import numpy as np
 

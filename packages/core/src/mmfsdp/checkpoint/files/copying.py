@@ -11,10 +11,9 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.files.casting import converted_blocks
@@ -53,10 +52,8 @@ class Copier:
     def __enter__(self) -> Copier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
     def copy_tensor(self, entry: TensorEntry, at: int) -> int:
         """Copy a whole tensor, packed in row-major order, to byte ``at`` of the target file.
@@ -81,19 +78,20 @@ class Copier:
             elif chunk.record is not None:
                 self._check(chunk.record, entry.name)
         if isinstance(entry, CastEntry):
-            return self._cast(entry, at)
+            return self._write(converted_blocks(self._files, entry), at)
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):
-                crc = self._gather(run, at + run.target, entry.name, crc)
+                packed = packed_blocks(self._files.descriptor(run.file), run, entry.name)
+                crc = self._write(packed, at + run.target, crc)
             else:
                 own = self._copy(run, at + run.target, entry.name, stored.get((run.file, run.source, run.length)))
                 crc = crc32_combine(crc, own, run.length)
         return crc
 
-    def _cast(self, entry: CastEntry, at: int) -> int:
-        crc = 0
-        for block in converted_blocks(self._files, entry):
+    def _write(self, blocks: Iterable[bytes | memoryview], at: int, crc: int = 0) -> int:
+        """Write blocks one after the other; return their CRC-32 after that of what comes before them."""
+        for block in blocks:
             self.writer.write(block, at)
             at += len(block)
             crc = crc32(block, crc)
@@ -120,16 +118,6 @@ class Copier:
             raise _damaged(run.file, run.source, name, crc, stored)
         return crc if stored is None else stored
 
-    def _gather(self, run: StridedRun, at: int, name: str, crc: int) -> int:
-        for block in packed_blocks(self._files.descriptor(run.file), run):
-            if not block:
-                raise truncated(run.file, name, run.source)
-            self.writer.write(block, at)
-            at += len(block)
-            crc = crc32(block, crc)
-            self._advance(len(block))
-        return crc
-
     def _is_due(self, record: RecordKey) -> bool:
         """Tell whether a record must be compared now, and note that it is."""
         if self._verified is None or record in self._verified:
@@ -139,17 +127,14 @@ class Copier:
 
     def _check(self, record: Record, name: str) -> None:
         if record.crc32 is not None and self._is_due((record.file, record.offset, record.nbytes)):
-            found = self._crc32(record.file, record.offset, record.nbytes, name)
+            file, offset, end = record.file, record.offset, record.offset + record.nbytes
+            source = self._files.descriptor(file)
+            with read_errors(file):
+                found, stop = crc32_of_stretch(source, offset, end, advance=self._go_on, buffer=self._buffer)
+            if stop < end:
+                raise truncated(file, name, stop)
             if found != record.crc32:
-                raise _damaged(record.file, record.offset, name, found, record.crc32)
-
-    def _crc32(self, file: Path, offset: int, length: int, name: str) -> int:
-        source, end = self._files.descriptor(file), offset + length
-        with read_errors(file):
-            crc, stop = crc32_of_stretch(source, offset, end, advance=self._go_on, buffer=self._buffer)
-        if stop < end:
-            raise truncated(file, name, stop)
-        return crc
+                raise _damaged(file, offset, name, found, record.crc32)
 
     def _go_on(self, _: int) -> None:
         self._advance(0)

@@ -7,8 +7,9 @@ import errno
 import os
 import shutil
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from mmfsdp.errors import (
     CheckpointError,
@@ -82,7 +83,7 @@ def truncated(file: Path, name: str, offset: int) -> CorruptCheckpointError:
 
 
 class read_errors:  # noqa: N801 - reads as a statement
-    """A context manager that turns errors of the operating system into ours: this file cannot be read.
+    """A context manager, for one block after the other, that turns errors of the operating system into ours.
 
     Args:
         file: The file that the block reads. The caller reports a missing file.
@@ -100,32 +101,20 @@ class read_errors:  # noqa: N801 - reads as a statement
             raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
 
 
-class write_errors:  # noqa: N801 - reads as a statement
-    """A context manager that turns errors of the operating system into ours: this target cannot be written.
-
-    Args:
-        target: The file or directory that the block writes.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise not_written(self._target, error) from error
+@contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """Turn errors of the operating system within a block into ours: this target cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(target, error) from error
 
 
-def _system_error(error: BaseException | None) -> OSError | None:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, OSError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
+def _system_error(error: BaseException) -> OSError | None:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return next((one for one in chain if isinstance(one, OSError)), None)
 
 
 _OPEN_FILES = 64
@@ -144,9 +133,7 @@ class OpenFiles:
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -270,12 +257,7 @@ def exchange(one: Path, two: Path) -> bool:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file or a directory to a path that does not exist.
-
-    Raises:
-        FileExistsError: The path exists.
-        OSError: Renaming failed.
-    """
+    """Rename a file or a directory to a path that does not exist; ``FileExistsError`` if it does."""
     if _renameat2(source, target, _NOREPLACE):
         return
     if os.path.lexists(target):

@@ -44,9 +44,7 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
     filled = 0
     for run in byte_runs(entry):
         if isinstance(run, StridedRun):
-            for piece in packed_blocks(files.descriptor(run.file), run):
-                if not piece:
-                    raise truncated(run.file, entry.name, run.source)
+            for piece in packed_blocks(files.descriptor(run.file), run, entry.name):
                 rest = memoryview(piece)
                 while rest:
                     count = min(len(rest), len(buffer) - filled)
@@ -73,21 +71,21 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
         yield buffer[:filled]
 
 
-def packed_blocks(source: int, run: StridedRun) -> Iterator[bytes]:
+def packed_blocks(source: int, run: StridedRun, name: str) -> Iterator[bytes]:
     """Yield the elements of a strided run in target order, packed, a few megabytes at a time.
 
     Args:
         source: Descriptor of the file that holds them.
         run: Which elements.
+        name: The tensor, for messages.
 
-    Yields:
-        Non-empty blocks of bytes; one empty block if the file ends before the last element.
+    Raises:
+        CorruptCheckpointError: The file ends before the last element.
     """
     item, sizes, strides = _simplified(run)
     span = item * (1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)))
     if os.fstat(source).st_size < run.source + span:
-        yield b""
-        return
+        raise truncated(run.file, name, run.source)
     # Mapped pages are the kernel's to drop again: memory use stays that of the page cache.
     begin = run.source - run.source % mmap.ALLOCATIONGRANULARITY
     # Not closed by hand: slices of it may still be alive if the caller stops early.

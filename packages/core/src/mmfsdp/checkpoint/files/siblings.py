@@ -86,9 +86,6 @@ def interrupted(path: Path) -> Path | None:
     """Return the newest complete checkpoint that an interrupted replacement left beside a target that is missing.
 
     Return ``None`` if the target exists or nothing was left.
-
-    Args:
-        path: The target.
     """
     if os.path.lexists(path) or path.name in ("", ".."):
         return None

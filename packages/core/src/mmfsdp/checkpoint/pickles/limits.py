@@ -9,7 +9,6 @@ Opcodes: https://docs.python.org/3/library/pickletools.html
 
 from __future__ import annotations
 
-import enum
 import mmap
 from pathlib import Path
 
@@ -24,87 +23,67 @@ _REPEATS = 1_000_000  # elements of tuples that are referred to again
 _LINE, _TWO_LINES = -10, -20  # the argument ends with a newline, or with the second one
 
 
-class _Effect(enum.IntEnum):
-    """What an opcode does to the stack and the memo."""
-
-    STOP = 0
-    """Ends the pickle; so does an unknown opcode."""
-    MEMOIZE = 1
-    """Stores the top value at the next place of the memo."""
-    GET = 2
-    """Pushes a value of the memo."""
-    PUSH = 3
-    """Pushes a value that is not a tuple."""
-    POP = 4
-    """Pops N values; if N <= 0, pops 1 - N values and pushes one that is not a tuple."""
-    MARK = 5
-    """Sets a mark."""
-    TUPLES = 6
-    """Makes the top N values a tuple."""
-    PUT = 7
-    """Stores the top value at a given place of the memo."""
-    POP_MARK = 8
-    """Pops everything above the mark."""
-    TUPLE = 9
-    """Makes everything above the mark a tuple."""
-    REPLACE_MARK = 10
-    """Replaces everything above the mark by a value that is not a tuple."""
-    NOTHING = 11
-    """Leaves the stack as it is."""
-    DUP = 12
-    """Pushes the top value again."""
-    EXTENSION = 13
-    """Pushes what the reading process has registered under a number."""
-
+# What an opcode does to the stack and the memo.
+_STOP = 0  # ends the pickle; so does an unknown opcode
+_MEMOIZE = 1  # stores the top value at the next place of the memo
+_GET = 2  # pushes a value of the memo
+_PUSH = 3  # pushes a value that is not a tuple
+_POP = 4  # pops N values; if N <= 0, pops 1 - N values and pushes one that is not a tuple
+_MARK = 5  # sets a mark
+_TUPLES = 6  # makes the top N values a tuple
+_PUT = 7  # stores the top value at a given place of the memo
+_POP_MARK = 8  # pops everything above the mark
+_TUPLE = 9  # makes everything above the mark a tuple
+_REPLACE = 10  # replaces everything above the mark by a value that is not a tuple
+_NOTHING = 11  # leaves the stack as it is
+_DUP = 12  # pushes the top value again
+_EXTENSION = 13  # pushes what the reading process has registered under a number
 
 # Opcodes, effect, bytes of the argument (negative: bytes of its length, or lines), and N.
 _OPCODES = (
-    (b"\x94", _Effect.MEMOIZE, 0, 0),
-    (b"h", _Effect.GET, 1, 0),
-    (b"j", _Effect.GET, 4, 0),
-    (b"g", _Effect.GET, _LINE, 0),
-    (b"N\x88\x89})]\x8f\x97", _Effect.PUSH, 0, 0),
-    (b"K", _Effect.PUSH, 1, 0),
-    (b"M", _Effect.PUSH, 2, 0),
-    (b"J", _Effect.PUSH, 4, 0),
-    (b"G", _Effect.PUSH, 8, 0),
-    (b"ISVLFP", _Effect.PUSH, _LINE, 0),
-    (b"c", _Effect.PUSH, _TWO_LINES, 0),
-    (b"\x8c\x8aUC", _Effect.PUSH, -1, 0),
-    (b"X\x8bTB", _Effect.PUSH, -4, 0),
-    (b"\x8d\x8e\x96", _Effect.PUSH, -8, 0),
-    (b"0ab", _Effect.POP, 0, 1),  # APPEND and BUILD keep the object
-    (b"s", _Effect.POP, 0, 2),
-    (b"Q", _Effect.POP, 0, 0),
-    (b"R\x81\x93", _Effect.POP, 0, -1),
-    (b"\x92", _Effect.POP, 0, -2),
-    (b"(", _Effect.MARK, 0, 0),
-    (b"\x85", _Effect.TUPLES, 0, 1),
-    (b"\x86", _Effect.TUPLES, 0, 2),
-    (b"\x87", _Effect.TUPLES, 0, 3),
-    (b"q", _Effect.PUT, 1, 0),
-    (b"r", _Effect.PUT, 4, 0),
-    (b"p", _Effect.PUT, _LINE, 0),
-    (b"eu1\x90", _Effect.POP_MARK, 0, 0),
-    (b"t", _Effect.TUPLE, 0, 0),
-    (b"ldo\x91", _Effect.REPLACE_MARK, 0, 0),
-    (b"i", _Effect.REPLACE_MARK, _TWO_LINES, 0),
-    (b"\x80", _Effect.NOTHING, 1, 0),
-    (b"\x95", _Effect.NOTHING, 8, 0),
-    (b"\x98", _Effect.NOTHING, 0, 0),
-    (b"2", _Effect.DUP, 0, 0),
-    (b"\x82", _Effect.EXTENSION, 1, 0),
-    (b"\x83", _Effect.EXTENSION, 2, 0),
-    (b"\x84", _Effect.EXTENSION, 4, 0),
+    (b"\x94", _MEMOIZE, 0, 0),
+    (b"h", _GET, 1, 0),
+    (b"j", _GET, 4, 0),
+    (b"g", _GET, _LINE, 0),
+    (b"N\x88\x89})]\x8f\x97", _PUSH, 0, 0),
+    (b"K", _PUSH, 1, 0),
+    (b"M", _PUSH, 2, 0),
+    (b"J", _PUSH, 4, 0),
+    (b"G", _PUSH, 8, 0),
+    (b"ISVLFP", _PUSH, _LINE, 0),
+    (b"c", _PUSH, _TWO_LINES, 0),
+    (b"\x8c\x8aUC", _PUSH, -1, 0),
+    (b"X\x8bTB", _PUSH, -4, 0),
+    (b"\x8d\x8e\x96", _PUSH, -8, 0),
+    (b"0ab", _POP, 0, 1),  # APPEND and BUILD keep the object
+    (b"s", _POP, 0, 2),
+    (b"Q", _POP, 0, 0),
+    (b"R\x81\x93", _POP, 0, -1),
+    (b"\x92", _POP, 0, -2),
+    (b"(", _MARK, 0, 0),
+    (b"\x85", _TUPLES, 0, 1),
+    (b"\x86", _TUPLES, 0, 2),
+    (b"\x87", _TUPLES, 0, 3),
+    (b"q", _PUT, 1, 0),
+    (b"r", _PUT, 4, 0),
+    (b"p", _PUT, _LINE, 0),
+    (b"eu1\x90", _POP_MARK, 0, 0),
+    (b"t", _TUPLE, 0, 0),
+    (b"ldo\x91", _REPLACE, 0, 0),
+    (b"i", _REPLACE, _TWO_LINES, 0),
+    (b"\x80", _NOTHING, 1, 0),
+    (b"\x95", _NOTHING, 8, 0),
+    (b"\x98", _NOTHING, 0, 0),
+    (b"2", _DUP, 0, 0),
+    (b"\x82", _EXTENSION, 1, 0),
+    (b"\x83", _EXTENSION, 2, 0),
+    (b"\x84", _EXTENSION, 4, 0),
 )
 _TABLE: list[tuple[int, int, int]] = [(0, 0, 0)] * 256
 for _codes, _effect, _argument, _count in _OPCODES:
     for _code in _codes:
-        _TABLE[_code] = (int(_effect), _argument, _count)
+        _TABLE[_code] = (_effect, _argument, _count)
 
-_STOP, _MEMOIZE, _GET, _PUSH, _POP, _MARK, _TUPLES, _PUT, _POP_MARK, _TUPLE, _REPLACE, _NOTHING, _DUP, _EXTENSION = map(
-    int, _Effect
-)
 _MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE = 0x94, 0x30, 0x8B
 
 _TWO_WAYS = "it numbers the places of its memo in two ways"

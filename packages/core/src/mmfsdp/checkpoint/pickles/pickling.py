@@ -149,38 +149,20 @@ class PickleWriter:
         index = self._memo[key] = len(self._memo)
         self._out += b"q" + _BYTES[index] if index < 256 else b"r" + _UINT32(index)
 
-    def _recall_object(self, value: object) -> bool:
-        return self._recall(id(value))
-
     def _remember_object(self, value: object) -> None:
         self._alive.append(value)
         self._remember(id(value))
-
-    def _save_bool(self, value: bool) -> None:
-        self.raw(b"\x88" if value else b"\x89")
-
-    def _save_int(self, value: int) -> None:
-        self._out += int_opcodes(value)
-
-    def _save_float(self, value: float) -> None:
-        self.raw(b"G" + struct.pack(">d", value))
 
     def _save_str(self, value: str) -> None:
         if not self._recall(value):
             self._out += text_opcodes(value)
             self._remember(value)
 
-    def _save_bytes(self, value: bytes) -> None:
-        self.reduce("_codecs", "encode", (value.decode("latin1"), "latin1"))
-
-    def _save_complex(self, value: complex) -> None:
-        self.reduce("__builtin__", "complex", (value.real, value.imag))
-
     def _save_tuple(self, value: tuple[Any, ...]) -> None:
         if not value:
             self.raw(b")")
             return
-        if self._recall_object(value):
+        if self._recall(id(value)):
             return
         self.raw(b"(")
         for element in value:
@@ -189,19 +171,19 @@ class PickleWriter:
         self._remember_object(value)
 
     def _save_list(self, value: list[Any]) -> None:
-        if not self._recall_object(value):
+        if not self._recall(id(value)):
             self.raw(b"]")
             self._remember_object(value)
             self._elements(value)
 
     def _save_dict(self, value: dict[Any, Any]) -> None:
-        if not self._recall_object(value):
+        if not self._recall(id(value)):
             self.raw(b"}")
             self._remember_object(value)
             self._pairs(list(value.items()))
 
     def _save_ordered(self, value: collections.OrderedDict[Any, Any]) -> None:
-        if self._recall_object(value):
+        if self._recall(id(value)):
             return
         self.reduce("collections", "OrderedDict", ())
         self._remember_object(value)
@@ -211,12 +193,12 @@ class PickleWriter:
             self.raw(b"b")
 
     def _save_set(self, value: set[Any] | frozenset[Any]) -> None:
-        if not self._recall_object(value):
+        if not self._recall(id(value)):
             self.reduce("__builtin__", type(value).__name__, (list(value),))
             self._remember_object(value)
 
     def _save_pickled(self, value: PickledObject) -> None:
-        if self._recall_object(value):
+        if self._recall(id(value)):
             return
         if value.kwargs:
             self.reduce("copyreg", "__newobj_ex__", (type(value), value.args, dict(value.kwargs)))
@@ -251,12 +233,12 @@ _BYTES = [bytes([value]) for value in range(256)]
 _INT32, _UINT32 = struct.Struct("<i").pack, struct.Struct("<I").pack
 
 _SAVERS: dict[type, Callable[[PickleWriter, Any], None]] = {
-    bool: PickleWriter._save_bool,
-    int: PickleWriter._save_int,
-    float: PickleWriter._save_float,
+    bool: lambda writer, value: writer.raw(b"\x88" if value else b"\x89"),
+    int: lambda writer, value: writer.raw(int_opcodes(value)),
+    float: lambda writer, value: writer.raw(b"G" + struct.pack(">d", value)),
     str: PickleWriter._save_str,
-    bytes: PickleWriter._save_bytes,
-    complex: PickleWriter._save_complex,
+    bytes: lambda writer, value: writer.reduce("_codecs", "encode", (value.decode("latin1"), "latin1")),
+    complex: lambda writer, value: writer.reduce("__builtin__", "complex", (value.real, value.imag)),
     tuple: PickleWriter._save_tuple,
     list: PickleWriter._save_list,
     dict: PickleWriter._save_dict,

@@ -275,56 +275,46 @@ _REAL: dict[str, Any] = {
     "builtins.bytes": StandIn(lambda: b""),  # empty ones, which are not encoded; a length would be memory for nothing
     "_codecs.encode": StandIn(_encode),
 }
-_STATISTICS = ("min", "max", "current", "mean")
-_GROUP_STATE = "ProcessGroupState"
-_SAFE: dict[str, frozenset[str]] = {
-    "builtins": frozenset(
-        {"bool", "bytearray", "dict", "float", "int", "list", "object", "range", "slice", "str", "tuple"}
-    ),
-    "collections": frozenset({"defaultdict", "Counter", "deque"}),
-    "copyreg": frozenset({"_reconstructor", "__newobj_ex__"}),
-    "datetime": frozenset({"date", "datetime", "time", "timedelta", "timezone"}),
-    "decimal": frozenset({"Decimal"}),
-    "fractions": frozenset({"Fraction"}),
-    "uuid": frozenset({"UUID", "SafeUUID"}),
-    "argparse": frozenset({"Namespace"}),
-    "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
-    "torch": frozenset({"Size", "device", "Tensor", *DTYPES}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch.distributed.remote_device": frozenset({"_remote_device"}),
-    "torch.distributed._shard.metadata": frozenset({"ShardMetadata"}),
-    "torch.distributed._shard.sharded_tensor.api": frozenset({"ShardedTensor", f"ShardedTensor.{_GROUP_STATE}"}),
-    "torch.distributed._shard.sharded_tensor.shard": frozenset({"Shard"}),
-    "torch.distributed._shard.sharded_tensor.metadata": frozenset(
-        {"MEM_FORMAT_ENCODING", "ShardedTensorMetadata", "TensorProperties"}
-    ),
-    "torch.distributed._shard.sharding_spec.api": frozenset({"EnumerableShardingSpec"}),
-    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": frozenset({"ChunkShardingSpec"}),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.nn.parameter": frozenset({"Parameter", "Buffer"}),
-    "numpy": frozenset({"dtype", "ndarray", "bool", "bool_", "str_", "bytes_", "void", *DTYPES} - {"bfloat16"}),
-    "numpy.core.multiarray": frozenset({"_reconstruct", "scalar"}),
-    "numpy._core.multiarray": frozenset({"_reconstruct", "scalar"}),
-    "numpy.core.numeric": frozenset({"_frombuffer"}),
-    "numpy._core.numeric": frozenset({"_frombuffer"}),
-    "addict.addict": frozenset({"Dict"}),
-    "mmengine.config.config": frozenset({"Config", "ConfigDict"}),
-    "mmengine.config.lazy": frozenset({"LazyAttr", "LazyObject"}),
-    "mmengine.logging.history_buffer": frozenset({"HistoryBuffer", *(f"HistoryBuffer.{name}" for name in _STATISTICS)}),
+_PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
+_DTYPE_NAMES = " ".join(DTYPES)
+_HISTORY = "HistoryBuffer HistoryBuffer.min HistoryBuffer.max HistoryBuffer.current HistoryBuffer.mean"
+
+# By module, what a pickle may mention without being trusted.
+_SAFE = {
+    "builtins": "bool bytearray dict float int list object range slice str tuple",
+    "collections": "defaultdict Counter deque",
+    "copyreg": "_reconstructor __newobj_ex__",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "uuid": "UUID SafeUUID",
+    "argparse": "Namespace",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "torch": f"Size device Tensor {_DTYPE_NAMES}",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.nn.parameter": "Parameter Buffer",
+    "numpy": f"dtype ndarray bool bool_ str_ bytes_ void {_DTYPE_NAMES}".replace(" bfloat16", ""),
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "addict.addict": "Dict",
+    "mmengine.config.config": "Config ConfigDict",
+    "mmengine.config.lazy": "LazyAttr LazyObject",
+    "mmengine.logging.history_buffer": _HISTORY,
 }
+_SAFE_NAMES = {module: frozenset(names.split()) for module, names in _SAFE.items()}
 
 
 def is_dotted_name(text: str) -> bool:
@@ -336,13 +326,7 @@ def is_dotted_name(text: str) -> bool:
 
 
 def check_is_name(module: str, qualname: str, file: Path | None = None) -> None:
-    """Raise ``UnsafePickleError`` unless a module and a name in it are both dotted names, even if the file is trusted.
-
-    Args:
-        module: The module.
-        qualname: What is named in it.
-        file: Where this was read, if it was.
-    """
+    """Raise ``UnsafePickleError`` unless a module and a name in it are dotted names, even in a trusted file."""
     wrong = next((text for text in (module, qualname) if not is_dotted_name(text)), None)
     if wrong is None:
         return
@@ -360,12 +344,7 @@ def shown(text: str) -> str:
 
 
 def is_safe_name(module: str, qualname: str) -> bool:
-    """Tell whether a pickle may mention something without being trusted.
-
-    Args:
-        module: Its module, as Python 3 calls it.
-        qualname: Its name there; with a dot for what lies within a class.
-    """
+    """Tell whether a pickle may mention a name of a module, as Python 3 calls both, without being trusted."""
     if module == "numpy.dtypes":
         return qualname.isascii() and qualname.isidentifier() and qualname.endswith("DType")
-    return qualname in _SAFE.get(module, ())
+    return qualname in _SAFE_NAMES.get(module, ())
