@@ -49,7 +49,7 @@ MOST_ROOMS = 14
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("checksums", "layout", "untrusted"),
+    ("integrity", "layout"),
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("files",),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from mmfsdp.checkpoint import convert, diff, open_layout, tensor_statistics, verify
-from mmfsdp.checkpoint.untrusted import parse_json
+from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 
 MEMORY = 150_000_000  # bytes beyond what the interpreter has

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint import checksums
-from mmfsdp.checkpoint.checksums import crc32, crc32_combine
+from mmfsdp.checkpoint import integrity
 from mmfsdp.checkpoint.files import writing
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
 from mmfsdp.checkpoint.files.writing import Piece, PlannedFile, Tracker, write_files
 from mmfsdp.checkpoint.geometry import Run, byte_runs
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -86,10 +86,10 @@ def test_isal_where_it_is_and_zlib_where_not(hidden: str, used: str) -> None:
 import sys, zlib
 {hidden}
 from mmfsdp.checkpoint import convert, verify
-from mmfsdp.checkpoint import checksums
+from mmfsdp.checkpoint import integrity
 assert "isal.isal_zlib" not in sys.modules
-assert checksums.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
-print(checksums._implementation().__module__)
+assert integrity.crc32(b"some data", 5) == zlib.crc32(b"some data", 5)
+print(integrity._implementation().__module__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == used
@@ -97,7 +97,7 @@ print(checksums._implementation().__module__)
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
-    for combine in (crc32_combine, checksums._combined):
+    for combine in (crc32_combine, integrity._combined):
         assert combine(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
 
 

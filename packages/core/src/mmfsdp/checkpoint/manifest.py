@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.untrusted import inside, parse_json
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch, inside, parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = [

@@ -12,8 +12,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.checksums import crc32
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
+from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import CorruptCheckpointError

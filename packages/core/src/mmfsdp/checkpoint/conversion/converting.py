@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.checksums import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
@@ -20,6 +19,7 @@ from mmfsdp.checkpoint.files.disk import located, refuse_missing_parent, write_e
 from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, open_layout
 from mmfsdp.checkpoint.geometry import check_coverage
+from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError

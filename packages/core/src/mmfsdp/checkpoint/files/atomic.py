@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.files.siblings import (
     token_of,
     writer,
 )
-from mmfsdp.checkpoint.untrusted import refuse_special
+from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.errors import CheckpointError
 
 __all__ = ["TargetExistsError", "atomic_output", "commit", "discard", "refuse_existing", "temporary_sibling"]

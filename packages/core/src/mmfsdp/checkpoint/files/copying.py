@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmfsdp.checkpoint.checksums import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.geometry import CastEntry, Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from mmfsdp.checkpoint.checksums import crc32, crc32_combine
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
 from mmfsdp.checkpoint.files.disk import write_all
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.manifest import FileEntry
 

@@ -23,10 +23,10 @@ from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
+from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
-from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

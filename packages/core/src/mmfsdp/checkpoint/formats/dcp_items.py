@@ -23,8 +23,8 @@ from mmfsdp.checkpoint.formats.registry import looks_like_safetensors
 from mmfsdp.checkpoint.formats.safetensors import box_offsets, read_entries
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_archive
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL_CRC, DESCRIPTOR_CRC, LOCAL_CRC, ZipRecord, read_records
+from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
-from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
 
 __all__ = ["DcpItems", "Location", "Locations"]

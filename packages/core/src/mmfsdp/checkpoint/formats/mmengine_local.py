@@ -20,9 +20,9 @@ from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, Section, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, read_tree
+from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
-from mmfsdp.checkpoint.untrusted import inside
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["RankFiles", "read", "read_stock_files"]

@@ -23,8 +23,8 @@ from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.disk import of_file
 from mmfsdp.checkpoint.files.siblings import interrupted
+from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.untrusted import refuse_special
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,

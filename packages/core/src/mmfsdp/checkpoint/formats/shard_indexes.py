@@ -12,8 +12,8 @@ from pathlib import Path
 from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats import safetensors
 from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, find_format, looks_like_safetensors
+from mmfsdp.checkpoint.integrity import inside, parse_json, refuse_special
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.untrusted import inside, parse_json, refuse_special
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["plan_write", "read", "read_torch"]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.dtypes import DTYPES, itemsize
-from mmfsdp.checkpoint.checksums import crc32
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
+from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
