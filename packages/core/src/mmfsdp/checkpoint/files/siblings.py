@@ -33,8 +33,6 @@ __all__ = [
     "Lease",
     "claim_of",
     "interrupted",
-    "is_alive",
-    "machine",
     "new_token",
     "remove_leftovers",
     "sibling",
@@ -122,7 +120,7 @@ def remove_leftovers(path: Path, own: Lease) -> None:
     dead = []
     for entry in found:
         lease = sibling(path, entry.token, Kind.LEASE)
-        if not is_alive(lease, entry.path if entry.token in guarded else None, own):
+        if not _is_alive(lease, entry.path if entry.token in guarded else None, own):
             dead.append(entry)
     restored = interrupted(path)
     if restored is not None and restored in {entry.path for entry in dead}:
@@ -236,7 +234,7 @@ class Lease:
         return os.fstat(self._descriptor).st_mtime - max(_changes(path), default=0.0)
 
 
-def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
+def _is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
     """Tell whether the process that holds a lease may still be writing: ``False`` only if it is certainly not.
 
     Args:
@@ -252,7 +250,7 @@ def is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
         free = _locked(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if free is False:
             return True
-        if free and (held is None or writer(lease).get("machine") == machine(descriptor)):
+        if free and (held is None or writer(lease).get("machine") == _machine(descriptor)):
             return False
     finally:
         os.close(descriptor)
@@ -268,7 +266,7 @@ def writer(lease: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def machine(descriptor: int) -> str:
+def _machine(descriptor: int) -> str:
     """Return an identifier of this machine since it was started, and of the mount that holds a file.
 
     Containers on one machine are the same machine.
@@ -292,7 +290,7 @@ def _opened(path: Path) -> int:
 
 
 def _sign(descriptor: int) -> None:
-    text = json.dumps({"machine": machine(descriptor), "host": socket.gethostname(), "pid": os.getpid()})
+    text = json.dumps({"machine": _machine(descriptor), "host": socket.gethostname(), "pid": os.getpid()})
     with contextlib.suppress(OSError):  # it may be open for reading only
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)

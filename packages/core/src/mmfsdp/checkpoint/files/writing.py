@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.manifest import FileEntry
 
-__all__ = ["Piece", "PlannedFile", "Progress", "StoppedError", "Tracker", "default_jobs", "write_files"]
+__all__ = ["Piece", "PlannedFile", "Progress", "StoppedError", "Tracker", "write_files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,9 @@ class PlannedFile:
         return sum(piece.entry.nbytes for piece in self.pieces)
 
 
+_MOST_JOBS = 4  # more hardly help, because memory is the limit
 _BATCH = 16 << 20  # bytes of tensors that are one piece of work
 _MERGED = 1 << 20  # bytes of small blocks that are written at once
-
-
-def default_jobs() -> int:
-    """Return the default number of copying threads: more than four hardly help, because memory is the limit."""
-    return min(4, os.cpu_count() or 1)
 
 
 def write_files(
@@ -76,7 +72,7 @@ def write_files(
         files: The files and their content.
         verify: Check the stored CRC-32 of every source record.
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
-        jobs: Most threads that copy; ``default_jobs()`` by default. The written bytes do not depend on it.
+        jobs: Most threads that copy; by default one per processor, up to four. The written bytes do not depend on it.
         fsync: Write past the page cache where possible, because the caller will sync the files.
 
     Returns:
@@ -94,7 +90,7 @@ def write_files(
     tracker = Tracker(sum(file.nbytes for file in files), progress)
     batches = [[*_batches(file.pieces)] for file in files]
     # No more than there is work for: each thread has its own buffers.
-    count = max(1, min(jobs or default_jobs(), sum(map(len, batches))))
+    count = max(1, min(jobs or min(_MOST_JOBS, os.cpu_count() or 1), sum(map(len, batches))))
     with ExitStack() as stack:
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
