@@ -70,15 +70,7 @@ def leaves(tree: Any, limit: int = 10_000_000) -> Iterator[tuple[str, Any]]:
 
 def select_tensors(tree: Any) -> list[str]:
     """Return the names of the tensors that a tree refers to, each once, in order."""
-    names: dict[str, None] = {}
-
-    def visit(_: str, leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef):
-            names[leaf.name] = None
-        return leaf
-
-    map_leaves(tree, visit)
-    return list(names)
+    return list(dict.fromkeys(named_tensors(tree).values()))
 
 
 def named_tensors(part: Any) -> dict[str, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,20 +185,33 @@ def _described(
     directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes], world_size: int, trust: bool
 ) -> Layout:
     """Return the layout as the first file describes it."""
-    tensors: dict[str, TensorEntry] = {}
     items = _RankItems(directory, world_size, first.save_id, trust)
+
+    def sharded(name: str, leaf: PickledTensor) -> TensorEntry | None:
+        if name not in rules:
+            return None
+        stored = Unlocated(rules[name], functools.partial(items.chunks, name, leaf.dtype))
+        return TensorEntry(name, leaf.dtype, rules[name].shape, stored)
+
+    return _layout(directory, first, world_size, sharded)
+
+
+def _layout(
+    directory: Path, first: _RankFile, world_size: int, sharded: Callable[[str, PickledTensor], TensorEntry | None]
+) -> Layout:
+    """Return the layout, given what puts a tensor together; ``None`` for one that is whole in the first file."""
+    tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, PickledTensor):
             return leaf
-        if name not in rules:
+        entry = sharded(name, leaf)
+        if entry is None:
             return add_whole(name, leaf, tensors)
-        stored = Unlocated(rules[name], functools.partial(items.chunks, name, leaf.dtype))
-        tensors[name] = TensorEntry(name, leaf.dtype, rules[name].shape, stored)
+        tensors[name] = entry
         return TensorRef(name, leaf.parameter)
 
-    tree = map_leaves(first.tree, bind)
-    return Layout(directory, "rank_local", world_size, tensors, tree)
+    return Layout(directory, "rank_local", world_size, tensors, map_leaves(first.tree, bind))
 
 
 def _header(path: Path, tree: Any) -> dict[str, Any]:
@@ -264,30 +277,22 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def _combined(directory: Path, ranks: list[_RankFile]) -> Layout:
-    tensors: dict[str, TensorEntry] = {}
-
-    def bind(name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, PickledTensor):
-            return leaf
-        if any(name in rank.boxes for rank in ranks):
-            tensors[name] = _sharded(name, ranks)
-            return TensorRef(name, leaf.parameter)
-        return add_whole(name, leaf, tensors)
-
-    tree = map_leaves(ranks[0].tree, bind)
+    layout = _layout(directory, ranks[0], len(ranks), lambda name, _: _sharded(name, ranks))
     for rank in ranks[1:]:
         for name in rank.boxes:
-            if name not in tensors:
+            if name not in layout.tensors:
                 raise IncompleteCheckpointError(
                     f"Tensor {name!r} is in {rank.path.name} but not in rank0.pth, which gives the checkpoint its "
                     "structure.",
                     file=str(ranks[0].path),
                 )
-    return Layout(directory, "rank_local", len(ranks), tensors, tree)
+    return layout
 
 
-def _sharded(name: str, ranks: list[_RankFile]) -> TensorEntry:
+def _sharded(name: str, ranks: list[_RankFile]) -> TensorEntry | None:
     holders = [rank for rank in ranks if name in rank.boxes]
+    if not holders:
+        return None
     first = holders[0]
     shape, dtype = first.boxes[name][0], first.tensors[name].dtype
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
