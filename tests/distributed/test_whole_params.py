@@ -138,12 +138,12 @@ def call_from_outside(rank: int, methods: list[str]) -> list[str]:
 
 
 def test_a_method_called_from_outside_its_unit_is_named() -> None:
-    """Fails without diagnostics.py: torch says 'mixed torch.Tensor and DTensor', and not where."""
+    """Otherwise torch says only 'mixed torch.Tensor and DTensor', and not where."""
     note = (
         "mmfsdp: 'block' (WithMethod) computed in project() with 'block.up.weight', 'block.up.bias', "
         "'block.down.weight', while the shard unit 'block' was not gathered: code other than the unit's forward reads "
         "them. List the method ('project') in sharding.forward_methods, or change the wrap policy so that 'block' is "
-        "no unit of its own (exclude_wrap_modules=['WithMethod'] in MMEngine's size policy)."
+        "not a unit of its own (exclude_wrap_modules=['WithMethod'] in MMEngine's size policy)."
     )
     assert run_ranks(call_from_outside, 2, []) == [[note]] * 2
     assert run_ranks(call_from_outside, 2, ["project"]) == [[], []]

@@ -134,7 +134,7 @@ class TestSyncBatchNorm:
         assert {kind for kind, _ in run_ranks(reverted, 2, tmp_path, 2, "revert")} == {"_BatchNormXd"}
 
     def test_layers_that_the_model_has_are_refused_too(self) -> None:
-        with pytest.raises(ConfigError, match="but norm would be one"):
+        with pytest.raises(ConfigError, match="but norm would need it"):
             synchronise_batch_norm(WithSyncBatchNorm(), None, "cpu", 2)
 
     def test_converts_for_an_accelerator_as_mmengine_does(self) -> None:

@@ -272,7 +272,11 @@ class TestResumingWithAnother:
             }
         }
         for changes, source, message in (
-            (sgd, saved, "was saved with the optimizers {'optimizer': 'AdamW'}, the config has {'optimizer': 'SGD'}"),
+            (
+                sgd,
+                saved,
+                "was saved with the optimizers {'optimizer': 'AdamW'}, but the config has {'optimizer': 'SGD'}",
+            ),
             (sgd, tmp_path / "other.pth", "has the settings amsgrad, betas, eps, where SGD has dampening, momentum"),
             (groups, saved, "the state has [16]"),
         ):
