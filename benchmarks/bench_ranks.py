@@ -90,7 +90,7 @@ def shard_first(size: int) -> float:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mmfsdp.collective import steps as collective
+    from mmfsdp.collective import scopes
 
     class Echo:
         """Everybody else agrees."""
@@ -101,7 +101,7 @@ def shard_first(size: int) -> float:
         def broadcast(self, item: Any, origin: int) -> Any:
             return item
 
-    collective.new_scope = lambda _: Scope(Echo(), size, 0)  # type: ignore[arg-type]
+    scopes.new_scope = lambda _: Scope(Echo(), size, 0)  # type: ignore[arg-type]
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     mmfsdp.shard(model(), {"wrap": {"kind": "size", "min_num_params": 100_000}})  # what is imported on first use
     whole = model()
