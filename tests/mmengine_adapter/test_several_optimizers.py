@@ -277,7 +277,7 @@ class TestResumingWithAnother:
                 saved,
                 "was saved with the optimizers {'optimizer': 'AdamW'}, but the config has {'optimizer': 'SGD'}",
             ),
-            (sgd, tmp_path / "other.pth", "has the settings amsgrad, betas, eps, where SGD has dampening, momentum"),
+            (sgd, tmp_path / "other.pth", "has the settings amsgrad, betas, eps, but SGD has dampening, momentum"),
             (groups, saved, "the state has [16]"),
         ):
             changes = {**changes, "load_from": str(source)}
