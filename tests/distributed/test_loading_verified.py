@@ -115,6 +115,7 @@ def bytes_read() -> int:
 
 def reading(rank: int, path: str, verify: bool) -> int:
     model = mmfsdp.shard(wide(7), {"sharding": "FULL_SHARD"})
+    mmfsdp.load_checkpoint(path, model, verify=verify)  # imports what loading needs: files as well
     before = bytes_read()
     mmfsdp.load_checkpoint(path, model, verify=verify)
     return bytes_read() - before
