@@ -124,7 +124,7 @@ def described(protocol: int) -> bytes:
         MetadataIndex(
             f"layer.{number}.weight", torch.Size((number, 0, number << 9)[: number % 4]), number
         ): _StorageInfo("__0_0.distcp", number << 30, 1 << 8)
-        for number in range(1000)
+        for number in range(4000)
     }
     chunks = [[ChunkStorageMetadata(torch.Size((0, number)), torch.Size((2, 2)))] * 2 for number in range(99)]
     content = [("a", ("b", "c")), places, chunks, {f"n{number}": ("model", str(number)) for number in range(99)}]
@@ -133,7 +133,7 @@ def described(protocol: int) -> bytes:
 
 def tensors(protocol: int) -> bytes:
     """Return a pickle of tensors as torch writes it, with places of the memo at all sizes, without its end."""
-    names = [f"layers.{number}.weight" for number in range(1100)]
+    names = [f"layers.{number}.weight" for number in range(3000)]
     tree = {
         "meta": {"shared": [("a", ("b",))] * 20},
         "state_dict": {name: torch.zeros(2, number % 3 + 1) for number, name in enumerate(names)},
@@ -152,6 +152,38 @@ def verdict(pickled: bytes) -> str | None:
     except CorruptCheckpointError as error:
         return str(error)
     return None
+
+
+LARGE = b"X\0\0\x08\0" + bytes(1 << 19) + b"0"  # a long text makes a pickle large, whose usual parts are not followed
+DEEP = b")" + b"\x85" * 100
+OBJECT = b"ca\nb\nq\x00"
+VIEW = b"K\0K\2\x85K\1\x85\x89h\x00)Rtq\x05R0"  # the rest of the arguments that rebuild a tensor, which is thrown away
+
+
+@pytest.mark.parametrize("before", [b"", LARGE], ids=["followed", "skipped"])
+@pytest.mark.parametrize(
+    ("pickled", "refused"),
+    [
+        # Keys of the state of an object, and of a dict, that are large tuples.
+        (b"(" + b"N" * 2000 + b"tq\x01" + OBJECT + b")\x81}(" + b"h\x01N" * 2000 + b"ub", True),
+        (b"(" + b"N" * 2000 + b"tq\x01" + b"}(" + b"h\x01N" * 2000 + b"u", True),
+        # The arguments that rebuild a tensor, with those of the one before beside the storage, and without.
+        (b"Nq\x05" + (OBJECT + b"(h\x05h\x05(h\x00tQ" + VIEW) * 60, True),
+        (b"Nq\x05" + (OBJECT + b"((h\x00tQ" + VIEW) * 60, False),
+        # A place far away, in two ways, a large number.
+        (OBJECT + b")\x81}r\xff\xff\xff\x3f(h\x00Nub", True),
+        (OBJECT + b")\x81}\x94(h\x00Nub", True),
+        (OBJECT + b")\x81}(h\x00\x8b\0\0\x10\0" + bytes(1 << 20) + b"ub", True),
+        (OBJECT + b")\x81}(h\x00K\x01ub" + b"h\x00)\x81}(h\x00h\x00K\2\x85\x85Rub" * 100, False),
+        # What follows a match is found on the stack where it should be.
+        (DEEP + OBJECT + b")\x81}(h\x00K\x01ub" + b"h\x00)\x81}(h\x00K\x01ub" * 9 + b"\x86" * 9, False),
+        (DEEP + OBJECT + b")\x81}(h\x00K\x01ub" + b"h\x00)\x81}(h\x00K\x01ub" * 9 + b"\x86" * 10, True),
+        (DEEP + b"Nq\0}(h\0Nu" + b"X\1\0\0\0x}(h\0Nu" * 9 + b"\x86" * 19, False),
+        (DEEP + b"Nq\0}(h\0Nu" + b"X\1\0\0\0x}(h\0Nu" * 9 + b"\x86" * 20, True),
+    ],
+)
+def test_bombs_in_what_is_not_followed(before: bytes, pickled: bytes, refused: bool) -> None:
+    assert (verdict(PROTOCOL + before + pickled + b".") is not None) == refused
 
 
 @pytest.mark.parametrize("begin", [described(4), tensors(2), tensors(4)], ids=["dcp", "torch", "torch, protocol 4"])

@@ -10,6 +10,8 @@ Opcodes: https://docs.python.org/3/library/pickletools.html
 from __future__ import annotations
 
 import mmap
+import re
+from functools import cache
 from pathlib import Path
 
 from mmfsdp.errors import CorruptCheckpointError
@@ -38,6 +40,7 @@ _REPLACE = 10  # replaces everything above the mark by a value that is not a tup
 _NOTHING = 11  # leaves the stack as it is
 _DUP = 12  # pushes the top value again
 _EXTENSION = 13  # pushes what the reading process has registered under a number
+_USUAL = 14  # as _POP, or as _PUSH if N is 1; what large checkpoints are full of may follow
 
 # Opcodes, effect, bytes of the argument (negative: bytes of its length, or lines), and N.
 _OPCODES = (
@@ -45,7 +48,7 @@ _OPCODES = (
     (b"h", _GET, 1, 0),
     (b"j", _GET, 4, 0),
     (b"g", _GET, _LINE, 0),
-    (b"N\x88\x89})]\x8f\x97", _PUSH, 0, 0),
+    (b"N\x88\x89)]\x8f\x97", _PUSH, 0, 0),
     (b"K", _PUSH, 1, 0),
     (b"M", _PUSH, 2, 0),
     (b"J", _PUSH, 4, 0),
@@ -57,8 +60,7 @@ _OPCODES = (
     (b"\x8d\x8e\x96", _PUSH, -8, 0),
     (b"0ab", _POP, 0, 1),  # APPEND and BUILD keep the object
     (b"s", _POP, 0, 2),
-    (b"Q", _POP, 0, 0),
-    (b"R\x81\x93", _POP, 0, -1),
+    (b"R\x93", _POP, 0, -1),
     (b"\x92", _POP, 0, -2),
     (b"(", _MARK, 0, 0),
     (b"\x85", _TUPLES, 0, 1),
@@ -78,13 +80,16 @@ _OPCODES = (
     (b"\x82", _EXTENSION, 1, 0),
     (b"\x83", _EXTENSION, 2, 0),
     (b"\x84", _EXTENSION, 4, 0),
+    (b"}", _USUAL, 0, 1),
+    (b"Q", _USUAL, 0, 0),
+    (b"\x81", _USUAL, 0, -1),
 )
 _TABLE: list[tuple[int, int, int]] = [(0, 0, 0)] * 256
 for _codes, _effect, _argument, _count in _OPCODES:
     for _code in _codes:
         _TABLE[_code] = (_effect, _argument, _count)
 
-_MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE = 0x94, 0x30, 0x8B
+_MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE, _BINPERSID_OPCODE, _NEWOBJ_OPCODE = 0x94, 0x30, 0x8B, 0x51, 0x81
 
 _TWO_WAYS = "it numbers the places of its memo in two ways"
 _REPEATED = f"its tuples hold each other so often that they have over {_REPEATS} elements"
@@ -125,6 +130,7 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
     tuples: dict[int, int] = {}  # place in the memo -> tuple
     memoized, named = 0, False  # places taken by MEMOIZE; whether PUT was used
     repeats = 0
+    skips = len(data) - at > _LONG  # as long as there is no large tuple in the memo
     table, push, from_bytes = _TABLE, stack.append, int.from_bytes
     while True:
         opcode = data[at]
@@ -134,6 +140,7 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
                 return _TWO_WAYS, at - 1
             if value := stack[-1]:
                 tuples[memoized] = value
+                skips = skips and value >> 10 <= _SMALL
             memoized += 1
             continue
         effect, argument, count = table[opcode]
@@ -166,6 +173,7 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             named = True
             if (value := stack[-1]) or place in tuples:
                 tuples[place] = value
+                skips = skips and value >> 10 <= _SMALL
         elif effect == _PUSH:
             push(0)
             if argument >= 0:
@@ -189,6 +197,21 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
                 if count:
                     del stack[count:]
                 stack[-1] = 0
+        elif effect == _USUAL:
+            if count > 0:
+                push(0)
+            else:
+                del stack[len(stack) + count :]
+                stack[-1] = 0
+            if skips and (named or memoized) and (found := _usual(opcode, named).match(data, at)):
+                if opcode == _BINPERSID_OPCODE:
+                    if not marks or marks[-1] != len(stack) - 1:
+                        continue  # a tuple may be among the arguments
+                    del stack[marks.pop() :]
+                    stack[-1] = 0
+                skipped, at = found[0], found.end()
+                stack += [0] * (skipped.count(opcode) * (2 if count > 0 else 1))
+                memoized += 0 if named else skipped.count(_MEMOIZE_OPCODE)
         elif effect == _MARK:
             marks.append(len(stack))
         elif effect in (_TUPLES, _TUPLE):
@@ -220,6 +243,46 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             return "it uses the extension registry of the process that reads it", at - 1
         else:
             return None
+
+
+_LONG = 1 << 18  # bytes from which on a pickle may describe thousands of tensors
+_SMALL = 100  # elements of a tuple that may be a key where opcodes are skipped
+
+
+@cache
+def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
+    """Return what matches tens of thousands of tensors after an opcode, as checkpoints describe them.
+
+    After ``BINPERSID`` it is what else rebuilds a tensor; after ``NEWOBJ`` the state of an object and more objects, as
+    in DCP's metadata; after ``EMPTY_DICT`` its items and more dicts by name, as in ``rank{i}.pth``. A match takes a
+    tenth of the time of its opcodes (docs/adr/0006-mechanisms-removed-and-kept.md).
+
+    It does no harm: its tuples are of up to nine integers, or of such tuples, and its keys are in the memo. No argument
+    contains the opcodes that are counted in it: of objects, of dicts and of places in the memo.
+
+    Args:
+        opcode: The opcode.
+        named: Whether values are stored at named places of the memo.
+    """
+    byte = rb"[^\x81\x94}]"
+    put = rb"(?:q%b|r%b{2}[\0-\x0f]\0)?" % (byte, byte) if named else rb"\x94?"
+    get = rb"(?:h%b|j%b{4})" % (byte, byte)
+    integer = rb"(?:K%b|M%b{2}|J%b{4}|\x8a(?:\x05%b{5}|\x06%b{6}))" % ((byte,) * 5)
+    integers = rb"(?:\)|%b\x85|%b{2}\x86|%b{3}\x87|\(%b{0,9}t)" % ((integer,) * 4) + put
+    if opcode == _BINPERSID_OPCODE:
+        view = integer + integers * 2 + rb"[\x88\x89]" + get + rb"\)R%bt%bR" % (put, put)
+        return re.compile(view, re.DOTALL)
+    length = rb"\x%02x\0{3}%b{%d}" if named else rb"\x%02x%b{%d}"
+    texts = b"|".join(length % (size, byte, size) for size in range(128))
+    text = rb"%b(?:%b)" % (b"X" if named else rb"\x8c", texts) + put
+    size = rb"(?:%b\x85|\(%bt)%bR" % (integers, integers, put) + put
+    numbers = rb"\]%b\((?:%b|N)*+e" % (put, integer)
+    value = rb"(?:%b(?:%b)?|%b|%b|%b|[N\x88\x89])" % (get, size, integer, numbers, text)
+    items = put + rb"\((?:%b)*+u" % (get + value)
+    if opcode == _NEWOBJ_OPCODE:
+        state = put + b"}" + items + b"b"
+        return re.compile(state + rb"(?:%b\)\x81%b)*+" % (get, state), re.DOTALL)
+    return re.compile(items + b"(?:%b}%b)*+" % (text, items), re.DOTALL)
 
 
 def _place(data: bytes | mmap.mmap, at: int, argument: int) -> tuple[int, int]:
