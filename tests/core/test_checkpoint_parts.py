@@ -21,10 +21,10 @@ from mmfsdp.checkpoint import integrity
 from mmfsdp.checkpoint.files import writing
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
-from mmfsdp.checkpoint.files.writing import Piece, PlannedFile, Tracker, write_files
+from mmfsdp.checkpoint.files.writing import Tracker, write_files
 from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
-from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.layout import Chunk, Piece, PlannedFile, Record, TensorEntry, row_major_strides
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -378,7 +378,7 @@ from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.files.writing import write_files
 write_files(Path({str(tmp_path / "a.pth")!r}), [plan_file("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
-print(sorted({{'torch', 'numpy', 'mmengine', 'safetensors'}} & set(sys.modules)))
+print(sorted({{'torch', 'numpy', 'pydantic', 'mmengine', 'safetensors'}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

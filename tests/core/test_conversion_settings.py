@@ -92,7 +92,7 @@ def test_the_report_says_what_was_decided(source: Path) -> None:
 
 def test_a_conversion_does_not_change() -> None:
     conversion = Conversion(keep="model")
-    with pytest.raises(Exception, match="frozen"):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         conversion.keep = "all"  # type: ignore[misc]
     assert conversion.changed({"keep": "all"}).keep == "all"
     assert conversion.changed({}) is conversion

@@ -195,5 +195,4 @@ def _print(report: ConversionReport, limit: int) -> None:
         say(f"Not written: {name_list(report.dropped, count, quoted=False)}{hint}.")
     if report.dry_run:
         say("Settings, for --config:", bold=True)
-        changed = report.conversion.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        click.echo(json.dumps(changed, indent=2))
+        click.echo(json.dumps(report.conversion.to_dict(defaults=False), indent=2))

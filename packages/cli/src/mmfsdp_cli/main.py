@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import signal
@@ -47,6 +46,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in _MODULES and not name.startswith("-") and not ctx.resilient_parsing:
+            import difflib  # only when something is wrong
+
             near = difflib.get_close_matches(name, _MODULES, n=1, cutoff=0.5)
             ctx.fail(f"No such command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)

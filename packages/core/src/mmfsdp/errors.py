@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 
 __all__ = [
@@ -147,6 +146,8 @@ def closest(given: object, accepted: Iterable[object], *, count: int = 3) -> str
         accepted: The accepted spellings.
         count: The largest number of suggestions.
     """
+    import difflib  # only when something is wrong
+
     spellings = {str(name).lower(): str(name) for name in accepted}
     matches = difflib.get_close_matches(str(given).lower(), spellings, n=count, cutoff=0.5)
     if not matches:

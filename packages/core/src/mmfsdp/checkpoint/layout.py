@@ -1,9 +1,9 @@
-"""The layout of a checkpoint: its tensors, and the extents of files that hold them, whatever the format."""
+"""The layout of a checkpoint, whatever its format: tensors, and the extents of files that hold or will hold them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,18 @@ from mmfsdp.basics.dtypes import canonical_dtype, itemsize
 if TYPE_CHECKING:
     import torch.nn as nn
 
-__all__ = ["Chunk", "Layout", "Record", "TensorEntry", "TensorRef", "Unlocated", "layout_of_model", "row_major_strides"]
+__all__ = [
+    "Chunk",
+    "Layout",
+    "Piece",
+    "PlannedFile",
+    "Record",
+    "TensorEntry",
+    "TensorRef",
+    "Unlocated",
+    "layout_of_model",
+    "row_major_strides",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +254,36 @@ class Layout:
         """Yield each file that holds tensor data, once, in order of first use."""
         seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks())
         yield from seen
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or a box of one, at its place in a file that will be written."""
+
+    entry: TensorEntry
+    """The tensor; it is written packed in row-major order."""
+    at: int
+    """Where its first element goes, in bytes from the start of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file that will be written."""
+
+    name: str
+    """Its path within the target; empty where the target is this one file."""
+    size: int
+    """Its length in bytes."""
+    pieces: tuple[Piece, ...]
+    """The tensor data, in file order."""
+    blocks: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
+    """Given the CRC-32 of each piece, returns all other bytes with their offsets, in file order. Bytes in neither are
+    zero."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

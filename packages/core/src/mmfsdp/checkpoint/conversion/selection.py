@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
+from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.basics.text import compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
-from mmfsdp.checkpoint.files.casting import chosen_dtypes
-from mmfsdp.checkpoint.files.writing import PlannedFile
+from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.formats.registry import Content, Format
 from mmfsdp.checkpoint.geometry import CastEntry
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
-from mmfsdp.errors import ConfigError, FormatError
+from mmfsdp.errors import ConfigError, FormatError, closest
 
 __all__ = ["Intent", "Selection", "intended", "select"]
 
@@ -69,7 +70,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow
         selection = _with_states(selection, layout, target)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
-    casts = {} if conversion.dtype is None else chosen_dtypes(conversion.dtype, stored)
+    casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
         count = _counter(name, overflow)
@@ -78,7 +79,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow
     tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items()}
-    content = Content(tree, tensors, named, conversion.max_shard_size, ranks)
+    limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
+    content = Content(tree, tensors, named, limit, ranks)
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
@@ -100,6 +102,40 @@ def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow
         dropped=dropped,
         notes=selection.notes,
     )
+
+
+_TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+
+
+def _chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the new dtype of each tensor that changes.
+
+    Args:
+        wanted: One dtype for all floating point tensors, or patterns and the dtype of what they match; the first that
+            matches counts.
+        tensors: The tensors by the names that they will have.
+
+    Raises:
+        ConfigError: A dtype is unknown or cannot be cast to, a pattern matches no floating point tensor, or numpy is
+            not there.
+    """
+    rules = {"**": wanted} if isinstance(wanted, str) else dict(wanted)
+    dtypes = {pattern: canonical_dtype(dtype) for pattern, dtype in rules.items()}
+    for dtype in dtypes.values():
+        if dtype not in _TARGETS:
+            raise ConfigError(f"Tensors cannot be cast to {dtype!r} here. Use one of {', '.join(_TARGETS)}.")
+    require_numpy("Casting")
+    patterns = {pattern: compile_pattern(pattern, "./") for pattern in dtypes}
+    floating = [name for name, entry in tensors.items() if is_floating_point(entry.dtype)]
+    chosen: dict[str, str] = {}
+    for pattern, regex in patterns.items():
+        matched = [name for name in floating if regex.fullmatch(name)]
+        if not matched:
+            hint = closest(pattern.replace("*", ""), floating)
+            raise ConfigError(f"dtype pattern {pattern!r} matches no floating point tensor.{hint}")
+        for name in matched:
+            chosen.setdefault(name, dtypes[pattern])
+    return {name: dtype for name, dtype in chosen.items() if dtype != tensors[name].dtype}
 
 
 def _with_states(selection: Selection, layout: Layout, target: Format) -> Selection:

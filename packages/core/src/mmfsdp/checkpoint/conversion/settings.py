@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field
+from typing import Any, Self
 
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.basics.text import compile_pattern, compile_regex, name_list, parse_bytes
 from mmfsdp.checkpoint.formats.registry import FORMATS, Format, find_format, format_of_suffix
-from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.settings_file import read_settings
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Conversion", "NameRules", "target_format"]
@@ -22,51 +22,8 @@ __all__ = ["Conversion", "NameRules", "target_format"]
 _WRITTEN = [item for item in FORMATS if item.writer is not None]
 
 
-def _checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Return a validator that skips None and whose error message reaches the user."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return None if value is None else check(value)
-        except ConfigError as error:
-            raise ValueError(error.message) from None
-
-    return BeforeValidator(validate)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _pairs(value: Any) -> Any:
-    return list(value.items()) if isinstance(value, Mapping) else value
-
-
-def _dtypes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {pattern: canonical_dtype(dtype) for pattern, dtype in value.items()}
-    return canonical_dtype(value)
-
-
-def _written_format(value: Any) -> Any:
-    find_format(str(value), _WRITTEN, "format to write")
-    return value
-
-
-def _read_format(value: Any) -> Any:
-    find_format(str(value), what="format to read")
-    return value
-
-
-def _ranks(value: Any) -> Any:
-    Ranks.parse(value)
-    return value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-
-
-class Conversion(ConfigModel):
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
     """What `convert` writes of a checkpoint, and how. Loads from YAML, JSON or TOML with ``from_file``.
 
     Raises:
@@ -83,18 +40,18 @@ class Conversion(ConfigModel):
     file what a ``full`` checkpoint holds, in a safetensors file every tensor under its whole path such as
     ``'optimizer/state/0/exp_avg'``. Otherwise a top-level key such as ``'ema_state_dict'``. By default everything for
     directories that training resumes from (``dcp``, ``local``), else the weights."""
-    drop: Names = ()
+    drop: tuple[str, ...] = ()
     """Write everything except these top-level keys, such as ``['optimizer']``."""
-    include: Names = ()
+    include: tuple[str, ...] = ()
     """Write only tensors whose name in the part that is kept matches one of these patterns: a glob (``*`` within one
     dotted part, ``**`` across parts) or ``'re:...'``."""
-    exclude: Names = ()
+    exclude: tuple[str, ...] = ()
     """Leave out every tensor and value whose name matches one of these patterns."""
-    rename: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
+    rename: tuple[tuple[str, str], ...] = ()
     """Regular expressions and replacements as for ``re.sub``, applied to the names in order; a mapping works too."""
     strip_prefix: str | None = None
     """Remove this prefix from names that have it, before they are renamed."""
-    dtype: Annotated[str | dict[str, str] | None, _checked(_dtypes)] = None
+    dtype: str | Mapping[str, str] | None = None
     """Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see the new
     names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest, ties to even;
     what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy."""
@@ -102,15 +59,15 @@ class Conversion(ConfigModel):
     """Write the averaged weights as the model's weights."""
     publish: bool = False
     """Write the weights and ``meta`` only, and put the first eight digits of the file's SHA-256 in its name."""
-    max_shard_size: Annotated[int | None, _checked(parse_bytes)] = None
+    max_shard_size: int | str | None = None
     """Write a directory of safetensors files with at most this much tensor data each, such as ``'5GB'``, and their
     index. A number counts bytes; text needs a unit."""
-    to: Annotated[str | None, _checked(_written_format)] = None
+    to: str | None = None
     """The format to write, by a name that `known_formats` lists; by default the suffix of the target says it."""
-    ranks: Annotated[int | str | None, _checked(_ranks)] = None
+    ranks: int | str | None = None
     """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas
     of four shards. By default as many as wrote the source."""
-    source_format: Annotated[str | None, _checked(_read_format)] = None
+    source_format: str | None = None
     """The format of the source, by a name that `known_formats` lists, if its content does not show it."""
     overwrite: bool = False
     """Replace an existing target."""
@@ -124,19 +81,44 @@ class Conversion(ConfigModel):
     """Read the output before it appears, and compare every tensor with the source."""
     fsync: bool = True
     """Wait until the output is on disk."""
-    jobs: Annotated[int | None, Field(ge=1)] = None
+    jobs: int | None = None
     """Threads that copy; by default one per processor, four at most. The output does not depend on it."""
 
-    def check_together(self) -> None:
+    def __new__(cls, **settings: Any) -> Self:
+        names = [item.name for item in fields(cls)]
+        for name in settings:
+            if name not in names:
+                hint = closest(name, names) or f" Accepted: {name_list(names, len(names))}."
+                raise ConfigError(f"Conversion.{name}: unknown setting {name!r}.{hint}", config=name)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        wrong: dict[str, str] = {}
+        for name, check in _CHECKS.items():
+            try:
+                if (value := getattr(self, name)) is not None:
+                    object.__setattr__(self, name, check(value))
+            except ConfigError as error:
+                wrong[name] = f"Conversion.{name}: {error.message}"
+        if wrong:
+            lines = [*wrong.values()]
+            several = "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {line}" for line in lines)])
+            raise ConfigError(lines[0] if len(lines) == 1 else several, config=next(iter(wrong)))
+        self._check_together()
+
+    def _check_together(self) -> None:
         if self.drop and self.keep not in (None, "all"):
-            raise ValueError(
-                f"'drop' leaves keys out of everything; it cannot be combined with 'keep' {self.keep!r}. Remove one."
+            raise ConfigError(
+                f"Conversion: 'drop' leaves keys out of everything; it cannot be combined with 'keep' {self.keep!r}. "
+                "Remove one."
             )
         part = "all" if self.drop else self.keep
         for name, wanted in (("use_ema", self.use_ema), ("publish", self.publish)):
             if wanted and part not in (None, "model"):
                 given = "'drop'" if self.drop else f"'keep' {part!r}"
-                raise ValueError(f"{name!r} writes the weights; it cannot be combined with {given}. Remove one.")
+                raise ConfigError(
+                    f"Conversion: {name!r} writes the weights; it cannot be combined with {given}. Remove one."
+                )
 
     def changed(self, settings: Mapping[str, Any]) -> Conversion:
         """Return this conversion with some settings replaced, validated again.
@@ -144,9 +126,114 @@ class Conversion(ConfigModel):
         Raises:
             ConfigError: A setting is unknown or malformed, or two contradict each other.
         """
-        if not settings:
-            return self
-        return Conversion.from_dict({**self.model_dump(exclude_unset=True), **settings})
+        return Conversion(**{**vars(self), **settings}) if settings else self
+
+    def to_dict(self, *, defaults: bool = True) -> dict[str, Any]:
+        """Return plain values, fit for JSON, YAML and TOML (no nulls).
+
+        Args:
+            defaults: Whether to include settings that have their default.
+        """
+        content = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        kept = {name: value for name, (value, default) in content.items() if defaults or value != default}
+        plain: dict[str, Any] = json.loads(
+            json.dumps({name: value for name, value in kept.items() if value is not None})
+        )
+        return plain
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return JSON text, which `from_file` reads back to an equal object."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Conversion:
+        """Return a conversion from plain data; ``data`` is not changed.
+
+        Raises:
+            ConfigError: A setting is unknown or malformed, or two contradict each other.
+        """
+        return cls(**{str(name): value for name, value in data.items()})
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Conversion:
+        """Return a conversion from a file of settings: ``.json``, ``.toml``, ``.yaml`` or ``.yml``.
+
+        Raises:
+            ConfigError: There is no such file, it cannot be parsed, or a setting is unknown or malformed.
+        """
+        return cls.from_dict(read_settings(path))
+
+
+def _mistyped(expected: str, value: object) -> ConfigError:
+    return ConfigError(f"Input should be {expected}, got {value!r} (type {type(value).__name__}).")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _mistyped("a valid string", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _mistyped("a valid boolean", value)
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | list | tuple):
+        raise _mistyped("a valid tuple", value)
+    return (value,) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = [*value.items()] if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise _mistyped("pairs of a regular expression and its replacement", value)
+    return tuple((_text(regex), _text(replacement)) for regex, replacement in pairs)
+
+
+def _dtypes(value: Any) -> str | dict[str, str]:
+    if isinstance(value, Mapping):
+        return {_text(pattern): canonical_dtype(dtype) for pattern, dtype in value.items()}
+    return canonical_dtype(value)
+
+
+def _ranks(value: Any) -> int | str:
+    Ranks.parse(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _format(among: Iterable[Format], what: str) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        find_format(str(value), among, what)
+        return _text(value)
+
+    return check
+
+
+def _positive(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _mistyped("a valid integer", value)
+    if value < 1:
+        raise _mistyped("greater than or equal to 1", value)
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("keep", "strip_prefix"), _text),
+    **dict.fromkeys(("drop", "include", "exclude"), _names),
+    "rename": _pairs,
+    "dtype": _dtypes,
+    "max_shard_size": parse_bytes,
+    "to": _format(_WRITTEN, "format to write"),
+    "ranks": _ranks,
+    "source_format": _format(FORMATS, "format to read"),
+    "jobs": _positive,
+}
+_CHECKS |= {item.name: _flag for item in fields(Conversion) if isinstance(item.default, bool)}
 
 
 def target_format(path: Path, conversion: Conversion) -> Format:

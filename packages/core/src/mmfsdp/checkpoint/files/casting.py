@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
-from mmfsdp.basics.text import compile_pattern
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import require_numpy, small_floats, tensor_blocks, values
+from mmfsdp.checkpoint.files.elements import small_floats, tensor_blocks, values
 from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.layout import TensorEntry
-from mmfsdp.errors import ConfigError, closest
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["cast_block", "chosen_dtypes", "converted_blocks"]
+__all__ = ["cast_block", "converted_blocks"]
 
 _BLOCK = 1 << 19  # bytes of the source: what is made of it fits the second-level cache too
-_TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
-
-
-def chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the new dtype of each tensor that changes.
-
-    Args:
-        wanted: One dtype for all floating point tensors, or patterns and the dtype of what they match; the first that
-            matches counts.
-        tensors: The tensors by the names that they will have.
-
-    Raises:
-        ConfigError: A dtype is unknown or cannot be cast to, a pattern matches no floating point tensor, or numpy is
-            not there.
-    """
-    rules = {"**": wanted} if isinstance(wanted, str) else dict(wanted)
-    dtypes = {pattern: canonical_dtype(dtype) for pattern, dtype in rules.items()}
-    for dtype in dtypes.values():
-        if dtype not in _TARGETS:
-            raise ConfigError(f"Tensors cannot be cast to {dtype!r} here. Use one of {', '.join(_TARGETS)}.")
-    require_numpy("Casting")
-    patterns = {pattern: compile_pattern(pattern, "./") for pattern in dtypes}
-    floating = [name for name, entry in tensors.items() if is_floating_point(entry.dtype)]
-    chosen: dict[str, str] = {}
-    for pattern, regex in patterns.items():
-        matched = [name for name in floating if regex.fullmatch(name)]
-        if not matched:
-            hint = closest(pattern.replace("*", ""), floating)
-            raise ConfigError(f"dtype pattern {pattern!r} matches no floating point tensor.{hint}")
-        for name in matched:
-            chosen.setdefault(name, dtypes[pattern])
-    return {name: dtype for name, dtype in chosen.items() if dtype != tensors[name].dtype}
 
 
 def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryview]:
@@ -75,7 +40,7 @@ def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview,
     Args:
         block: The elements, packed.
         source: Their dtype.
-        target: The wanted dtype, one that ``chosen_dtypes`` accepts.
+        target: The wanted dtype, a floating point one.
     """
     import numpy as np
 

@@ -15,8 +15,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
-import socket
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -61,7 +59,7 @@ class _Sibling(NamedTuple):
 
 def new_token() -> str:
     """Return a token that identifies one attempt to write a target."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def sibling(path: Path, token: str, kind: Kind) -> Path:
@@ -279,7 +277,7 @@ def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
-        return socket.gethostname()
+        return os.uname().nodename
 
 
 def _opened(path: Path) -> int:
@@ -290,7 +288,7 @@ def _opened(path: Path) -> int:
 
 
 def _sign(descriptor: int) -> None:
-    text = json.dumps({"machine": _machine(descriptor), "host": socket.gethostname(), "pid": os.getpid()})
+    text = json.dumps({"machine": _machine(descriptor), "host": os.uname().nodename, "pid": os.getpid()})
     with contextlib.suppress(OSError):  # it may be open for reading only
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)

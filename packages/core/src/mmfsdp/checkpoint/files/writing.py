@@ -8,47 +8,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
 from mmfsdp.checkpoint.files.disk import write_all
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
 
-__all__ = ["Piece", "PlannedFile", "Progress", "StoppedError", "Tracker", "write_files"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor, or a box of one, at its place in a file that will be written."""
-
-    entry: TensorEntry
-    """The tensor; it is written packed in row-major order."""
-    at: int
-    """Where its first element goes, in bytes from the start of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A file that will be written."""
-
-    name: str
-    """Its path within the target; empty where the target is this one file."""
-    size: int
-    """Its length in bytes."""
-    pieces: tuple[Piece, ...]
-    """The tensor data, in file order."""
-    blocks: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
-    """Given the CRC-32 of each piece, returns all other bytes with their offsets, in file order. Bytes in neither are
-    zero."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensor data."""
-        return sum(piece.entry.nbytes for piece in self.pieces)
+__all__ = ["Progress", "StoppedError", "Tracker", "write_files"]
 
 
 _MOST_JOBS = 4  # more hardly help, because memory is the limit

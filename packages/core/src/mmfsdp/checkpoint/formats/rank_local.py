@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
-from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.registry import Content, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Chunk, Layout, PlannedFile, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError

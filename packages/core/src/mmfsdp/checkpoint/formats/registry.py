@@ -10,21 +10,20 @@ import contextlib
 import gc
 import os
 import re
-import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.disk import of_file
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.integrity import refuse_special
-from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -33,10 +32,6 @@ from mmfsdp.errors import (
     FormatError,
     closest,
 )
-
-if TYPE_CHECKING:
-    from mmfsdp.checkpoint.files.writing import PlannedFile
-    from mmfsdp.checkpoint.layout import Layout, TensorEntry
 
 __all__ = [
     "FORMATS",
@@ -103,7 +98,7 @@ class Content:
     """Bytes of tensor data per file, for formats with several files."""
     ranks: Ranks = field(default_factory=lambda: Ranks(1, 1))
     """How many ranks, for formats with files per rank."""
-    save_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    save_id: str = field(default_factory=lambda: os.urandom(8).hex())
     """Identifies this checkpoint; every file of it carries the same id."""
 
 

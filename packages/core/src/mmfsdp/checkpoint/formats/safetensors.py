@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
-from mmfsdp.checkpoint.files.writing import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.registry import Content, Source
 from mmfsdp.checkpoint.integrity import inside, parse_json
-from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Chunk, Layout, Piece, PlannedFile, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
 from mmfsdp.errors import (
     CheckpointNotFoundError,

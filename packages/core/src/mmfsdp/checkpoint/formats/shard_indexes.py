@@ -9,11 +9,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.writing import PlannedFile
 from mmfsdp.checkpoint.formats import safetensors
 from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, find_format, looks_like_safetensors
 from mmfsdp.checkpoint.integrity import inside, parse_json, refuse_special
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["plan_write", "read", "read_torch"]

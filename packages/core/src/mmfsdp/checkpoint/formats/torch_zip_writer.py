@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.files.writing import Piece, PlannedFile
 from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.formats.torch_zip import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 from mmfsdp.checkpoint.geometry import CastEntry
-from mmfsdp.checkpoint.layout import TensorEntry, TensorRef, row_major_strides
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
