@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import mmfsdp
 from benchmarks.measuring import Ratio, paired, sized
-from benchmarks.on_ranks import compared_on_ranks
+from benchmarks.on_ranks import compared_on_ranks, device, finish
 
 __all__ = ["main"]
 
@@ -36,15 +36,17 @@ def measured(foreach: bool | None) -> Ratio:
     """Ours and torch's, in turn, on the gradients of one backward."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     mmfsdp.shard(model)
-    model(torch.randn(2, WIDTH)).sum().backward()
+    model(torch.randn(2, WIDTH, device=device())).sum().backward()
 
     def ours() -> None:
         dist.barrier()
         mmfsdp.clip_grad_norm_(model, 1e-3, foreach=foreach)
+        finish()
 
     def theirs() -> None:
         dist.barrier()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
+        finish()
 
     return paired(ours, theirs, PAIRS)
 

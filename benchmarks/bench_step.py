@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import mmfsdp
 from benchmarks.measuring import Ratio, paired, sized
 from benchmarks.models import Transformer, global_batch
-from benchmarks.on_ranks import compared_on_ranks
+from benchmarks.on_ranks import compared_on_ranks, device, finish
 
 __all__ = ["main"]
 
@@ -33,13 +33,13 @@ def main() -> dict[str, Any]:
 def build() -> nn.Module:
     """Return the model with the weights of seed 0."""
     torch.manual_seed(0)
-    return Transformer(WIDTH, DEPTH)
+    return Transformer(WIDTH, DEPTH).to(device())
 
 
 def raw() -> nn.Module:
     """Shard with torch's own calls, on the units that the plan has."""
     model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -48,13 +48,14 @@ def raw() -> nn.Module:
 def stepper(model: nn.Module, rank: int) -> Any:
     """Return a function that takes one training step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, labels = (part.chunk(dist.get_world_size())[rank] for part in global_batch(0, BATCH, TOKENS))
+    inputs, labels = (part.chunk(dist.get_world_size())[rank].to(device()) for part in global_batch(0, BATCH, TOKENS))
 
     def step() -> None:
         dist.barrier()
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
+        finish()
 
     return step
 
@@ -83,9 +84,9 @@ def through_train_step(rank: int) -> Ratio:
         strategy = FSDPStrategy(work_dir=folder, model_wrapper={"config": {"wrap": WRAP}})
         strategy.logger.setLevel("ERROR")
         wrapped, optim_wrapper = strategy.prepare(Model(), optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-3}})
-    inputs, labels = (part.chunk(dist.get_world_size())[rank] for part in global_batch(0, BATCH, TOKENS))
+    inputs, labels = (part.chunk(dist.get_world_size())[rank].to(device()) for part in global_batch(0, BATCH, TOKENS))
     plain = Model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in plain.net.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(plain, mesh=mesh)
@@ -94,11 +95,13 @@ def through_train_step(rank: int) -> Ratio:
     def ours() -> None:
         dist.barrier()
         wrapped.train_step({"inputs": inputs, "labels": labels}, optim_wrapper)
+        finish()
 
     def theirs() -> None:
         # What MMEngine's BaseModel.train_step does, around torch's own calls.
         dist.barrier()
         plain.train_step({"inputs": inputs, "labels": labels}, bare_optimizer)
+        finish()
 
     return paired(ours, theirs, PAIRS, warmup=5)
 

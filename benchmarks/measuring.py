@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 __all__ = [
+    "DEVICE",
     "MB",
     "QUICK",
     "Peak",
@@ -30,6 +31,8 @@ T = TypeVar("T")
 MB = 1e6
 QUICK = "MMFSDP_BENCH_QUICK"
 """Environment variable that ``--quick`` sets; the ranks that a benchmark starts inherit it."""
+DEVICE = "MMFSDP_BENCH_DEVICE"
+"""Environment variable that ``--device`` sets."""
 
 
 def sized(full: T, quick: T) -> T:

@@ -1,21 +1,50 @@
-"""Runs benchmarks on several ranks; apart from `measuring`, which has to stay without torch."""
+"""Runs benchmarks on several ranks, or on one GPU; apart from `measuring`, which has to stay without torch."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.measuring import Ratio
+import torch
+import torch.distributed as dist
+
+from benchmarks.measuring import DEVICE, Ratio
 from mmfsdp.testing import run_ranks
 
-__all__ = ["compared_on_ranks"]
+__all__ = ["compared_on_ranks", "device", "finish"]
+
+
+def device() -> torch.device:
+    """Return where this rank computes: the first GPU with ``--device cuda``, else the CPU."""
+    return torch.device("cuda", 0) if os.environ.get(DEVICE) == "cuda" else torch.device("cpu")
+
+
+def finish() -> None:
+    """Wait for the GPU's kernels, if there are any, so that a timing contains them."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def compared_on_ranks(functions: Mapping[str, Callable[[int], Ratio]], ranks: int = 2) -> dict[str, Any]:
-    """Run each function on all ranks, print the first rank's ratio under its name, and return all as plain data."""
+    """Run each function on all ranks, print the first rank's ratio under its name, and return all as plain data.
+
+    On a GPU there is one rank, this process, with NCCL.
+    """
     results = {}
     for name, function in functions.items():
-        ratio: Ratio = run_ranks(function, ranks, timeout=300)[0]
+        ratio = _on_gpu(function) if device().type == "cuda" else run_ranks(function, ranks, timeout=300)[0]
         results[name] = ratio.to_dict()
         print(f"{name:40} ratio {ratio.ratio}; ours {ratio.ours} s, theirs {ratio.theirs} s", flush=True)
     return results
+
+
+def _on_gpu(function: Callable[[int], Ratio]) -> Ratio:
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1, device_id=device())
+        try:
+            return function(0)
+        finally:
+            dist.destroy_process_group()

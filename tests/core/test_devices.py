@@ -10,7 +10,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.sharding.devices import backends_of, check_offload, device_index, pick_device_type, select_device
+from mmfsdp.sharding.devices import backends_of, check_offload, device_index, pick_device_type
 from mmfsdp.testing import run_ranks, single_rank
 
 GLOO = {"cpu": "gloo", "cuda": "gloo"}
@@ -98,15 +98,6 @@ def test_backends_are_those_of_the_group() -> None:
         assert backends_of() == {"cpu": "gloo"}
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_devices_choice_of_the_program_stays() -> None:
-    last = torch.cuda.device_count() - 1
-    torch.cuda.set_device(last)
-    with single_rank():
-        select_device("cuda")
-    assert torch.cuda.current_device() == last
 
 
 def test_a_plan_prints_its_device() -> None:

@@ -14,7 +14,7 @@ from mmfsdp.collective.channels import GlooChannel
 from mmfsdp.collective.scopes import Scope, new_scope
 from mmfsdp.collective.steps import on_all_ranks
 
-__all__ = ["PendingSave", "Saver", "saver_of", "settle_saves", "staged"]
+__all__ = ["PendingSave", "Saver", "saver_of", "settle_saves"]
 
 
 class PendingSave:
@@ -74,6 +74,7 @@ class Saver:
         # Training uses the mesh's own groups; collectives of a save must not mix with those.
         self.scope: Scope = new_scope(mesh)
         self._pending: PendingSave | None = None
+        self._pinned = _stager(pinned=True) if mesh.device_type == "cuda" else None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -96,12 +97,39 @@ class Saver:
         if pending is not None:
             on_all_ranks(pending.settle, self.scope)
 
+    def stage(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of nested content in CPU memory, for `start` to save. Not collective; no save may be running.
+
+        From a GPU it is copied into page-locked memory, at the speed of the bus. Locking pages takes as long as a slow
+        copy, so that memory is kept for the next save: as many bytes as this rank saves.
+        """
+        if self._pinned is not None:
+            return _copied(self._pinned, content)
+        stager = _stager(pinned=False)
+        try:
+            return _copied(stager, content)
+        finally:
+            stager.close()
+
     def start(self, step: Callable[[], None]) -> PendingSave:
         """Run ``step`` in a thread. No other save may be running."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="mmfsdp-save")
         self._pending = PendingSave(executor.submit(step))
         executor.shutdown(wait=False)  # ends the thread once the step is done
         return self._pending
+
+
+def _stager(*, pinned: bool) -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+        )
+    )
+
+
+def _copied(stager: DefaultStager, content: dict[str, Any]) -> dict[str, Any]:
+    copy: Any = stager.stage(content)
+    return dict(copy)
 
 
 _savers: dict[tuple[int, ...], tuple[Any, Saver]] = {}
@@ -134,17 +162,3 @@ def _known_saver(mesh: DeviceMesh) -> Saver | None:
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh.flatten())
-
-
-def staged(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested content in CPU memory that shares nothing with the original. Not collective."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )
-    )
-    try:
-        copy: Any = stager.stage(content)
-        return dict(copy)
-    finally:
-        stager.close()

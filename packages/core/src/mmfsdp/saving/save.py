@@ -18,7 +18,7 @@ from mmfsdp.collective.steps import on_all_ranks, same_path
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
-from mmfsdp.saving.background import PendingSave, saver_of, settle_saves, staged
+from mmfsdp.saving.background import PendingSave, saver_of, settle_saves
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
 from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict
@@ -177,7 +177,7 @@ def _write_sharded(
 
     def own() -> dict[str, Any]:
         with as_checkpoint_error(target):
-            return dict(content) if blocking else staged(dict(content))
+            return dict(content) if blocking else saver.stage(dict(content))
 
     kept = on_all_ranks(own, saver.scope)
     save = DirectorySave.begin(target, saver.scope, overwrite=overwrite)
