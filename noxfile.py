@@ -14,6 +14,7 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
+TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 CORE_WITH_TORCH = f"{CORE}[torch]"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
@@ -105,6 +106,15 @@ def models(session: nox.Session) -> None:
     """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
     install(session, CORE_WITH_TORCH, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
     session.run("python", "-m", "pytest", "tests/models", *session.posargs)
+
+
+@nox.session(default=False)
+def configs(session: nox.Session) -> None:
+    """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50`` of each."""
+    install(session, CORE_WITH_TORCH, ADAPTER, CLI)
+    session.install("-r", "tests/configs/requirements.txt", TORCH)  # has another transformers than constraints.txt
+    session.install("--no-deps", "-r", "tests/configs/packages.txt")
+    session.run("python", "-W", "ignore", "tests/configs/sweep.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -822,6 +822,14 @@ class TestActivationCheckpointing:
             == self.BLOCKS
         )
 
+    def test_a_plan_shows_what_recomputes_and_is_no_unit(self) -> None:
+        units = plan(Net(depth=4), {**MLPS, "activation_checkpointing": "full"}, 2)
+        assert "AC also" not in units.table()
+        below = {"modules": {"kind": "module_name", "patterns": ["blocks.*.fc1", "head"]}}
+        within = plan(Net(depth=4), {**MLPS, "activation_checkpointing": below}, 2)
+        for shown in (within.table(), within.tree()):
+            assert "AC also recomputes 5 modules that are not units: blocks.{0..3}.fc1, head" in shown
+
     def test_containers_are_not_recomputed(self) -> None:
         with pytest.raises(PolicyError, match="selects no module"):
             checkpointed({"modules": {"kind": "module_name", "patterns": "blocks"}})

@@ -350,7 +350,7 @@ def test_findings_say_what_and_what_to_write(tmp_path: Path) -> None:
     advised = diagnosis(tmp_path, CONFIGS["plain Runner with DDP"][0].partition("model_wrapper_cfg")[0] + ADAMW)
     assert advised.suggested
     assert advised.plan is not None
-    assert [unit.fqn for unit in advised.plan.units] == ["blocks.0", "blocks.1", ""]
+    assert [unit.fqn for unit in advised.plan.units] == ["blocks.0", "blocks.1", "embed", ""]
     changed = "custom_imports['imports'] += ['tests.mmengine_adapter.diagnosed']\nenv_cfg = dict()\n"
     after = diagnosis(tmp_path, f"{advice}\n{changed}model = dict(type='Transformer')\n{ADAMW}")
     assert after.plan == advised.plan  # what is advised can be pasted

@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from mmengine._strategy.fsdp import FSDPStrategy as MMEngineStrategy
+from mmengine.config import ConfigDict
 from mmengine.model import is_model_wrapper
+from mmengine.optim import AmpOptimWrapper as MMEngineAmp
 from mmengine.optim import OptimWrapper
-from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, STRATEGIES
+from mmengine.registry import FUNCTIONS, HOOKS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, STRATEGIES
 from tests.mmengine_adapter.toy import Block, ToyModel
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -29,11 +32,14 @@ from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import (
     FSDP_WRAP_POLICIES,
     AmpOptimWrapper,
+    EMAHook,
     FSDPStrategy,
     MMDistributedDataParallel,
     MMFullyShardedDataParallel,
 )
+from mmfsdp_mmengine.registry import ours_for
 
+MMEngineEMAHook = EMAHook.__mro__[1]
 BLOCKS = ["blocks.0", "blocks.1"]
 
 
@@ -202,6 +208,15 @@ class TestRegistered:
         assert MODEL_WRAPPERS.get(f"{scope}MMFullyShardedDataParallel") is MMFullyShardedDataParallel
         assert MODEL_WRAPPERS.get(f"{scope}MMDistributedDataParallel") is MMDistributedDataParallel
         assert OPTIM_WRAPPERS.get(f"{scope}AmpOptimWrapper") is AmpOptimWrapper
+
+    def test_stock_classes_as_objects(self) -> None:
+        replaced = MMEngineStrategy, MMEngineEMAHook, MMEngineAmp
+        assert [ours_for(cls) for cls in replaced] == [FSDPStrategy, EMAHook, AmpOptimWrapper]
+        given = ConfigDict(type=MMEngineEMAHook, momentum=0.1)
+        assert type(HOOKS.build(given)) is EMAHook
+        assert given == {"type": MMEngineEMAHook, "momentum": 0.1}
+        derived = type("Own", (MMEngineAmp,), {})
+        assert ours_for(derived) is derived
 
 
 def identities(rank: int, engine: str) -> dict[str, Any]:

@@ -98,15 +98,19 @@ def plan_command(
             optimizer = source.optimizer()
         ranks = ranks or "8"
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
+        advised = config is None and source is not None and not source.shards()
         if other is not None:
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
-            click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe()}, indent=2))
+            about = {} if source is None else {"plan_is_suggested": advised}
+            click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
             memory = _memory(plan, optimizer)
+            if advised:
+                say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
             say(f"\n{memory}")
             if optimizer is None:

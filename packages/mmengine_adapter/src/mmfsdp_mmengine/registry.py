@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mmengine._strategy
 import mmengine.hooks
 import mmengine.model.wrappers
@@ -20,6 +22,7 @@ __all__ = [
     "MODEL_WRAPPERS",
     "OPTIM_WRAPPERS",
     "STRATEGIES",
+    "ours_for",
     "register",
     "replace_stock",
 ]
@@ -59,14 +62,26 @@ def register(registry: Registry, cls: type) -> None:
     registry.register_module(module=cls, force=True)
 
 
+_replaced: dict[type, type] = {}
+
+
+def ours_for(value: Any) -> Any:
+    """Return our class for the MMEngine class that it replaces; any other value as it is."""
+    return _replaced.get(value, value) if isinstance(value, type) else value
+
+
 def replace_stock(registry: Registry, cls: type) -> None:
     """Register ``cls`` in a registry of this package, and in its parent in place of MMEngine's class of that name.
 
-    ``type='FSDPStrategy'`` and ``type='mmengine.FSDPStrategy'`` then both refer to our class.
+    ``type='FSDPStrategy'`` and ``type='mmengine.FSDPStrategy'`` then both refer to our class, and so does MMEngine's
+    class as an object: see `ours_for`.
     """
     # MMEngine registers its classes when their modules are imported: import them before we replace the classes.
     assert mmengine._strategy.FSDPStrategy
     assert mmengine.hooks.EMAHook
     assert mmengine.model.wrappers.MMDistributedDataParallel
     register(registry, cls)
+    stock = registry.parent.module_dict.get(cls.__name__)
+    if stock is not None:
+        _replaced[stock] = cls
     registry.parent.register_module(module=cls, force=True)

@@ -13,14 +13,15 @@ from mmengine.optim import BaseOptimWrapper, OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch.optim import Optimizer
 
-from mmfsdp import FullyShardedDataParallel, parameters_on_meta
+from mmfsdp import FullyShardedDataParallel
 from mmfsdp.collective import scope_of
 from mmfsdp.errors import ConfigError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
 from mmfsdp_mmengine.configs.agreement import check_alike
-from mmfsdp_mmengine.configs.arguments import activation_arguments, plain, state_dict_settings
+from mmfsdp_mmengine.configs.arguments import activation_arguments, copied, plain, state_dict_settings
+from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import check_known
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
@@ -144,7 +145,7 @@ class FSDPStrategy(CheckpointingStrategy):
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
         """Build the model if it is a config; with ``skip_init_weights`` its parameters are on the meta device."""
         if self.skip_init_weights and isinstance(model, Mapping):
-            with parameters_on_meta():
+            with without_weights():
                 built: nn.Module = super().build_model(model)
             return built
         built = super().build_model(model)
@@ -181,7 +182,7 @@ class FSDPStrategy(CheckpointingStrategy):
             return OptimWrapper(optim_wrapper)
         if isinstance(optim_wrapper, BaseOptimWrapper):
             return optim_wrapper
-        return super().build_optim_wrapper(plain(optim_wrapper), model)
+        return super().build_optim_wrapper(copied(optim_wrapper), model)
 
     def _setup_env(self, *, launcher: str | None = None, dist_cfg: dict[str, Any] | None = None, **kwargs: Any) -> None:
         launcher = launcher or infer_launcher()

@@ -32,7 +32,7 @@ class ReadConfig(Protocol):
         """
 
     def settings(self, model: nn.Module) -> Translated:
-        """Return the config's settings for sharding.
+        """Return the config's settings for sharding, or, if it shards nothing, the settings that `diagnose` advises.
 
         Args:
             model: The result of `model`; named classes are looked up in it.
@@ -40,6 +40,9 @@ class ReadConfig(Protocol):
         Raises:
             ConfigError: A setting is wrong; the context names it.
         """
+
+    def shards(self) -> bool:
+        """Return whether the config itself shards its model."""
 
     def optimizer(self) -> str | None:
         """Return the name of the config's optimizer in `mmfsdp.planning.OPTIMIZERS`; None if it is not there."""

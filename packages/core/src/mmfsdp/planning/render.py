@@ -176,8 +176,19 @@ def _totals(plan: ShardPlan) -> list[str]:
     held = f"; {whole} parameter{'s' if whole > 1 else ''} held whole" if whole else ""
     return [
         f"{len(plan.units)} shard units, {plan.param_numel:,} parameters, {human_bytes(total)}; "
-        f"per rank of {world}: {spread}{held}"
+        f"per rank of {world}: {spread}{held}",
+        *_recomputed_elsewhere(plan),
     ]
+
+
+def _recomputed_elsewhere(plan: ShardPlan) -> list[str]:
+    """Return a line for the modules that recompute without being units, which no row of the table shows."""
+    units = {fqn for unit in plan.units for fqn in unit.fqns}
+    others = sorted(_recomputed(plan) - units)
+    if not others:
+        return []
+    joined = name_list([group.name for group in join_repeated([(fqn, None) for fqn in others])], 4, quoted=False)
+    return [f"AC also recomputes {len(others)} module{'s' if len(others) > 1 else ''} that are not units: {joined}"]
 
 
 def _notes(plan: ShardPlan) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from mmengine.config import ConfigDict
 from mmengine.device import get_device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
@@ -18,7 +19,15 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
 
-__all__ = ["StateDictSettings", "activation_arguments", "named", "plain", "state_dict_settings", "wrapper_arguments"]
+__all__ = [
+    "StateDictSettings",
+    "activation_arguments",
+    "copied",
+    "named",
+    "plain",
+    "state_dict_settings",
+    "wrapper_arguments",
+]
 
 _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
 
@@ -30,6 +39,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
         return type(value)(plain(item) for item in value)
     return value
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a config value whose dicts have attributes too, which packages use: ``cfg.pretrained``."""
+    copy = plain(value)
+    return ConfigDict(copy) if isinstance(copy, dict) else copy
 
 
 def named(value: Any) -> Any:

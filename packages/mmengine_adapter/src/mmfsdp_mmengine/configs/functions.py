@@ -24,7 +24,7 @@ _CLASSES = {
     "exclude_wrap_modules": False,
     "force_leaf_modules": False,
 }
-_DECLARED = ("none", "size")
+_DECLARED = ("auto", "none", "size")
 
 
 def find_function(name: str, argument: str) -> Any:
@@ -115,9 +115,9 @@ def build_policy(value: Any, module: nn.Module, argument: str = "auto_wrap_polic
     """Return the wrapping policy that a config value describes, in a form that core accepts.
 
     Args:
-        value: A callable or policy object; a name; ``'size'`` or ``'none'``; ``dict(type=name or callable, **arguments
-            to bind)``, where classes may be named and policies and functions nested; ``dict(kind=...)`` with a
-            declared policy's fields; or None. Not changed.
+        value: A callable or policy object; a name; ``'auto'``, ``'size'`` or ``'none'``; ``dict(type=name or callable,
+            **arguments to bind)``, where classes may be named and policies and functions nested; ``dict(kind=...)``
+            with a declared policy's fields; or None. Not changed.
         module: The model, in which named classes are looked up.
         argument: The name of the argument, for messages.
 

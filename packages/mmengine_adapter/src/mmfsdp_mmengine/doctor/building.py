@@ -6,14 +6,15 @@ import inspect
 from typing import Any
 
 import torch.nn as nn
-from mmengine.registry import MODELS, DefaultScope
+from mmengine.registry import MODELS
 
-from mmfsdp import parameters_on_meta
 from mmfsdp.errors import ConfigError
 from mmfsdp.torch_style import ARGUMENTS, Translated, translate_arguments
-from mmfsdp_mmengine.configs.arguments import activation_arguments, plain, wrapper_arguments
+from mmfsdp_mmengine.configs.arguments import activation_arguments, copied, wrapper_arguments
+from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
-from mmfsdp_mmengine.doctor.subject import names_in, sharding_of
+from mmfsdp_mmengine.doctor.advice import advised_wrapper
+from mmfsdp_mmengine.doctor.subject import in_scope, quiet, sharding_of, types_in
 from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 
 __all__ = ["OWN_ARGUMENTS", "build_model", "sharding_settings"]
@@ -31,30 +32,48 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
     if not isinstance(settings.get("model"), dict):
         raise ConfigError("The config has no model. Add model = dict(type=...).", config="model")
     try:
-        with DefaultScope.overwrite_default_scope(settings.get("default_scope")), parameters_on_meta():
-            model: nn.Module = MODELS.build(plain(settings["model"]))
+        with in_scope(settings):
+            model = _built(settings["model"])
     except Exception as error:  # whatever the user's model raises
         reason = f"{type(error).__name__}: {error}"
-        for path, name in names_in(settings["model"], "model"):
+        for path, name in types_in(settings["model"], "model"):
             if isinstance(error, UnknownNameError) and error.message.startswith(f"{name} is not in the "):
                 raise UnknownNameError(error.message, config=path) from error
         raise ConfigError(f"The model cannot be built: {reason}", config="model") from error
     return model
 
 
+def _built(config: dict[str, Any]) -> nn.Module:
+    try:
+        with without_weights():
+            model: nn.Module = MODELS.build(copied(config))
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        # Its constructor computes with parameters, as those that fuse layers do. That takes memory for a moment.
+        model = MODELS.build(copied(config))
+        meta = {param: nn.Parameter(param.to("meta"), param.requires_grad) for param in model.parameters()}
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                vars(module)["_parameters"][name] = meta[param]
+    return model
+
+
 def sharding_settings(settings: dict[str, Any], model: nn.Module) -> Translated:
-    """Return how a config shards its model, without its mesh and process groups.
+    """Return how a config shards its model, without its mesh and process groups; the advice if it shards nothing.
 
     Raises:
         ConfigError: An argument is unknown or has a value that is not accepted.
     """
-    found = sharding_of(settings)
-    given = dict(found.arguments) if found is not None else {}
-    for name in ("module", "process_group", "device_mesh"):
-        given.pop(name, None)
-    given = {key: value for key, value in given.items() if key in ARGUMENTS or key not in OWN_ARGUMENTS}
-    recompute = found.strategy.get("activation_checkpointing") if found is not None else None
-    if recompute is not None:
-        given["activation_checkpointing"] = activation_arguments(recompute)
-    with DefaultScope.overwrite_default_scope(settings.get("default_scope")):
+    with quiet(), in_scope(settings):
+        found = sharding_of(settings)
+        if found is None:
+            return translate_arguments(**wrapper_arguments(model, **advised_wrapper(model)))
+        given = dict(found.arguments)
+        for name in ("module", "process_group", "device_mesh"):
+            given.pop(name, None)
+        given = {key: value for key, value in given.items() if key in ARGUMENTS or key not in OWN_ARGUMENTS}
+        recompute = found.strategy.get("activation_checkpointing")
+        if recompute is not None:
+            given["activation_checkpointing"] = activation_arguments(recompute)
         return translate_arguments(**wrapper_arguments(model, **given))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -11,11 +11,10 @@ from mmfsdp import ShardPlan, plan
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import LEVELS, Diagnosis, Finding
 from mmfsdp.planning import estimate_memory
-from mmfsdp.torch_style import Translated, translate_arguments
-from mmfsdp_mmengine.configs.arguments import wrapper_arguments
+from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.doctor import models, running, sharding, state, training
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
-from mmfsdp_mmengine.doctor.subject import Subject, sharding_of
+from mmfsdp_mmengine.doctor.subject import Subject, in_scope, sharding_of
 
 __all__ = ["FINDINGS", "RANKS", "diagnose"]
 
@@ -32,14 +31,30 @@ FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 """All functions from a subject to findings, in the order in which they run."""
 
 
-def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | None = None) -> Diagnosis:
-    """Return the diagnosis of a config. Not collective; needs no device and starts no training.
+def diagnose(
+    path: str,
+    settings: dict[str, Any],
+    mesh: int | tuple[int, int] | None = None,
+    written: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Return the diagnosis of a config; names are looked up in its scope. Not collective; needs no device.
 
     Args:
         path: The config file, for the report.
         settings: The content of the config. Not changed.
         mesh: The number of ranks to plan for, or (replicate, shard). Default: the config's ``device_mesh``, else 8.
+        written: See `Subject`.
     """
+    with in_scope(settings):
+        return _diagnose(path, settings, mesh, written)
+
+
+def _diagnose(
+    path: str,
+    settings: dict[str, Any],
+    mesh: int | tuple[int, int] | None,
+    written: Mapping[str, Any] | None,
+) -> Diagnosis:
     model: nn.Module | None = None
     found: list[Finding] = []
     try:
@@ -47,7 +62,7 @@ def diagnose(path: str, settings: dict[str, Any], mesh: int | tuple[int, int] | 
     except MmfsdpError as error:
         found.append(Finding("error", str(error.context.get("config", "model")), error.message))
     whole, refused = _plan(settings, model, mesh)
-    subject = Subject(settings, sharding_of(settings), model, whole)
+    subject = Subject(settings, sharding_of(settings), model, whole, written)
     for look in FINDINGS:
         found += look(subject)
     if refused is not None:
@@ -66,10 +81,7 @@ def _plan(
     if model is None:
         return None, None
     try:
-        if sharding_of(settings) is not None:
-            means = sharding_settings(settings, model)
-        else:
-            means = translate_arguments(**wrapper_arguments(model, **running.advised_wrapper(model)))
+        means = sharding_settings(settings, model)
         planned = plan(
             model,
             means.config,

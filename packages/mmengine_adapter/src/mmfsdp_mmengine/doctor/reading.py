@@ -15,6 +15,7 @@ from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
+from mmfsdp_mmengine.doctor.subject import in_scope, sharding_of
 from mmfsdp_mmengine.doctor.training import optimizer_of
 
 __all__ = ["MMEngineConfig", "open_config"]
@@ -36,6 +37,7 @@ class MMEngineConfig:
 
     Attributes:
         content: The config as plain dicts and lists.
+        written: See `mmfsdp_mmengine.doctor.subject.Subject`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -43,18 +45,14 @@ class MMEngineConfig:
         try:
             # The modules are imported below, because MMEngine does not report why an import failed.
             config = Config.fromfile(self.path, import_custom_modules=False)
-            self.content: dict[str, Any] = plain(dict(config.items()))
+            written = config.to_dict()  # without the names that a config in Python style imports
+            self.content: dict[str, Any] = plain({key: value for key, value in config.items() if key in written})
+            self.written = written if Config._is_lazy_import(str(self.path)) else None
         except Exception as error:  # a config is a program
             raise ConfigError(
                 f"{self.path.name} cannot be read: {type(error).__name__}: {error}", file=str(path)
             ) from error
-        try:
-            import_modules_from_strings(**self.content.get("custom_imports") or {})
-        except Exception as error:
-            raise ConfigError(
-                f"A module in custom_imports of {self.path.name} cannot be imported: {type(error).__name__}: {error}",
-                config="custom_imports",
-            ) from error
+        _import(self.content.get("custom_imports"), self.path.name)
 
     def model(self) -> nn.Module:
         """Return its model with parameters on the meta device; see `mmfsdp.frontends.ReadConfig`."""
@@ -68,6 +66,32 @@ class MMEngineConfig:
         """Return the name of its optimizer; see `mmfsdp.frontends.ReadConfig`."""
         return optimizer_of(self.content)
 
+    def shards(self) -> bool:
+        """Return whether it shards its model; see `mmfsdp.frontends.ReadConfig`."""
+        with in_scope(self.content):
+            return sharding_of(self.content) is not None
+
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return its diagnosis; see `mmfsdp.frontends.ReadConfig`."""
-        return diagnose(str(self.path), self.content, mesh)
+        return diagnose(str(self.path), self.content, mesh, self.written)
+
+
+def _import(given: Any, name: str) -> None:
+    """Import what ``custom_imports`` lists, if the config has it."""
+    if given is None:
+        return
+    if not isinstance(given, dict) or not {"imports"} <= {*given} <= {"imports", "allow_failed_imports"}:
+        raise ConfigError(
+            f"custom_imports of {name} is {given!r}. Write custom_imports = dict(imports=['package.module'], "
+            "allow_failed_imports=False).",
+            config="custom_imports",
+        )
+    try:
+        import_modules_from_strings(**given)
+    except Exception as error:
+        reason = error.__cause__ or error.__context__ or error  # MMEngine's own error only names the module
+        raise ConfigError(
+            f"A module in custom_imports of {name} cannot be imported: {error} ({type(reason).__name__}: {reason}). "
+            "Install the package that it belongs to, or correct its name.",
+            config="custom_imports",
+        ) from error

@@ -5,23 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 
-import torch.nn as nn
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 
 from mmfsdp.errors import closest
 from mmfsdp.frontends import Finding
-from mmfsdp.planning import repeated_classes
-from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
+from mmfsdp_mmengine.doctor.advice import advised_wrapper
+from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, types_in, unregistered
 
-__all__ = ["FINDINGS", "IMPORT_LINE", "advised_wrapper", "parameters_of"]
+__all__ = ["FINDINGS", "IMPORT_LINE", "parameters_of"]
 
 IMPORT_LINE = "custom_imports = dict(imports=['mmfsdp_mmengine'], allow_failed_imports=False)"
-_OURS = ("FSDPStrategy", "MMFullyShardedDataParallel", "MMDistributedDataParallel", "AmpOptimWrapper", "EMAHook")
 
 
 def not_imported(subject: Subject) -> Iterator[Finding]:
     """The import of this package is missing, may fail silently, or comes too late."""
-    if subject.sharding is None:
+    if subject.sharding is None or subject.written is not None:
         return
     given = subject.settings.get("custom_imports") or {}
     imports = given.get("imports") or []
@@ -52,25 +50,21 @@ def not_imported(subject: Subject) -> Iterator[Finding]:
 
 
 def stock_classes(subject: Subject) -> Iterator[Finding]:
-    """A config in Python style refers to stock classes as objects, which no registry can replace."""
-
-    def walk(value: object, path: str) -> Iterator[Finding]:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                if isinstance(item, type) and item.__module__.startswith("mmengine.") and item.__name__ in _OURS:
-                    yield Finding(
-                        "error",
-                        f"{path}.{key}",
-                        f"this is MMEngine's own {item.__name__}: only names are replaced by our classes.",
-                        advice=f"{key}='{item.__name__}'",
-                    )
-                yield from walk(item, f"{path}.{key}")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                yield from walk(item, f"{path}[{index}]")
-
-    for key in ("strategy", "model_wrapper_cfg", "optim_wrapper", "custom_hooks", "default_hooks"):
-        yield from walk(subject.settings.get(key), key)
+    """A config in Python style does not import this package, because MMEngine ignores its ``custom_imports``."""
+    if subject.sharding is None or subject.written is None:
+        return
+    types = dict(types_in(subject.written, ""))
+    if any(str(value).partition(".")[0] == "mmfsdp_mmengine" for value in types.values()):
+        return
+    path = "strategy.type" if subject.sharding.strategy else "model_wrapper_cfg.type"
+    name = name_of(types[path])
+    yield Finding(
+        "error",
+        path,
+        "MMEngine ignores custom_imports in configs that import modules. This config imports nothing of "
+        "mmfsdp_mmengine, so training uses MMEngine's own classes.",
+        advice=f"from mmfsdp_mmengine import {name}\n{path.partition('.')[0]} = dict(type={name}, ...)",
+    )
 
 
 def nothing_sharded(subject: Subject) -> Iterator[Finding]:
@@ -85,20 +79,16 @@ def nothing_sharded(subject: Subject) -> Iterator[Finding]:
         here = f"{name_of(strategy['type'])} is not changed and not checked. To shard with mmfsdp instead:"
     else:
         here = "nothing is sharded: every rank holds the whole model, as with DDP. To shard it:"
-    yield Finding("warning", path, here, advice="\n".join([IMPORT_LINE, *advised_strategy(subject)]))
+    yield Finding("warning", path, here, advice="\n".join(advised_strategy(subject)))
 
 
 def advised_strategy(subject: Subject) -> list[str]:
     """Return the config lines that shard the model."""
     wrapper = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
-    return ["runner_type = 'FlexibleRunner'", f"strategy = dict(type='FSDPStrategy', model_wrapper=dict({wrapper}))"]
-
-
-def advised_wrapper(model: nn.Module | None) -> dict[str, object]:
-    """Return wrapper arguments that make the model's repeated blocks the shard units."""
-    classes = [] if model is None else repeated_classes(model)
-    policy: dict[str, object] = {"type": "ModuleWrapPolicy", "module_classes": classes}
-    return {"auto_wrap_policy": policy if classes else {"type": "size_based_auto_wrap_policy"}}
+    first, strategy = IMPORT_LINE, "'FSDPStrategy'"
+    if subject.written is not None:  # MMEngine ignores custom_imports in a config that imports modules
+        first, strategy = "from mmfsdp_mmengine import FSDPStrategy", "FSDPStrategy"
+    return [first, "runner_type = 'FlexibleRunner'", f"strategy = dict(type={strategy}, model_wrapper=dict({wrapper}))"]
 
 
 def unknown_names(subject: Subject) -> Iterator[Finding]:
@@ -109,10 +99,7 @@ def unknown_names(subject: Subject) -> Iterator[Finding]:
         if path == "strategy" and isinstance(given, Mapping) and isinstance(given.get("model_wrapper"), Mapping):
             wanted.append(("strategy.model_wrapper.type", given["model_wrapper"], MODEL_WRAPPERS))
         for where, config, place in wanted:
-            kind = config.get("type")
-            if isinstance(kind, str) and class_of(kind, place) is None:
-                hint = closest(name_of(kind), place.module_dict)
-                yield Finding("error", where, f"{kind!r} is not registered.{hint}")
+            yield from unregistered(config.get("type"), place, where)
 
 
 def unknown_arguments(subject: Subject) -> Iterator[Finding]:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.nn as nn
-from mmengine.registry import DefaultScope
 
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import Finding
 from mmfsdp.torch_style import ARGUMENTS, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, state_dict_settings, wrapper_arguments
+from mmfsdp_mmengine.doctor.advice import advised_wrapper
 from mmfsdp_mmengine.doctor.building import OWN_ARGUMENTS
-from mmfsdp_mmengine.doctor.running import advised_wrapper
 from mmfsdp_mmengine.doctor.subject import Subject, name_of
 
 __all__ = ["FINDINGS", "setting_of"]
@@ -43,8 +42,7 @@ def wrong_arguments(subject: Subject) -> Iterator[Finding]:
         if own or name in ("module", "process_group", "device_mesh"):
             continue
         try:
-            with DefaultScope.overwrite_default_scope(subject.scope):
-                translate_arguments(**wrapper_arguments(subject.model or nn.Module(), **{name: value}))
+            translate_arguments(**wrapper_arguments(subject.model or nn.Module(), **{name: value}))
         except MmfsdpError as error:
             if subject.model is not None or name != "auto_wrap_policy":
                 yield Finding("error", f"{subject.sharding.path}.{name}", error.message)

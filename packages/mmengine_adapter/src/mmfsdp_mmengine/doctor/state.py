@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mmengine.registry import HOOKS, MODELS, DefaultScope
+from mmengine.registry import HOOKS, MODELS
 
-from mmfsdp.errors import MmfsdpError, closest
+from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.configs.arguments import state_dict_settings
-from mmfsdp_mmengine.doctor.subject import Subject, class_of, hooks_of, name_of
+from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of, unregistered
 from mmfsdp_mmengine.hooks.ema import EMAHook
 
 __all__ = ["FINDINGS"]
@@ -73,40 +73,32 @@ def averaged_weights(subject: Subject) -> Iterator[Finding]:
     """EMAHook and hooks derived from it."""
     if subject.sharding is None:
         return
-    with DefaultScope.overwrite_default_scope(subject.scope):
-        for path, hook, cls in hooks_of(subject.settings):
-            is_ema = isinstance(cls, type) and issubclass(cls, _STOCK_EMA)
-            if not is_ema and name_of(hook.get("type")) != "EMAHook":
-                continue
-            if is_ema and not issubclass(cls, EMAHook):
-                yield Finding(
-                    "error",
-                    f"{path}.type",
-                    f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Derive it "
-                    "from mmengine.hooks.EMAHook, or import the module that defines it before mmfsdp_mmengine.",
-                    advice="from mmengine.hooks import EMAHook",
-                )
-                continue
+    for path, hook, cls in hooks_of(subject.settings):
+        is_ema = isinstance(cls, type) and issubclass(cls, _STOCK_EMA)
+        if not is_ema and name_of(hook.get("type")) != "EMAHook":
+            continue
+        if is_ema and not issubclass(cls, EMAHook):
             yield Finding(
-                "changed",
-                path,
-                "each rank averages its own shard, which is saved, resumed and exported.",
-                "failed to copy the wrapped model, and could not resume.",
+                "error",
+                f"{path}.type",
+                f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Derive it "
+                "from mmengine.hooks.EMAHook, or import the module that defines it before mmfsdp_mmengine.",
+                advice="from mmengine.hooks import EMAHook",
             )
-            kind = hook.get("ema_type")
-            if isinstance(kind, str) and class_of(kind, MODELS) is None:
-                hint = closest(name_of(kind), MODELS.module_dict)
-                yield Finding("error", f"{path}.ema_type", f"{kind!r} is not registered.{hint}")
+            continue
+        yield Finding(
+            "changed",
+            path,
+            "each rank averages its own shard, which is saved, resumed and exported.",
+            "failed to copy the wrapped model, and could not resume.",
+        )
+        yield from unregistered(hook.get("ema_type"), MODELS, f"{path}.ema_type")
 
 
 def unknown_hooks(subject: Subject) -> Iterator[Finding]:
     """Hooks that no registry has."""
-    with DefaultScope.overwrite_default_scope(subject.scope):
-        for path, hook, cls in hooks_of(subject.settings):
-            kind = hook.get("type")
-            if isinstance(kind, str) and cls is None:
-                hint = closest(name_of(kind), HOOKS.module_dict)
-                yield Finding("error", f"{path}.type", f"{kind!r} is not registered.{hint}")
+    for path, hook, _ in hooks_of(subject.settings):
+        yield from unregistered(hook.get("type"), HOOKS, f"{path}.type")
 
 
 def published(subject: Subject) -> Iterator[Finding]:

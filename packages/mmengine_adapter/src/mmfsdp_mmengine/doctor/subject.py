@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
-from mmengine.registry import HOOKS, MODEL_WRAPPERS, STRATEGIES, Registry
+from mmengine.logging import MMLogger
+from mmengine.registry import HOOKS, MODEL_WRAPPERS, STRATEGIES, DefaultScope, Registry
 
+from mmfsdp.frontends import Finding
 from mmfsdp.planning import ShardPlan
+from mmfsdp_mmengine.configs.lookup import unknown_name
+from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.strategy import FSDPStrategy
 from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 
-__all__ = ["Sharding", "Subject", "class_of", "hooks_of", "name_of", "names_in", "sharding_of"]
+__all__ = [
+    "Sharding",
+    "Subject",
+    "class_of",
+    "hooks_of",
+    "in_scope",
+    "name_of",
+    "quiet",
+    "sharding_of",
+    "types_in",
+    "unregistered",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +57,9 @@ class Subject:
     """The model on the meta device, if it can be built."""
     plan: ShardPlan | None
     """The plan; None if there is none because of an error."""
-
-    @property
-    def scope(self) -> str | None:
-        """The default scope of registries."""
-        return self.settings.get("default_scope")
+    written: Mapping[str, Any] | None = None
+    """The content of a config in Python style, in which imported objects are names as the config imports them. None for
+    other configs."""
 
     def argument(self, name: str) -> Any:
         """Return an argument of the wrapper, or None."""
@@ -57,14 +72,55 @@ def name_of(value: Any) -> str:
     return name.rpartition(".")[2]
 
 
+def in_scope(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which registries look names up as runners of this config do."""
+    scope: AbstractContextManager[None] = DefaultScope.overwrite_default_scope(
+        settings.get("default_scope") or "mmengine"
+    )
+    return scope
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence MMEngine's logger, which reports each parameter of an optimizer and each scope without a registry."""
+    logger = MMLogger.get_current_instance()
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
+
+
 def class_of(value: Any, registry: Registry) -> Any:
-    """Return the object for a ``type``, or None if the registry does not have it."""
+    """Return the object for a ``type``, or None if the current scope's registry and its parents do not have it."""
     if not isinstance(value, str):
         return value
-    try:
-        return registry.get(value)
-    except (ImportError, KeyError):
-        return None
+    with quiet(), registry.switch_scope_and_registry(None) as place:
+        try:
+            return place.get(value)
+        except (ImportError, KeyError, RuntimeError):  # a RuntimeError if importing a dotted name fails
+            return None
+
+
+def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]:
+    """Yield an error if ``value`` is a name that the current scope's registry and its parents do not have."""
+    if not isinstance(value, str):
+        return
+    with quiet(), registry.switch_scope_and_registry(None) as place:
+        try:
+            found = place.get(value)
+        except (KeyError, RuntimeError):
+            found = None
+        except Exception as error:  # importing the package's modules may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            yield Finding("error", path, f"{value!r} cannot be looked up, because an import failed: {reason}")
+            return
+        if found is None:
+            yield Finding("error", path, unknown_name(value, place).message)
 
 
 def sharding_of(settings: Mapping[str, Any]) -> Sharding | None:
@@ -88,19 +144,19 @@ def hooks_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
             yield path, hook, class_of(hook.get("type"), HOOKS)
 
 
-def names_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield path and name of every named ``type`` below a config value."""
+def types_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every ``type`` below a config value: names, and classes in configs in Python style."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if key == "type" and isinstance(item, str):
-                yield f"{path}.type", item
+            if key == "type" and not isinstance(item, Mapping | list | tuple):
+                yield f"{path}.type" if path else "type", item
             else:
-                yield from names_in(item, f"{path}.{key}")
+                yield from types_in(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from names_in(item, f"{path}[{index}]")
+            yield from types_in(item, f"{path}[{index}]")
 
 
 def _means(given: Any, registry: Registry, ours: type) -> bool:
-    found = class_of(given, registry)
+    found = ours_for(class_of(given, registry))
     return name_of(given) == ours.__name__ or (isinstance(found, type) and issubclass(found, ours))

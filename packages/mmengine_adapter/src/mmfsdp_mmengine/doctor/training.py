@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 
 from mmfsdp.basics import canonical_dtype
 from mmfsdp.errors import MmfsdpError, closest
 from mmfsdp.frontends import Finding
 from mmfsdp.planning import optimizer_named
-from mmfsdp_mmengine.configs.arguments import plain
-from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of
+from mmfsdp_mmengine.configs.arguments import copied
+from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, quiet, unregistered
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
 
@@ -53,25 +50,22 @@ def accumulation(subject: Subject) -> Iterator[Finding]:
 
 def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
     """Wrappers, constructors and optimizers that no registry has; optimizers that do not work on shards."""
-    with DefaultScope.overwrite_default_scope(subject.scope):
-        for path, wrapper in _wrappers(subject):
-            optimizer = wrapper.get("optimizer")
-            kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-            for where, given, registry in (
-                (f"{path}.type", wrapper.get("type"), OPTIM_WRAPPERS),
-                (f"{path}.constructor", wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS),
-                (f"{path}.optimizer.type", kind, OPTIMIZERS),
-            ):
-                if isinstance(given, str) and class_of(given, registry) is None:
-                    hint = closest(name_of(given), registry.module_dict)
-                    yield Finding("error", where, f"{given!r} is not registered.{hint}")
-            if subject.sharding is not None and name_of(kind) in _UNEVEN:
-                yield Finding(
-                    "warning",
-                    f"{path}.optimizer.type",
-                    f"torch's {name_of(kind)} needs whole parameters and fails on shards of uneven size.",
-                    advice="optimizer=dict(type='AdamW', ...)",
-                )
+    for path, wrapper in _wrappers(subject):
+        optimizer = wrapper.get("optimizer")
+        kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+        for where, given, registry in (
+            (f"{path}.type", wrapper.get("type"), OPTIM_WRAPPERS),
+            (f"{path}.constructor", wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS),
+            (f"{path}.optimizer.type", kind, OPTIMIZERS),
+        ):
+            yield from unregistered(given, registry, where)
+        if subject.sharding is not None and name_of(kind) in _UNEVEN:
+            yield Finding(
+                "warning",
+                f"{path}.optimizer.type",
+                f"torch's {name_of(kind)} needs whole parameters and fails on shards of uneven size.",
+                advice="optimizer=dict(type='AdamW', ...)",
+            )
 
 
 def parameter_groups(subject: Subject) -> Iterator[Finding]:
@@ -82,7 +76,7 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
     if not isinstance(given, Mapping) or any(True for _ in unknown_optimizers(subject)):
         return
     try:
-        with DefaultScope.overwrite_default_scope(subject.scope), _quiet():
+        with quiet():
             built = build_optim_wrapper(subject.model, _plainest(given))
         OptimizerBinding(subject.model, built)
     except MmfsdpError as error:
@@ -224,28 +218,14 @@ def optimizer_of(settings: Mapping[str, Any]) -> str | None:
     return optimizer_named(name_of(optimizer.get("type")), optimizer)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence MMEngine's logger: constructors log a line for each parameter."""
-    logger = MMLogger.get_current_instance()
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(nothing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(nothing)
-
-
 def _plainest(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config of the optimizer and its groups only, because optimizer wrappers may need devices."""
-    config: dict[str, Any] = plain(given)
+    config: dict[str, Any] = copied(given)
     if "optimizer" not in config:
         return config
     kept = ("optimizer", "paramwise_cfg", "constructor")
-    return {"type": "OptimWrapper"} | {key: item for key, item in config.items() if key in kept}
+    plainest: dict[str, Any] = copied({"type": "OptimWrapper"} | {key: config[key] for key in kept if key in config})
+    return plainest
 
 
 def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding]:

@@ -6,13 +6,15 @@
 - ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged.
 - ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; the replaced
   ``FlexibleRunner.__init__``, which it calls, fixes both.
-- ``Registry.build``, which all registries share, reports an unknown name without a hint. An optimizer, a
-  ``collate_fn`` and a ``worker_init_fn`` are looked up elsewhere, where errors do not even contain the name.
+- ``Registry.build``, which all registries share, builds MMEngine's own class where a config has it as an object, and
+  reports an unknown name without a hint. An optimizer, a ``collate_fn`` and a ``worker_init_fn`` are looked up
+  elsewhere, where errors do not even contain the name.
 - ``Config.pretty_text``, which is logged and saved, fails on functions and devices, which ``model_wrapper`` may have.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from inspect import getattr_static
@@ -38,6 +40,7 @@ from mmfsdp_mmengine.configs.arguments import named
 from mmfsdp_mmengine.configs.lookup import UnknownNameError, check_known, unknown_type
 from mmfsdp_mmengine.processes.distributed import start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
+from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.runners.runner import let_shard
 
 __all__ = ["patch_mmengine"]
@@ -81,7 +84,7 @@ def _setup_env(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def wrap_model(self: Runner, model_wrapper_cfg: Any, model: nn.Module) -> nn.Module:
-        name = (model_wrapper_cfg or {}).get("type")
+        name = ours_for((model_wrapper_cfg or {}).get("type"))
         if self.distributed:
             check_known(model_wrapper_cfg, MODEL_WRAPPERS, "model_wrapper_cfg")
         if self.distributed and name is not None and not is_model_wrapper(model):
@@ -107,12 +110,18 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         stock(self, *args, **kwargs)
         if isinstance(self.strategy, CheckpointingStrategy):
             check_runner(self)
+        elif (ours := ours_for(type(self.strategy))) is not type(self.strategy):
+            self.logger.warning(
+                f"strategy is an object of MMEngine's own {ours.__name__}, which mmfsdp does not change. Write "
+                f"strategy=dict(type='{ours.__name__}', ...), or build the object from {ours.__module__}."
+            )
 
     return init
 
 
 def _build(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build(self: Registry, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        cfg = _with_ours(cfg)
         try:
             return stock(self, cfg, *args, **kwargs)
         except UnknownNameError:  # of an object that is built on the way
@@ -124,6 +133,16 @@ def _build(stock: Callable[..., Any]) -> Callable[..., Any]:
             raise unknown from error
 
     return build
+
+
+def _with_ours(cfg: Any) -> Any:
+    """Return a config with our class in place of the MMEngine class that it has as an object. Not changed."""
+    given = cfg.get("type") if hasattr(cfg, "get") else None
+    if ours_for(given) is given:
+        return cfg
+    changed = copy.copy(cfg)
+    changed["type"] = ours_for(given)
+    return changed
 
 
 def _construct(stock: Callable[..., Any]) -> Callable[..., Any]:

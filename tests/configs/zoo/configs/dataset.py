@@ -1,0 +1,1 @@
+train_dataloader = dict(batch_size=2)
