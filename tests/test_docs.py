@@ -147,6 +147,14 @@ def test_command_lines_exist(page: str, line: str) -> None:
     assert missing == [], f"mmfsdp-cli {' '.join(command)} has no {missing}; its help:\n{text}"
 
 
+def test_files_that_pages_name_exist() -> None:
+    """A name ends the path of a file: `runtime/param_groups.py` is one of core's."""
+    paths = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
+        for found in re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)+\.py)`", page.read_text()):
+            assert any(path.endswith(f"/{found}") for path in paths), f"{name(page)} names {found}"
+
+
 def test_the_map_has_every_room_at_its_level() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for levels, prefix in ((LEVELS, r"mmfsdp\."), (CHECKPOINT_LEVELS, "")):
