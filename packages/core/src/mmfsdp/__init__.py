@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from mmfsdp.config import ShardConfig
     from mmfsdp.planning import ShardPlan, plan
     from mmfsdp.runtime.scaling import GradScaler
-    from mmfsdp.runtime.training import clip_grad_norm_, full_params, no_sync
+    from mmfsdp.runtime.training import clip_grad_norm_, no_sync
+    from mmfsdp.runtime.whole_params import full_params
     from mmfsdp.saving.load import load_checkpoint
     from mmfsdp.saving.save import save_checkpoint
     from mmfsdp.sharding.apply import apply_plan, shard
@@ -50,7 +51,8 @@ _WHERE = {
     "plan": "mmfsdp.planning.resolve",
     "parameters_on_meta": "mmfsdp.sharding.meta",
     **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding.apply"),
-    **dict.fromkeys(("clip_grad_norm_", "full_params", "no_sync"), "mmfsdp.runtime.training"),
+    **dict.fromkeys(("clip_grad_norm_", "no_sync"), "mmfsdp.runtime.training"),
+    "full_params": "mmfsdp.runtime.whole_params",
     **dict.fromkeys(("load_model_state_dict", "model_state_dict"), "mmfsdp.state.model"),
     **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "mmfsdp.state.optimizer"),
     "load_checkpoint": "mmfsdp.saving.load",

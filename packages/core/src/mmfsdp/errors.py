@@ -25,6 +25,7 @@ __all__ = [
     "ShardStateError",
     "StateDictError",
     "UnsafePickleError",
+    "UnsupportedCallError",
     "closest",
 ]
 
@@ -102,6 +103,10 @@ class GradScalerError(ShardStateError):
     """fp16 training is about to start without a gradient scaler."""
 
 
+class UnsupportedCallError(MmfsdpError, NotImplementedError):
+    """A method of torch's FullyShardedDataParallel that cannot be carried out as called; says what to write instead."""
+
+
 class RankMismatchError(MmfsdpError):
     """Ranks were given different models, configurations or inputs, or ran different units."""
 
@@ -110,7 +115,7 @@ class LostRankError(MmfsdpError, RuntimeError):
     """While this rank waited for another one, that rank died, ran something else or did not answer in time."""
 
 
-class StateDictError(MmfsdpError):
+class StateDictError(MmfsdpError, RuntimeError):
     """Keys or shapes of a state dict do not fit the model or optimizer."""
 
 

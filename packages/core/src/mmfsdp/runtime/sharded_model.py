@@ -78,6 +78,9 @@ class ShardedModel:
         sync_gradients: Whether gradients of the coming forwards are reduced; `no_sync` sets it to False.
         unreduced: Whether the gradients of the last backward were not reduced.
         whole_params: Parameters that every rank holds whole.
+        shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
+            module that owns the parameter, and its own name, each with whether this rank shows it. The same places on
+            every rank.
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -91,6 +94,7 @@ class ShardedModel:
         self._groups = [weakref.ref(group) for group in groups_of(module.modules())]
         self._kept_from_evaluation: int | None = None
         self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
+        self.shown: dict[tuple[int, str], bool] = {}
         self._in_forward = 0
         self._tracker = ModuleTracker()
         _sharded[module] = self

@@ -1,4 +1,4 @@
-"""Accumulates gradients without communication, clips by the global norm, and shows whole parameters."""
+"""Accumulates gradients without communication, and clips by the global norm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.clipping import check_finite_norm, global_norm, scale_down_
-from mmfsdp.runtime.dtensors import local_part, whole_tensor
 from mmfsdp.runtime.sharded_model import find_sharded_model, live_models
 
-__all__ = ["clip_grad_norm_", "full_params", "no_sync"]
+__all__ = ["clip_grad_norm_", "no_sync"]
 
 
 @contextmanager
@@ -95,40 +93,3 @@ def clip_grad_norm_(
         check_finite_norm(total, norm_type)
     scale_down_(params, max_norm, total, foreach)
     return total
-
-
-@contextmanager
-def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Make every parameter whole, in its stored dtype, for reading and editing. Collective: every rank.
-
-    Inside the context every rank holds the whole model in memory. Do not run a forward inside.
-
-    Args:
-        model: A sharded model.
-        writeback: Keep changes; each rank keeps its own part of its own changes.
-    """
-    state = find_sharded_model(model)
-    if isinstance(state.module, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(state.module, writeback=writeback):
-            yield
-        return
-    state.before_writing()
-    whole: dict[int, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, DTensor]] = []
-    for module in state.module.modules():
-        for name, param in module._parameters.items():
-            if isinstance(param, DTensor):
-                places.append((module, name, param))
-                if id(param) not in whole:
-                    whole[id(param)] = nn.Parameter(whole_tensor(param, cpu_offload=False), param.requires_grad)
-    try:
-        for module, name, shard in places:
-            setattr(module, name, whole[id(shard)])
-        yield
-    finally:
-        for module, name, shard in places:
-            setattr(module, name, shard)
-        if writeback:
-            with torch.no_grad():
-                for shard in {id(shard): shard for _, _, shard in places}.values():
-                    shard.to_local().copy_(local_part(whole[id(shard)].detach(), shard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,7 +25,7 @@ from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import whole_value
 
-__all__ = ["groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
+__all__ = ["flat_state_to_load", "groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
 
 
 def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
@@ -51,6 +53,40 @@ def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mappi
         optimizer: Built from the model's parameters.
         state_dict: The plain optimizer's format, whole or sharded.
     """
+    named = _named(state, optimizer, state_dict)
+    if not named["state"]:
+        optimizer.state.clear()
+        for own, group in zip(optimizer.param_groups, named["param_groups"], strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        return
+    options = StateDictOptions(full_state_dict=_is_full(named))
+    with unwatched(), _initialised(state, optimizer):
+        filled = _filled(state, optimizer, named, options)
+        set_optimizer_state_dict(state.module, optimizer, filled, options=options)
+
+
+def flat_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict()`` takes on this rank. Collective: every rank.
+
+    Args:
+        state: The model's state.
+        optimizer: Built from the model's parameters. Not changed.
+        state_dict: The plain optimizer's format, whole or sharded, known to fit.
+    """
+    named = _named(state, optimizer, state_dict)
+    is_full = _is_full(named)
+    fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
+    if named["state"]:
+        with unwatched(), _initialised(state, optimizer):
+            named = _filled(state, optimizer, named, StateDictOptions(full_state_dict=is_full))
+        if fresh:
+            optimizer.state.clear()
+    with _state_dict_type(state, StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT):
+        result: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(state.module, optimizer, named)
+    return result
+
+
+def _named(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     fqn_at: dict[int, str] = {}
     groups = []
     for fqns, group in zip(groups_by_name(state, optimizer), state_dict["param_groups"], strict=True):
@@ -60,18 +96,19 @@ def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mappi
         fqn_at[place]: {name: _own(value) for name, value in entries.items()}
         for place, entries in state_dict["state"].items()
     }
-    if not values:
-        optimizer.state.clear()
-        for own, group in zip(optimizer.param_groups, groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
-        return
-    is_full = not any(isinstance(value, DTensor) for entries in values.values() for value in entries.values())
-    options = StateDictOptions(full_state_dict=is_full)
-    with unwatched(), _initialised(state, optimizer):
-        # torch needs an entry for every parameter; one that never got a gradient has its initial zeros.
-        named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
-        filled: dict[str, Any] = {"state": {**named["state"], **values}, "param_groups": groups}
-        set_optimizer_state_dict(state.module, optimizer, filled, options=options)
+    return {"state": values, "param_groups": groups}
+
+
+def _is_full(named: Mapping[str, Any]) -> bool:
+    return not any(isinstance(value, DTensor) for entries in named["state"].values() for value in entries.values())
+
+
+def _filled(
+    state: ShardedModel, optimizer: Optimizer, named: Mapping[str, Any], options: StateDictOptions
+) -> dict[str, Any]:
+    """Return a state with an entry for every parameter, as torch needs; what it lacks has its initial values."""
+    initial: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
+    return {"state": {**initial["state"], **named["state"]}, "param_groups": named["param_groups"]}
 
 
 def _own(value: Any) -> Any:
@@ -79,8 +116,20 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
-def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Return torch's sharded state by FQN, groups in the plain optimizer's order. Collective: every rank."""
+def state_by_name(
+    state: ShardedModel, optimizer: Optimizer, own_form: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return torch's sharded state by FQN, groups in the plain optimizer's order. Collective: every rank.
+
+    Args:
+        state: The model's state.
+        optimizer: Built from the model's parameters.
+        own_form: What ``optimizer.state_dict()`` returned. Default: its current state.
+    """
+    if own_form is not None:
+        with _state_dict_type(state, StateDictType.SHARDED_STATE_DICT):
+            given = FullyShardedDataParallel.optim_state_dict(state.module, optimizer, dict(own_form))
+        return _in_order(state, optimizer, given)
     fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
     with unwatched(), _initialised(state, optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
@@ -88,6 +137,10 @@ def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
             # torch has stepped the optimizer with zero gradients, which advances the step count.
             optimizer.state.clear()
             named["state"] = {}
+    return _in_order(state, optimizer, named)
+
+
+def _in_order(state: ShardedModel, optimizer: Optimizer, named: Mapping[str, Any]) -> dict[str, Any]:
     place = {param.fqn: param.place for param in state.plan.all_params()}
     own = {id(param): clean_fqn(fqn) for fqn, param in state.module.named_parameters()}
     groups = []
@@ -97,6 +150,22 @@ def state_by_name(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
             fqns = sorted(group["params"], key=lambda fqn: place[fqn])
         groups.append({**group, "params": fqns})
     return {**named, "param_groups": groups}
+
+
+@contextmanager
+def _state_dict_type(state: ShardedModel, kind: StateDictType) -> Iterator[None]:
+    """Set torch's state dict type without its warning that it is deprecated."""
+
+    def set_type(*settings: Any) -> StateDictSettings:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return FullyShardedDataParallel.set_state_dict_type(state.module, *settings)
+
+    before = set_type(kind)
+    try:
+        yield
+    finally:
+        set_type(before.state_dict_type, before.state_dict_config, before.optim_state_dict_config)
 
 
 @contextmanager

@@ -16,16 +16,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import broadcast_object, on_all_ranks
+from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
-from mmfsdp.state.flat_optimizer import groups_by_name, load_flat_state, state_by_name, state_by_place
+from mmfsdp.state.flat_optimizer import (
+    flat_state_to_load,
+    groups_by_name,
+    load_flat_state,
+    state_by_name,
+    state_by_place,
+)
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
-from mmfsdp.state.model import is_first_rank, send_from_first, whole
+from mmfsdp.state.model import is_first_rank, whole
+from mmfsdp.state.sending import send_optim_state
 
-__all__ = ["load_optim_state_dict", "optim_state_dict", "prepare_optim_load"]
+__all__ = [
+    "gathered",
+    "load_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_to_load",
+    "prepare_optim_load",
+    "sharded_by_name",
+]
 
 _REBUILD = "Build the optimizer as it was built when the state was saved."
 
@@ -59,17 +73,42 @@ def optim_state_dict(
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
-    keep = not rank0_only or is_first_rank(state)
-    if state.is_fsdp1:
-        sharded = state_by_name(state, optimizer) if by_name else state_by_place(state, optimizer)
+    if by_name:
+        sharded = sharded_by_name(state, optimizer)
     else:
-        sharded = optimizer.state_dict()
-        if by_name:
-            sharded = named_optimizer.by_name(sharded, _names_in_groups(state, optimizer))
-    if param_names and not by_name:
-        sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
+        sharded = state_by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
+        if param_names:
+            sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
     if kind == "sharded":
         return sharded
+    return gathered(state, sharded, not rank0_only or is_first_rank(state), cpu_offload)
+
+
+def sharded_by_name(
+    state: ShardedModel, optimizer: Optimizer, own_form: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an optimizer's state by FQN, each rank's own part as DTensors. Collective: every rank.
+
+    Args:
+        state: The model's state.
+        optimizer: Built from the model's parameters.
+        own_form: What ``optimizer.state_dict()`` returned. Default: its current state.
+    """
+    if state.is_fsdp1:
+        return state_by_name(state, optimizer, own_form)
+    own_form = optimizer.state_dict() if own_form is None else own_form
+    return named_optimizer.by_name(own_form, _names_in_groups(state, optimizer))
+
+
+def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_offload: bool) -> dict[str, Any]:
+    """Return an optimizer's state with whole tensors. Collective: every rank.
+
+    Args:
+        state: The model's state.
+        sharded: The state with DTensors, by position or by name. Not changed.
+        keep: Whether this rank keeps the tensors; otherwise it gets an empty dict.
+        cpu_offload: Return CPU tensors.
+    """
     values = {
         place: {name: whole(value, keep, cpu_offload) for name, value in entries.items()}
         for place, entries in sharded["state"].items()
@@ -95,7 +134,7 @@ def load_optim_state_dict(
     """
     state = find_sharded_model(model)
     if from_rank0:
-        state_dict = _send(state_dict, state)
+        state_dict = send_optim_state(state_dict, state)
     prepare_optim_load(model, optimizer, state_dict)()
 
 
@@ -105,7 +144,31 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     See `load_optim_state_dict`. Nothing is changed until the function is called.
     """
     state = find_sharded_model(model)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    fitting = _fitting(state, optimizer, state_dict)
+    if state.is_fsdp1:
+        return lambda: load_flat_state(state, optimizer, fitting)
+    return lambda: optimizer.load_state_dict(_placed_state(state, optimizer, fitting))
+
+
+def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict()`` takes on this rank. Collective: every rank.
+
+    Args:
+        state: The model's state.
+        optimizer: Built from the model's parameters. Not changed.
+        state_dict: See `load_optim_state_dict`.
+
+    Raises:
+        StateDictError: Param groups, parameters or shapes do not fit; raised on every rank.
+    """
+    fitting = _fitting(state, optimizer, state_dict)
+    if state.is_fsdp1:
+        return flat_state_to_load(state, optimizer, fitting)
+    return _placed_state(state, optimizer, fitting)
+
+
+def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by position that is known to fit; ranks know where to read what is stored. Collective."""
     # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
     groups = _groups_of(state, optimizer)
@@ -118,35 +181,37 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
         return found
 
     fitting = on_all_ranks(check, scope_of(state.mesh))
-    if state.is_fsdp1:
-        stored = [value for entries in fitting["state"].values() for value in entries.values()]
-        locate([(value, whole_box(value)) for value in stored if isinstance(value, LazyTensor)], scope_of(state.mesh))
-        return lambda: load_flat_state(state, optimizer, fitting)
-    at = dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
-
+    at = {} if state.is_fsdp1 else _params_by_place(optimizer, fitting)
     locate(
         [
-            (value, box_of(at[place]) if value.shape == at[place].shape else whole_box(value))
+            (value, box_of(at[place]) if place in at and value.shape == at[place].shape else whole_box(value))
             for place, entries in fitting["state"].items()
             for value in entries.values()
             if isinstance(value, LazyTensor)
         ],
         scope_of(state.mesh),
     )
+    return fitting
 
-    def load() -> None:
-        def place_all() -> dict[Any, dict[str, Any]]:
-            placed = {
-                place: {name: _placed(value, at[place]) for name, value in entries.items()}
-                for place, entries in fitting["state"].items()
-            }
-            check_unchanged(value for entries in fitting["state"].values() for value in entries.values())
-            return placed
 
-        placed = on_all_ranks(place_all, scope_of(state.mesh))
-        optimizer.load_state_dict({**fitting, "state": placed})
+def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
 
-    return load
+
+def _placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a fitting state with this rank's part of its tensors. Collective: every rank."""
+    at = _params_by_place(optimizer, fitting)
+
+    def place_all() -> dict[Any, dict[str, Any]]:
+        placed = {
+            place: {name: _placed(value, at[place]) for name, value in entries.items()}
+            for place, entries in fitting["state"].items()
+        }
+        check_unchanged(value for entries in fitting["state"].values() for value in entries.values())
+        return placed
+
+    return {**fitting, "state": on_all_ranks(place_all, scope_of(state.mesh))}
 
 
 def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
@@ -197,42 +262,3 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
                     f"State {name!r} has shape {tuple(value.shape)}, but its parameter has shape {shape}.",
                     fqn=places[place],
                 )
-
-
-def _send(state_dict: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
-    """Return the first rank's state on every rank; the structure is sent first, then tensor by tensor."""
-    first = is_first_rank(state)
-    skeleton: Any = None
-    if first:
-        skeleton = {**state_dict, "state": {}}
-        for place, entries in state_dict["state"].items():
-            skeleton["state"][place] = {
-                name: _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-                if isinstance(value, torch.Tensor)
-                else value
-                for name, value in entries.items()
-            }
-    skeleton = broadcast_object(scope_of(state.mesh), skeleton)
-    device = next(iter(state.module.parameters())).device if state.mesh.device_type != "cpu" else torch.device("cpu")
-    received: dict[Any, dict[str, Any]] = {}
-    for place, entries in skeleton["state"].items():
-        received[place] = {}
-        for name, value in entries.items():
-            if isinstance(value, _Sent):
-                tensor = (
-                    state_dict["state"][place][name].to(device).contiguous()
-                    if first
-                    else torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
-                )
-                send_from_first(tensor, state)
-                received[place][name] = tensor
-            else:
-                received[place][name] = value
-    return {**skeleton, "state": received}
-
-
-class _Sent:
-    """Stands for a tensor that is sent later."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self.shape, self.dtype = shape, dtype

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.errors import UnsupportedCallError
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.flat_params import flat_params
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.runtime.training import clip_grad_norm_, full_params, no_sync
+from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 from mmfsdp.sharding.apply import shard
-from mmfsdp.state.model import load_model_state_dict
+from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import LoadReport
+from mmfsdp.torch_style import optimizer_states, state_dict_types, summoning, units
 from mmfsdp.torch_style.arguments import translate_arguments
+from mmfsdp.torch_style.state_dict_types import default_state_dict_type, on_cpu
+from mmfsdp.torch_style.static_methods import instance_or_static
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -67,6 +74,7 @@ class FullyShardedDataParallel(nn.Module):
             super().__init__()
             self.module = sharded
             find_sharded_model(sharded).alias(self)
+            default_state_dict_type(self)
 
     @property
     def plan(self) -> ShardPlan:
@@ -87,16 +95,54 @@ class FullyShardedDataParallel(nn.Module):
         """See `mmfsdp.clip_grad_norm_`. Collective: every rank."""
         return clip_grad_norm_(self, max_norm, norm_type)
 
-    @staticmethod
-    def summon_full_params(module: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """See `mmfsdp.full_params`. Collective: every rank."""
-        return full_params(module, writeback=writeback)
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` for every module, children first, with whole parameters; keep changes. Collective: every rank."""
+        if self._is_torch_fsdp:
+            return super().apply(fn)
+        with summoning.summon_full_params(self):
+            return super().apply(fn)
+
+    def check_is_root(self) -> bool:
+        """Return True: the wrapper is always a root."""
+        return not self._is_torch_fsdp or super().check_is_root()  # type: ignore[misc]
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce gradients in place of the default. Needs engine ``fsdp1``. Not collective.
+
+        Args:
+            state: Passed to ``hook``.
+            hook: See torch's class.
+
+        Raises:
+            UnsupportedCallError: The engine is not ``fsdp1``, or the strategy is hybrid.
+        """
+        if not self._is_torch_fsdp or self.plan.strategy.strip("_").startswith("HYBRID"):
+            raise UnsupportedCallError(
+                f"Communication hooks need engine='fsdp1' and no hybrid strategy; the engine is {self.plan.engine!r} "
+                f"and the strategy {self.plan.strategy!r}. To reduce gradients in 16 bits, no hook is needed: pass "
+                "mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)."
+            )
+        super().register_comm_hook(state, hook)  # type: ignore[misc]
+
+    fsdp_modules = instance_or_static(units.fsdp_modules)
+    summon_full_params = instance_or_static(summoning.summon_full_params)
+    get_state_dict_type = instance_or_static(state_dict_types.get_state_dict_type)
+    set_state_dict_type = instance_or_static(state_dict_types.set_state_dict_type)
+    state_dict_type = instance_or_static(state_dict_types.state_dict_type)
+    optim_state_dict = instance_or_static(optimizer_states.optim_state_dict)
+    optim_state_dict_to_load = instance_or_static(optimizer_states.optim_state_dict_to_load)
+    full_optim_state_dict = instance_or_static(optimizer_states.full_optim_state_dict)
+    sharded_optim_state_dict = instance_or_static(optimizer_states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = instance_or_static(optimizer_states.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = instance_or_static(optimizer_states.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = instance_or_static(optimizer_states.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = instance_or_static(optimizer_states.rekey_optim_state_dict)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters, sharded, under the module's own names."""
-        if not self._is_torch_fsdp:
+        """Yield the module's parameters, sharded, under the module's own names; none with ``recurse=False``."""
+        if recurse and not self._is_torch_fsdp:
             yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
             return
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
@@ -105,23 +151,47 @@ class FullyShardedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the module's buffers under the module's own names."""
-        if not self._is_torch_fsdp:
+        """Yield the module's buffers under the module's own names; none with ``recurse=False``."""
+        if recurse and not self._is_torch_fsdp:
             yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
             return
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield (clean_fqn(name) if recurse else name), buffer
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's state dict under its own keys. Collective with engine ``fsdp1``: every rank.
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the module's state dict under its own keys, in the model's state dict type. Collective: every rank.
 
-        The values are DTensors. With ``fsdp1`` torch's state dict type decides, by default whole tensors. Use
-        `mmfsdp.model_state_dict` for whole tensors with any engine.
+        By default tensors are whole, on every rank. `set_state_dict_type` changes that.
+
+        Args:
+            destination: Receives the values, and is returned. Default: a new dict.
+            prefix: Put before each key.
+            keep_vars: Do not detach DTensors; whole tensors are always detached.
         """
-        if self._is_torch_fsdp:
-            state: dict[str, Any] = super().state_dict(*args, **kwargs)
-            return state
-        return dict(self.module.state_dict(*args, **kwargs))
+        settings = self.get_state_dict_type()
+        config = settings.state_dict_config
+        values: dict[str, Any]
+        state = find_sharded_model(self)
+        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            rank0_only = getattr(config, "rank0_only", False)
+            if not all(state.shown.values()):
+                values = {}  # summon_full_params shows parameters on the first rank only
+            elif state.shown and self._is_torch_fsdp:
+                values = {key: value.detach().clone() for key, value in super().state_dict().items()}
+            else:
+                values = model_state_dict(self, rank0_only=rank0_only, cpu_offload=config.offload_to_cpu)
+        elif self._is_torch_fsdp:
+            values = super().state_dict(keep_vars=keep_vars)
+        else:
+            state.reshard()
+            values = self.module.state_dict(keep_vars=keep_vars)
+            if config.offload_to_cpu:
+                values = on_cpu(values)
+        destination = {} if destination is None else destination
+        destination.update({prefix + key: value for key, value in values.items()})
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadReport:
         """See `mmfsdp.load_model_state_dict`. Collective: every rank.
@@ -131,10 +201,16 @@ class FullyShardedDataParallel(nn.Module):
             strict: Raise if keys do not match.
             assign: Accepted for compatibility with torch; values are always copied.
         """
-        if self._is_torch_fsdp:
+        if self._is_torch_fsdp and self._torch_loads(state_dict):
             report = super().load_state_dict(state_dict, strict)
             return LoadReport(tuple(report.missing_keys), tuple(report.unexpected_keys))
         return load_model_state_dict(self, state_dict, strict=strict)
+
+    def _torch_loads(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether engine ``fsdp1`` loads a state dict with torch's own method, on which our loading is built."""
+        if any(isinstance(value, DTensor) for value in state_dict.values()):
+            return self.get_state_dict_type().state_dict_type is StateDictType.SHARDED_STATE_DICT
+        return not flat_params(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return the module's attribute if the wrapper has none of that name."""
