@@ -259,7 +259,7 @@ class TestMemory:
                 self.pointers: list[int] = []
 
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func is torch.Tensor.cpu:
+                if func is torch.Tensor.cpu and args[0].numel():  # empty: until 2.12, what anchors a region
                     self.pointers.append(args[0].data_ptr())
                 return func(*args, **(kwargs or {}))
 
@@ -300,7 +300,8 @@ class TestMemory:
     def test_second_backward_is_refused_where_torch_keeps_the_results(self) -> None:
         loss = make(Plan(mode="ops"))(batch()).sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="backward an extra time"):
+        # Until torch 2.12 the message is that of a recomputation with other results.
+        with pytest.raises(RuntimeError, match=r"backward an extra time|Recomputed values .* have different metadata"):
             loss.backward()
 
     def test_offload_notices_another_number_of_operators(self) -> None:

@@ -53,13 +53,13 @@ def test_missing() -> None:
     assert [*found] == NEEDS_TORCH
     for message in found.values():
         assert message.startswith("mmfsdp.")
-        assert "needs torch 2.6 or newer, which is not installed" in message
+        assert "needs torch 2.9 or newer, which is not installed" in message
         assert message.endswith("Install it with: pip install 'mmfsdp[torch]'")
 
 
 def test_too_old(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("__version__ = '2.5.1+cpu'\n")
+    (tmp_path / "torch/__init__.py").write_text("__version__ = '2.8.0+cpu'\n")
     for message in said(["from mmfsdp import shard", "import mmfsdp.saving"], tmp_path).values():
-        assert "needs torch 2.6 or newer, and torch 2.5.1+cpu is installed." in message
+        assert "needs torch 2.9 or newer, and torch 2.8.0+cpu is installed." in message
         assert message.endswith("pip install --upgrade 'mmfsdp[torch]'")

@@ -6,6 +6,8 @@ by hand to see its test fail.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,6 +64,40 @@ def test_forward_or_failure_before_the_optimizer_is_built(how: str, config: dict
     for curve, sharded in run_ranks(after_disturbance, 2, how, config):
         assert sharded
         assert difference(curve, reference) <= 1e-5
+
+
+def gradients(model: nn.Module, rank: int, world_size: int, between: Callable[[], None]) -> dict[str, torch.Tensor]:
+    """Those of two micro-batches of the global batch, with something between them."""
+    for place, (x, y) in enumerate(batches(0, rank, world_size, accumulate=2)):
+        nn.functional.cross_entropy(model(x), y).backward()
+        if not place:
+            between()
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def after_skipped_batch(rank: int, hold: bool, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = mmfsdp.shard(build("Attention"), {"wrap": BLOCKS, **config})
+    holding = contextlib.ExitStack()
+    if hold:
+        holding.enter_context(mmfsdp.no_sync(model))
+
+    def fail() -> None:
+        disturb(model, "head")
+        holding.close()
+
+    return gradients(model, rank, dist.get_world_size(), fail)
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["reduced", "no_sync"])
+@pytest.mark.parametrize("config", [{}, {"precision": {"reduce_dtype": "float64"}}], ids=str)
+def test_a_failed_forward_keeps_the_gradients_of_earlier_micro_batches(hold: bool, config: dict[str, Any]) -> None:
+    """Fails if `discard_iteration` lets torch 2.15 reset them: the batch would count with half its samples."""
+    expected = gradients(build("Attention"), 0, 1, lambda: None)
+    for found in run_ranks(after_skipped_batch, 2, hold, config):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, msg=name)
 
 
 @pytest.mark.parametrize("how", ["no_grad", "grad", "head"])

@@ -30,7 +30,7 @@ def differing(rank: int, what: str) -> tuple[str, bool]:
     config: dict[str, Any] = {"wrap": BLOCKS}
     with pytest.MonkeyPatch.context() as patch:
         if what == "torch" and odd:
-            patch.setattr(torch, "__version__", "2.6.0")
+            patch.setattr(torch, "__version__", "2.9.0")
         if what == "mmfsdp" and odd:
             patch.setattr(agreement, "__version__", "0.0.9")
         if what == "devices":
@@ -55,7 +55,7 @@ def differing(rank: int, what: str) -> tuple[str, bool]:
         (
             "torch",
             f"Ranks differ: ranks 0, 1, 3 have torch {torch.__version__}, mmfsdp {mmfsdp.__version__}; rank 2 has "
-            f"torch 2.6.0, mmfsdp {mmfsdp.__version__}. Install the same versions on every host.",
+            f"torch 2.9.0, mmfsdp {mmfsdp.__version__}. Install the same versions on every host.",
         ),
         ("mmfsdp", f"rank 2 has torch {torch.__version__}, mmfsdp 0.0.9."),
         ("devices", "Ranks differ: ranks 0, 1, 3 have 4 cuda devices; rank 2 has 3 cuda devices. Give every process"),

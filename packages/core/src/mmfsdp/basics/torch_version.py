@@ -1,15 +1,19 @@
-"""Checks that torch is installed and new enough, and otherwise says which command installs it."""
+"""Knows which releases of torch are supported, and says what to install if there is none or an older one."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 from mmfsdp.errors import MissingTorchError
 
-__all__ = ["MINIMUM_TORCH", "require_torch"]
+__all__ = ["MINIMUM_TORCH", "NEWEST_TESTED_TORCH", "installed_release", "require_torch", "untested"]
 
-MINIMUM_TORCH = (2, 6)
-"""Oldest version (major, minor) that the extra ``mmfsdp[torch]`` accepts."""
+MINIMUM_TORCH = (2, 9)
+"""Oldest release, (major, minor), that the extra ``mmfsdp[torch]`` accepts."""
+
+NEWEST_TESTED_TORCH = (2, 15)
+"""Newest release, (major, minor), on which all tests passed: see ``nox -s compat``."""
 
 
 def require_torch(what: str) -> None:
@@ -30,9 +34,27 @@ def require_torch(what: str) -> None:
         raise MissingTorchError(
             f"{what} needs torch {least} or newer, which is not installed. Install it with: pip install 'mmfsdp[torch]'"
         ) from None
-    found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
-    if found and (int(found[1]), int(found[2])) < MINIMUM_TORCH:
+    if installed_release() < MINIMUM_TORCH:
         raise MissingTorchError(
             f"{what} needs torch {least} or newer, and torch {torch.__version__} is installed. Upgrade it with: "
             "pip install --upgrade 'mmfsdp[torch]'"
         )
+
+
+@functools.cache
+def installed_release() -> tuple[int, int]:
+    """Return (major, minor) of the installed torch; a version that is no number counts as untested. Not collective."""
+    import torch
+
+    found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+    return (int(found[1]), int(found[2])) if found else (NEWEST_TESTED_TORCH[0], NEWEST_TESTED_TORCH[1] + 1)
+
+
+def untested() -> str | None:
+    """Return one sentence for a plan's notes if the installed torch is newer than what was tested. Not collective."""
+    import torch
+
+    if installed_release() <= NEWEST_TESTED_TORCH:
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+    return f"torch {torch.__version__} is newer than {newest}, the newest release that mmfsdp was tested with."

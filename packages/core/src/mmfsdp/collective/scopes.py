@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmfsdp.basics.torch_releases import counted_groups, counts_every_group
 from mmfsdp.collective.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
 from mmfsdp.errors import ShardStateError
 
@@ -70,28 +71,27 @@ def new_scope(given: Any) -> Scope:
     ranks = _ranks_of(given)
     is_part = len(ranks) < dist.get_world_size()
     with naming_lost_ranks("ranks met for the first time"):
-        if is_part:
+        if is_part or counts_every_group():
             count_groups_alike(_groups_of(given))
         group = dist.new_group([*ranks], timeout=wait_timeout(), backend="gloo", use_local_synchronization=is_part)
     return Scope(GlooChannel(group, ranks), len(ranks), ranks.index(dist.get_rank()))
 
 
 def count_groups_alike(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Make all ranks of some groups members of equally many groups, before they make another one. Collective.
+    """Make all ranks of some groups count equally many groups, before they make another one. Collective.
 
-    torch names a group that only its own ranks make after these ranks and the number of groups that the process has. If
-    these numbers differ, the ranks wait for each other forever; torch has no public way to name a group.
+    torch names a group that only its own ranks make after these ranks and the number of groups that the process counts.
+    If these numbers differ, the ranks wait for each other forever; torch has no public way to name a group.
 
     Args:
         groups: The groups of a mesh; every rank of them must call this.
     """
-    names = dist.distributed_c10d._world.pg_names
-    most = len(names)
+    most = counted_groups()
     for group in groups:
         counts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(counts, most, group=group)
         most = max(counts)
-    while len(names) < most:
+    while counted_groups() < most:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
@@ -109,6 +109,9 @@ def place_in(mesh: DeviceMesh) -> int:
 
 
 def _groups_of(given: Any) -> list[dist.ProcessGroup]:
+    if given is None:
+        assert dist.group.WORLD is not None  # `scope_of` has checked it
+        return [dist.group.WORLD]
     if isinstance(given, DeviceMesh):
         return [*given.get_all_groups()]
     return [given] if isinstance(given, dist.ProcessGroup) else [*given]

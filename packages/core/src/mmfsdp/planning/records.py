@@ -172,6 +172,7 @@ class Note(Record):
         "frozen",
         "device",
         "wrap",
+        "torch",
         "other",
     ]
     text: str

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
+from mmfsdp.basics.torch_version import untested
 from mmfsdp.config import AutoWrap, ShardConfig
 from mmfsdp.errors import ConfigError, PlanError
 from mmfsdp.planning.activation import activation_plan
@@ -158,6 +159,8 @@ def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:
 
 def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
     notes: list[Note] = []
+    if (said := untested()) is not None:
+        notes.append(Note(kind="torch", text=said))
     if engine == "fsdp2" and config.sharding.strategy == "NO_SHARD":
         notes.append(
             Note(kind="engine", text="NO_SHARD on fsdp2: a mesh of shard groups of one rank; all is replicated.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmfsdp.basics.boxes import rows_per_rank
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.torch_releases import frees_received_first
 from mmfsdp.planning.records import ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 
@@ -32,9 +33,9 @@ def gathered_bytes(plan: ShardPlan) -> int:
         elif plan.mesh.shard == 1:
             forward = backward = size  # copied from the shard, which is whole
         else:
-            # What was received for a unit is freed when the next unit has been copied from what it received.
-            copying, computing = full[max(i - 1, 0) : i + max(ahead, 1)], full[i : i + 1 + ahead]
-            forward = size + max(sum(copying), sum(computing))
+            # What was received for a unit is freed when the next unit is copied from what it received: before or after.
+            receiving, computing = sum(full[max(i - 1, 0) : i + max(ahead, 1)]), size + sum(full[i : i + 1 + ahead])
+            forward = max(receiving + (0 if frees_received_first() else size), computing)
             backward = 0 if kept[i] == size else kept[i] + 2 * size
         peak = max(peak, held + forward, held + backward)
         above.append(i)

@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from mmfsdp.basics.torch_releases import has_whole_gradient, param_groups_of, put_zero_gradients
+
 __all__ = [
     "around",
     "begin_backward",
@@ -37,13 +39,8 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Group]:
     """Return the parameter groups of sharded modules, each once."""
     found: dict[int, Group] = {}
     for module in modules:
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.12
-        if groups is None:
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        found |= {id(group): group for group in groups}
+        if isinstance(module, FSDPModule):
+            found |= {id(group): group for group in param_groups_of(module)}
     return list(found.values())
 
 
@@ -146,11 +143,7 @@ def will_gather(group: Group) -> bool:
 
 def has_gradient(group: Group) -> bool:
     """Return whether a parameter has a gradient that is still to be reduced."""
-    return any(
-        param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
-        for param in group.fsdp_params
-        if hasattr(param, "_unsharded_param")
-    )
+    return any(has_whole_gradient(param) for param in group.fsdp_params)
 
 
 def stand_in_for_missing(group: Group) -> list[int]:
@@ -167,23 +160,7 @@ def stand_in_for_missing(group: Group) -> list[int]:
     missing = [
         place
         for place, param in enumerate(params)
-        if param.unsharded_param.grad is None
-        and param.unsharded_accumulated_grad is None
-        and param.unsharded_param.requires_grad
+        if not has_whole_gradient(param) and param.unsharded_param.requires_grad
     ]
-    # Until 2.14, gradients accumulated in no_sync are kept apart in their reduce dtype: convert all to that dtype.
-    kept_apart = hasattr(params[0], "to_accumulated_grad_if_needed") and any(
-        param.unsharded_accumulated_grad is not None for param in params
-    )
-    if kept_apart:
-        for param in params:
-            if param.unsharded_accumulated_grad is None:
-                param.to_accumulated_grad_if_needed()
-    for place in missing:
-        param = params[place]
-        unsharded = param.unsharded_param
-        if kept_apart:
-            param.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=param.reduce_dtype)
-        else:
-            unsharded.grad = torch.zeros_like(unsharded, dtype=getattr(unsharded, "grad_dtype", None))
+    put_zero_gradients(params, missing)
     return missing

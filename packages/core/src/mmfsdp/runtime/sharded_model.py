@@ -16,7 +16,6 @@ torch silently accepts several uses that leave weights untrained or let ranks dr
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -26,10 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.module_tracker import ModuleTracker
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.basics.torch_releases import discard_iteration
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
@@ -206,10 +206,9 @@ class ShardedModel:
         self._in_forward = 0
         if self.is_fsdp1:
             return
-        reset = getattr(self.module, "reset_iter_state", None)  # torch >= 2.13
-        if reset is not None:
-            with contextlib.suppress(AttributeError):  # nothing has run yet
-                reset()
+        module = self.module
+        assert isinstance(module, FSDPModule)
+        discard_iteration(module)
         self.reshard()
 
     def _set_sync(self, sync: bool) -> None:

@@ -10,17 +10,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import (
-    checkpoint,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint
 
 from mmfsdp.errors import ConfigError, PlanError, PlanMismatchError, ShardStateError, closest
 from mmfsdp.sharding.activation.keeping import offloading_contexts, pins_memory, selective_contexts
@@ -67,10 +64,9 @@ class _CheckpointedForward:
         self.save_ops = (plan.save_ops or DEFAULT_SAVE_OPS) if plan.mode == "ops" else ()
         self.offload = plan.offload
         self.use_reentrant = plan.use_reentrant
-        self.early_stop = plan.early_stop
         self.options: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
         if not plan.use_reentrant:
-            self.options["determinism_check"] = plan.determinism_check
+            self.options |= {"determinism_check": plan.determinism_check, "early_stop": plan.early_stop}
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:  # inspect.signature(module.forward) looks here
@@ -97,18 +93,13 @@ class _CheckpointedForward:
         if self.offload:
             values, spec = tree_flatten((args, kwargs))
         region = _Region(self.fqn, module, forward, lambda flat: _unpack(flat, num_args, names, spec))
-        with (
-            _early_stop(self.early_stop),
-            save_on_cpu(pin_memory=pins_memory()) if self.offload else contextlib.nullcontext(),
-        ):
+        with save_on_cpu(pin_memory=pins_memory()) if self.offload else contextlib.nullcontext():
             return checkpoint(region, *values, use_reentrant=False, **self._context(), **self.options)
 
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # The compiler recomputes within its graph, where buffers are written once and random state is handled.
-        if self.offload:
-            raise ConfigError("Activation offload does not work under torch.compile. Remove one of them.", fqn=self.fqn)
-        if self.use_reentrant:
-            raise ConfigError("use_reentrant=True does not work under torch.compile. Set it to False.", fqn=self.fqn)
+        if self.offload or self.use_reentrant:
+            _refuse_compiler(self.fqn, self.offload)
         return checkpoint(forward, *args, use_reentrant=False, **self._context(), **kwargs)
 
     def _reentrant(
@@ -145,6 +136,17 @@ class _CheckpointedForward:
         self.__dict__.update(state, module=weakref.ref(state["module"]))
 
 
+def _refuse(fqn: str, offload: bool) -> NoReturn:
+    what, way_out = "Activation offload", "Remove one of them."
+    if not offload:
+        what, way_out = "use_reentrant=True", "Set it to False."
+    raise ConfigError(f"{what} does not work under torch.compile. {way_out}", fqn=fqn)
+
+
+# Not traced: an exception while tracing can make the compiler fall back to eager mode instead of being raised.
+_refuse_compiler = torch.compiler.disable(_refuse)
+
+
 class _Region:
     """One run of a region: the first call is the forward, every later one a recomputation."""
 
@@ -178,11 +180,6 @@ class _Region:
                     "replacement is in place, or leave this module out of activation checkpointing.",
                     fqn=self.fqn,
                 )
-
-
-def _early_stop(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    # torch 2.6 has no argument for this; every version has the context.
-    return contextlib.nullcontext() if enabled else set_checkpoint_early_stop(False)
 
 
 def _running_statistics(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

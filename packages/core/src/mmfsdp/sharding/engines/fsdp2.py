@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.basics.torch_releases import mend_unit
 from mmfsdp.planning.records import ShardUnit, UnitPrecision
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
@@ -66,6 +67,7 @@ class Fsdp2Engine:
                 offload_policy=offload,
                 ignored_params=ignored or None,
             )
+            mend_unit(modules)
             for module in modules:
                 keep_class_name(module)
         _set_prefetching(model, plan, first_called)
