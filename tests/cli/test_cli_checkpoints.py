@@ -116,3 +116,17 @@ def test_verify_json(checkpoint: Path) -> None:
     report = json.loads(result.stdout)
     assert (report["ok"], report["format"], len(report["problems"])) == (False, "torch_zip", 1)
     assert report["problems"][0]["file"].endswith("damaged.pth")
+
+
+def test_verify_json_lists_every_problem(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
+    for name in names:
+        write_safetensors(tmp_path / name, {name[6:11]: [1.0]})
+    index = {"weight_map": {name[6:11]: name for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = {name: {"size": 1, "crc32": None} for name in names}
+    manifest = {"format": "mmfsdp.manifest", "version": 1, "save_id": "s", "world_size": 1, "files": files}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert invoke("verify", tmp_path, "--limit", 2).stderr.splitlines()[2:] == ["... and 3 more (--limit 0 shows all)"]
+    problems = json.loads(invoke("verify", tmp_path, "--limit", 2, "--json").stdout)["problems"]
+    assert [Path(problem["file"]).name for problem in problems] == names

@@ -157,6 +157,14 @@ def test_every_list_has_a_limit(tmp_path: Path) -> None:
     done = run("diff", one, two, "--limit", 3)
     assert "  ... and 6 more (--limit 0 shows all)" in done.stdout.splitlines()
     assert "w8" in run("diff", one, two, "--limit", 0).stdout
+    report = json.loads(run("diff", one, two, "--limit", 3, "--json").stdout)
+    assert report["only_in_a"] == [f"w{number}" for number in range(9)], "a program gets all of it"
+
+
+def test_a_target_in_no_directory_is_told_what_to_do(checkpoint: Path) -> None:
+    result = invoke("convert", checkpoint, checkpoint.with_name("nowhere") / "out.pth")
+    assert result.exit_code == 2
+    assert f"the directory '{checkpoint.with_name('nowhere')}' does not exist. Create it first." in result.stderr
 
 
 def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:

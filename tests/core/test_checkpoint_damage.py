@@ -286,7 +286,7 @@ def test_arguments_of_convert(tmp_path: Path) -> None:
 def test_an_existing_target_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
     (tmp_path / "out.pth").write_text("precious")
-    with pytest.raises(TargetExistsError, match=re.escape("Pass overwrite=True (--force) to replace this file")):
+    with pytest.raises(TargetExistsError, match=re.escape("Pass overwrite=True to replace this file")):
         convert(tmp_path / "in.pth", tmp_path / "out.pth")
     assert (tmp_path / "out.pth").read_text() == "precious"
     convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True)

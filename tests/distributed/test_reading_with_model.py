@@ -61,7 +61,9 @@ def test_the_command_line_builds_the_model(tmp_path: Path) -> None:
     done = cli("diff", source, tmp_path / "truth.pth", "--keep", "model", *MODEL)
     assert (done.returncode, done.stdout.splitlines()[-1][:8]) == (0, "the same"), done.stdout
     run = CliRunner()
-    assert run.invoke(app, ["verify", str(source)]).exit_code == 1
+    unknown = run.invoke(app, ["verify", str(source)])
+    assert unknown.exit_code == 1
+    assert "Or give the model itself: --model." in " ".join(unknown.stderr.split())
     assert run.invoke(app, ["verify", str(source), *MODEL]).exit_code == 0
     assert run.invoke(app, ["convert", str(source), str(tmp_path / "out.pth"), *MODEL]).exit_code == 0
     assert "head.weight" in run.invoke(app, ["inspect", str(source), *MODEL]).stdout

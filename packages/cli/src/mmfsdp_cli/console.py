@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,6 +24,7 @@ __all__ = [
     "say_table",
     "shown_name",
     "terminal_width",
+    "with_options",
 ]
 
 _FAILED = 1
@@ -52,7 +51,7 @@ def reporting_errors() -> Iterator[None]:
         yield
     except MmfsdpError as error:
         known = _option_names()
-        message = _with_option_names(error.message, known)
+        message = with_options(error.message)
         context = {key: str(value) for key, value in error.context.items()}
         # The message names the option or the file already.
         if context.get("config") in known or context.get("file", "\0") in message:
@@ -85,6 +84,8 @@ def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool =
     for line in text.split("\n"):
         line = " " * indent + _visible(line)
         if width is not None and len(line) > width:
+            import textwrap  # only on a narrow terminal
+
             rest = " " * (len(line) - len(line.lstrip()) + 2)
             options = {"break_long_words": False, "break_on_hyphens": False}
             line = textwrap.fill(line, width, subsequent_indent=rest, **options)  # type: ignore[arg-type]
@@ -144,7 +145,11 @@ def shown_name(name: str) -> str:
 def terminal_width(stream: TextIO | None = None) -> int | None:
     """Return how many characters a line may have on a terminal; None for pipes and files, which have no width."""
     stream = sys.stdout if stream is None else stream
-    return max(shutil.get_terminal_size().columns, 20) if stream is not None and stream.isatty() else None
+    if stream is None or not stream.isatty():
+        return None
+    import shutil  # only on a terminal
+
+    return max(shutil.get_terminal_size().columns, 20)
 
 
 def may_colour() -> bool:
@@ -158,15 +163,17 @@ def _visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _with_option_names(message: str, names: Mapping[str, str]) -> str:
-    """Return a message of the library with options in place of the settings that they stand for."""
+def with_options(message: str) -> str:
+    """Return a message of the library with the options of the command that runs in place of the settings."""
+    names = _option_names()
+    message = message.replace("layout_of_model(model) as 'reference'", "--model")
     pattern = r"Conversion\.(\w+)|'(\w+)'|\b(\w+)=(?:True|False)\b|\b(\w+)=(?=['\d])"
 
     def option(match: re.Match[str]) -> str:
         name = names.get(next(filter(None, match.groups())))
         return match[0] if name is None else f"{name} " if match[4] else name
 
-    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(pattern, option, message))
+    return re.sub(pattern, option, message)
 
 
 def _option_names() -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.console import reporting_errors, say, say_list
+from mmfsdp_cli.console import reporting_errors, say, say_list, with_options
 from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import checkpoint_argument, json_report, limit, option, shapes_from, trust
@@ -61,7 +61,7 @@ def verify_command(
             click.echo(json.dumps(report.describe(), indent=1))
         else:
             for problem in report.problems[: limit or None]:
-                say(f"error: {problem.message}", colour="red", err=True)
+                say(f"error: {with_options(problem.message)}", colour="red", err=True)
             if limit and len(report.problems) > limit:
                 say(f"... and {len(report.problems) - limit} more (--limit 0 shows all)", err=True)
             say_list("Not checked", [*report.unchecked], limit, colour="yellow")

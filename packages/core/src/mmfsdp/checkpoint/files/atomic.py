@@ -189,7 +189,7 @@ def refuse_existing(path: Path) -> None:
 def _exists(path: Path) -> TargetExistsError:
     kind = "directory" if path.is_dir() else "file"
     return TargetExistsError(
-        f"{str(path)!r} exists already. Pass overwrite=True (--force) to replace this {kind}, or choose another path.",
+        f"{str(path)!r} exists already. Pass overwrite=True to replace this {kind}, or choose another path.",
         file=str(path),
     )
 
@@ -198,8 +198,8 @@ def _being_written(path: Path, claim: Path) -> TargetExistsError:
     found = writer(claim)
     who = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else "its claim is locked"
     return TargetExistsError(
-        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass overwrite=True (--force) to "
-        "replace what it writes, or choose another path.",
+        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass overwrite=True to replace "
+        "what it writes, or choose another path.",
         file=str(path),
     )
 

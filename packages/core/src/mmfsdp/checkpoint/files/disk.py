@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -239,6 +237,8 @@ _REFUSED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 def remove(path: Path) -> None:
     """Remove a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
+        import shutil  # only to remove a directory
+
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -285,6 +285,8 @@ def _exists(target: Path) -> FileExistsError:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    import ctypes  # only to publish a target
+
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

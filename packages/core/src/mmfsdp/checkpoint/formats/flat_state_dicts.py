@@ -116,7 +116,7 @@ def resolve_section(section: Section, known: Known) -> dict[str, Any]:
             "it has no optimizer state for them. Give a complete checkpoint of the same model as 'reference', such as "
             "the weights that training started from"
             + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order.")
-            + " Or give the model itself: layout_of_model(model) as 'reference' (--model).",
+            + " Or give the model itself: layout_of_model(model) as 'reference'.",
             file=str(section.files[0]),
         )
     result.update(_aliases(result, known))

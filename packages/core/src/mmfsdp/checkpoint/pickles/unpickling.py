@@ -253,8 +253,8 @@ class _Unpickler(pickle.Unpickler):
 def _unsafe(file: Path, full_name: str) -> UnsafePickleError:
     return UnsafePickleError(
         f"{file.name} wants to import {shown(full_name)}, which is not on the list of safe names; nothing was "
-        "imported. If you know where the file comes from, read it with trust=True (--trust): then it is kept as an "
-        "opaque placeholder, and still not imported.",
+        "imported. If you know where the file comes from, read it with trust=True: then it is kept as an opaque "
+        "placeholder, and still not imported.",
         file=str(file),
     )
 
