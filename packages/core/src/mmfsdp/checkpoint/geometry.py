@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides, simplified_strides
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["CastEntry", "Run", "StridedRun", "byte_runs", "check_coverage", "cut", "without_repeats"]
@@ -146,11 +146,11 @@ class CastEntry(TensorEntry):
 
     source: TensorEntry
     """The tensor as it is stored."""
-    overflow: Callable[[str, int], None]
-    """Called with the name and the number of elements that were too large for the dtype, if there are any."""
+    overflow: Callable[[int], None]
+    """Called with the number of elements that were too large for the dtype, if there are any."""
 
     @classmethod
-    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[str, int], None]) -> CastEntry:
+    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> CastEntry:
         """Return a tensor cast to another dtype."""
         return cls(source.name, dtype, source.shape, source.chunks(), source, overflow)
 
@@ -176,21 +176,13 @@ def _cut_chunk(chunk: Chunk, item: int, offsets: Sequence[int], sizes: Sequence[
         return
     steps = chunk.strides or row_major_strides(chunk.box_sizes)
     skipped = sum((a - b) * step for a, b, step in zip(low, chunk.box_offsets, steps, strict=True))
-    packed = chunk.strides is None and _is_packed(size, steps)
     yield replace(
         chunk,
         offset=chunk.offset + skipped * item,
         nbytes=math.prod(size) * item,
         box_offsets=tuple(a - b for a, b in zip(low, offsets, strict=True)),
         box_sizes=size,
-        strides=None if packed else steps,
-    )
-
-
-def _is_packed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    return all(
-        size == 1 or step == own
-        for size, step, own in zip(sizes, strides, row_major_strides(tuple(sizes)), strict=True)
+        strides=simplified_strides(size, steps),
     )
 
 

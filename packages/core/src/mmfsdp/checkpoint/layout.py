@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "Unlocated",
     "layout_of_model",
     "row_major_strides",
+    "simplified_strides",
 ]
 
 
@@ -292,6 +294,16 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
     return tuple(strides)
+
+
+@lru_cache(4096)  # a model has few distinct shapes
+def simplified_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return strides, or ``None`` if they are those of a packed row-major box.
+
+    The step along a dimension of one element means nothing; torch leaves any number there.
+    """
+    matters = zip(sizes, strides, row_major_strides(sizes), strict=True)
+    return None if 0 in sizes or all(size == 1 or step == packed for size, step, packed in matters) else strides
 
 
 _NOWHERE = Path("(the model)")

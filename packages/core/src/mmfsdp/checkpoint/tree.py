@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
@@ -15,6 +15,7 @@ __all__ = [
     "MODEL_KEYS",
     "OPTIMIZER_KEYS",
     "Weights",
+    "find_leaves",
     "find_tensor",
     "find_weights",
     "is_ref",
@@ -30,6 +31,9 @@ __all__ = [
     "usual_content",
     "weights_of",
 ]
+
+
+T = TypeVar("T")
 
 
 def map_leaves(tree: Any, function: Callable[[str, Any], Any]) -> Any:
@@ -68,6 +72,19 @@ def leaves(tree: Any, limit: int = 10_000_000) -> Iterator[tuple[str, Any]]:
     raise FormatError(f"There are more than {limit} values in this checkpoint, or one that holds itself.")
 
 
+def find_leaves(tree: Any, kind: type[T]) -> list[tuple[str, T]]:
+    """Return the leaves of a type with their paths, those of a shared container once; errors as for ``map_leaves``."""
+    found: list[tuple[str, T]] = []
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, kind):
+            found.append((path, leaf))
+        return leaf
+
+    map_leaves(tree, visit)
+    return found
+
+
 def select_tensors(tree: Any) -> list[str]:
     """Return the names of the tensors that a tree refers to, each once, in order."""
     return list(dict.fromkeys(named_tensors(tree).values()))
@@ -76,13 +93,8 @@ def select_tensors(tree: Any) -> list[str]:
 def named_tensors(part: Any) -> dict[str, str]:
     """Return the names that tensors have within a part, mapped to their names in the source."""
     names: dict[str, str] = {}
-
-    def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef):
-            names[unique_name(path, names)] = leaf.name
-        return leaf
-
-    map_leaves(part, visit)
+    for path, ref in find_leaves(part, TensorRef):
+        names[unique_name(path, names)] = ref.name
     return names
 
 

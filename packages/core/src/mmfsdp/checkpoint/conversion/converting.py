@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.files.disk import located, refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.files.writing import Progress, write_files
-from mmfsdp.checkpoint.formats.registry import Format, open_layout
+from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout, Record
@@ -76,14 +77,6 @@ class ConversionReport:
         return {**content, "conversion": self.conversion.to_dict()}
 
 
-@dataclass
-class _Overflows:
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def note(self, name: str, count: int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + count
-
-
 def convert(
     source: str | os.PathLike[str] | Layout,
     target: str | os.PathLike[str],
@@ -128,20 +121,16 @@ def convert(
     chosen = (conversion or Conversion()).changed(settings)
     target = Path(target)
     kind = target_format(target, chosen)
-    layout = (
-        source
-        if isinstance(source, Layout)
-        else open_layout(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    )
+    layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     with write_errors(target):
         _refuse_own_files(layout, target)
     chosen = _completed(chosen, kind, layout)
-    overflows = _Overflows()
-    intent = intended(layout, kind, chosen, overflow=overflows.note)
+    overflowed: Counter[str] = Counter()
+    intent = intended(layout, kind, chosen, overflowed)
     check_coverage(layout, intent.sources)
     if chosen.verify:
         _check_save(layout)
-    free = _free_bytes(target)
+    free = shutil.disk_usage(located(target).parent).free
     final, written = target, sum(intent.files.values())
     replaces = chosen.overwrite or chosen.publish
     if not replaces:
@@ -170,7 +159,7 @@ def convert(
         dropped=intent.dropped,
         renamed=intent.renamed,
         casts=intent.casts,
-        overflowed=overflows.counts,
+        overflowed=dict(overflowed),
         notes=intent.notes,
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
@@ -228,12 +217,6 @@ def _check_save(layout: Layout) -> None:
         path = directory / name
         if listed.crc32 is not None and (found := _crc_of_file(path, records.get(path, {}).values())) != listed.crc32:
             raise CorruptCheckpointError(damaged_file(path, found, listed.crc32), file=str(path))
-
-
-def _free_bytes(target: Path) -> int:
-    """Return the bytes free where a target will be."""
-    refuse_missing_parent(target)
-    return shutil.disk_usage(located(target).parent).free
 
 
 def _check_space(target: Path, needed: int, free: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.inspection.verification import verify
@@ -32,7 +32,7 @@ def check_output(
     if [*layout.tensors] != [*expected] and {*layout.tensors} != {*expected}:
         unlike = sorted({*layout.tensors} ^ {*expected})
         raise CorruptCheckpointError(f"What was written has other tensors than the source: {unlike[0]!r}.")
-    total, done = sum(entry.nbytes for entry in expected.values()), 0
+    tracker = Tracker(sum(entry.nbytes for entry in expected.values()), progress)
     with OpenFiles() as files:
         for name, entry in expected.items():
             found = layout.tensors[name]
@@ -40,13 +40,11 @@ def check_output(
                 raise _differs(name, path)
             there = _Bytes(converted_blocks(files, found))
             # What a cast reports, it has reported when it was written.
-            quiet = CastEntry.of(entry.source, entry.dtype, _ignore) if isinstance(entry, CastEntry) else entry
+            quiet = CastEntry.of(entry.source, entry.dtype, lambda _: None) if isinstance(entry, CastEntry) else entry
             for block in converted_blocks(files, quiet):
                 if not there.matches(block):
                     raise _differs(name, path)
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
+                tracker.advance(len(block))
 
 
 def published_path(path: Path, written: Path) -> Path:
@@ -57,10 +55,6 @@ def published_path(path: Path, written: Path) -> Path:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
-
-
-def _ignore(name: str, count: int) -> None:
-    pass
 
 
 def _differs(name: str, path: Path) -> CorruptCheckpointError:

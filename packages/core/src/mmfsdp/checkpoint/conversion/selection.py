@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
@@ -50,14 +52,14 @@ class Intent:
     """Facts that the user should know."""
 
 
-def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow: Callable[[str, int], None]) -> Intent:
+def intended(layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str]) -> Intent:
     """Decide what a conversion writes; touches no file.
 
     Args:
         layout: The source.
         target: The format to write.
         conversion: What to write; ``keep`` and, for formats with files per rank, ``ranks`` are filled in.
-        overflow: Called with name and count where elements were too large for the dtype of a cast.
+        overflowed: Counts the elements of each tensor that turn out to be too large for the dtype of a cast.
 
     Raises:
         ConfigError, FormatError: See ``convert``.
@@ -73,8 +75,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, *, overflow
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
-        count = _counter(name, overflow)
-        named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry
+        named[name] = CastEntry.of(entry, casts[name], partial(_count, overflowed, name)) if name in casts else entry
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
@@ -150,8 +151,8 @@ def _with_states(selection: Selection, layout: Layout, target: Format) -> Select
     return replace(selection, tree=tree, part=part, notes=(*selection.notes, *notes))
 
 
-def _counter(name: str, overflow: Callable[[str, int], None]) -> Callable[[str, int], None]:
-    return lambda _, count: overflow(name, count)
+def _count(overflowed: Counter[str], name: str, elements: int) -> None:
+    overflowed[name] += elements
 
 
 @dataclass(frozen=True)

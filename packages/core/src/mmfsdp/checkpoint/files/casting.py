@@ -31,7 +31,7 @@ def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryvie
         overflowed += count
         yield data
     if overflowed:
-        entry.overflow(entry.name, overflowed)
+        entry.overflow(overflowed)
 
 
 def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview, int]:

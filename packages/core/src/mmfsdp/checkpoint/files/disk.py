@@ -23,6 +23,7 @@ __all__ = [
     "exchange",
     "located",
     "make_parent",
+    "nearest",
     "not_written",
     "of_file",
     "read_errors",
@@ -210,7 +211,7 @@ def refuse_missing_parent(path: Path) -> None:
     if not path.parent.is_dir():
         raise CheckpointNotFoundError(
             f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
-            + _nearest(path.parent),
+            + nearest(path.parent),
             file=str(path),
         )
 
@@ -224,9 +225,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _nearest(path: Path) -> str:
-    parent = path.parent
-    return closest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
+def nearest(path: Path) -> str:
+    """Return a sentence for a path that does not exist: which names in its directory are near, if there are any."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" Its directory {str(parent)!r} does not exist either."
+    return closest(path.name, [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")])
 
 
 _NOREPLACE, _EXCHANGE = 1, 2

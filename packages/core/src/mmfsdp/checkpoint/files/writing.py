@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -60,6 +60,7 @@ def write_files(
     batches = [[*_batches(file.pieces)] for file in files]
     # No more than there is work for: each thread has its own buffers.
     count = max(1, min(jobs or min(_MOST_JOBS, os.cpu_count() or 1), sum(map(len, batches))))
+    entries = {}
     with ExitStack() as stack:
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
@@ -67,22 +68,15 @@ def write_files(
             writer = BlockWriter(direct=fsync)
             idle.put(stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None)))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
-        try:
+        with tracker.stopping(pool):
             copies = [
                 [pool.submit(_copy, idle, tracker, path, batch) for batch in own]
                 for own, path in zip(batches, paths, strict=True)
             ]
-            entries = {}
             for file, path, parts in zip(files, paths, copies, strict=True):
                 crcs = [crc for part in parts for crc in part.result()]
                 entries[file.name] = _complete(path, file, crcs)
-            return entries
-        except BaseException as error:  # an interrupt too: nothing may be left running
-            tracker.stop(error)
-            pool.shutdown(wait=True, cancel_futures=True)
-            if isinstance(error, StoppedError) and tracker.failure is not None:
-                raise tracker.failure from None
-            raise
+    return entries
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -165,8 +159,9 @@ class Tracker:
     def __init__(self, total: int = 0, progress: Progress | None = None) -> None:
         self._total = total
         self._progress = progress
-        self._done = 0
         self._lock = threading.Lock()
+        self.done = 0
+        """Bytes copied so far."""
         self.failure: BaseException | None = None
         """The first error that stopped the work."""
 
@@ -182,10 +177,10 @@ class Tracker:
             with self._lock:
                 if self.failure is not None:  # of a thread that had the lock until now
                     raise StoppedError
-                self._done += count
+                self.done += count
                 try:
                     if self._progress is not None:
-                        self._progress(self._done, self._total)
+                        self._progress(self.done, self._total)
                 except BaseException as error:
                     self.failure = error
                     raise
@@ -195,3 +190,15 @@ class Tracker:
         with self._lock:
             if self.failure is None:
                 self.failure = failure
+
+    @contextmanager
+    def stopping(self, pool: ThreadPoolExecutor) -> Iterator[None]:
+        """Stop the threads of a pool if the block fails, and raise what failed first."""
+        try:
+            yield
+        except BaseException as error:  # an interrupt too: nothing may be left running
+            self.stop(error)
+            pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(error, StoppedError) and self.failure is not None:
+                raise self.failure from None
+            raise

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import map_leaves, unique_name
+from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["RankFiles", "read", "read_stock_files"]
@@ -173,15 +173,7 @@ def _rank(path: Path, tree: Any) -> _Rank:
         raise FormatError(
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
         )
-    shards: dict[str, PickledShards] = {}
-
-    def collect(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, PickledShards):
-            shards[name] = leaf
-        return leaf
-
-    map_leaves(tree, collect)
-    return _Rank(path, tree, shards)
+    return _Rank(path, tree, dict(find_leaves(tree, PickledShards)))
 
 
 def _check_same_save(first: _Rank, other: _Rank) -> None:

@@ -30,7 +30,7 @@ from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, PlannedFile, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
-from mmfsdp.checkpoint.tree import map_leaves, unique_name
+from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["plan_write", "read"]
@@ -255,15 +255,10 @@ def _of_rank(path: Path, tree: Any, rank: int, world_size: int) -> _RankFile:
         boxes[name] = (shape, offsets)
     content = {key: value for key, value in tree.items() if key != "mmfsdp"}
     tensors: dict[str, PickledTensor] = {}
-
-    def collect(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, PickledTensor):
-            if name in tensors and name in boxes:
-                raise FormatError(f"{path.name} holds two tensors under the path {name!r}.", file=str(path))
-            tensors[name] = leaf
-        return leaf
-
-    map_leaves(content, collect)
+    for name, leaf in find_leaves(content, PickledTensor):
+        if name in tensors and name in boxes:
+            raise FormatError(f"{path.name} holds two tensors under the path {name!r}.", file=str(path))
+        tensors[name] = leaf
     for name in boxes:
         if name not in tensors:
             raise CorruptCheckpointError(f"{path.name} lists tensor {name!r} but does not hold it.", file=str(path))

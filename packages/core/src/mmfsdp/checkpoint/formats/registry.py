@@ -20,7 +20,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.files.disk import of_file
+from mmfsdp.checkpoint.files.disk import nearest, of_file
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry
@@ -45,6 +45,7 @@ __all__ = [
     "known_formats",
     "looks_like_safetensors",
     "open_layout",
+    "opened",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -335,11 +336,11 @@ def open_layout(
     """
     path = Path(path)
     path = interrupted(path) or path
-    source = Source(path, trust, partial(_opened, reference, trust), look_up, chosen=format is not None)
+    source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
     try:
         refuse_special(path)
         if not path.exists():
-            raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{_nearest(path)}", file=str(path))
+            raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{nearest(path)}", file=str(path))
         with _garbage_collection_off():
             layout = (_recognised(source) if format is None else _chosen(format, path)).read(source)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
@@ -350,6 +351,11 @@ def open_layout(
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
         raise CorruptCheckpointError(f"{path.name} cannot be read: {error}.", file=str(path)) from error
+
+
+def opened(given: str | os.PathLike[str] | Layout, **options: Any) -> Layout:
+    """Return a layout that is given as it is, or what `open_layout` returns for a path; ``options`` are its own."""
+    return given if isinstance(given, Layout) else open_layout(given, **options)
 
 
 @contextlib.contextmanager
@@ -397,12 +403,5 @@ def _chosen(name: str, path: Path) -> Format:
     )
 
 
-def _opened(reference: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
-    return reference if reference is None or isinstance(reference, Layout) else open_layout(reference, trust=trust)
-
-
-def _nearest(path: Path) -> str:
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        return f" Its directory {str(parent)!r} does not exist either."
-    return closest(path.name, [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")])
+def _reference(given: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
+    return None if given is None else opened(given, trust=trust)

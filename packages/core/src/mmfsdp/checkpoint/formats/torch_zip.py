@@ -6,7 +6,6 @@ An archive holds ``<root>/data.pkl`` (a pickle whose persistent ids name storage
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, row_major_strides
+from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, simplified_strides
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
@@ -289,7 +288,7 @@ class TensorBuilder:
                 offset=record.offset,
             )
         first = record.offset + integers((offset,))[0] * item
-        steps = _simplified(shape, strides)
+        steps = simplified_strides(shape, strides)
         stored = PickledTensor(dtype, shape, first, steps, record)
         span = numel * item if steps is None else stored.chunk((0,) * len(shape)).span
         if numel and first + span > record.offset + record.nbytes:
@@ -324,13 +323,3 @@ def _shards(state: Any) -> PickledShards:
 
 def _nothing(*_: Any) -> None:
     """Stand for an empty tensor of a subclass, which its state fills."""
-
-
-@functools.lru_cache(4096)  # a model has few distinct shapes
-def _simplified(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    # The step along a dimension of one element means nothing; torch leaves any number there.
-    if 0 in shape:
-        return None
-    packed = row_major_strides(shape)
-    matters = zip(shape, strides, packed, strict=True)
-    return None if all(size == 1 or step == right for size, step, right in matters) else strides

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import has_numpy, raw, require_numpy, tensor_blocks, values
-from mmfsdp.checkpoint.files.writing import Progress
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.files.writing import Progress, Tracker
+from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import leaves, part_tensors, weights_of
@@ -137,8 +137,7 @@ def diff(
     if rtol or atol or ignore_dtypes:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
-    one = a if isinstance(a, Layout) else open_layout(a, trust=trust, reference=reference)
-    two = b if isinstance(b, Layout) else open_layout(b, trust=trust, reference=reference)
+    one, two = (opened(given, trust=trust, reference=reference) for given in (a, b))
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
     shared = [name for name in ours if name in theirs]
@@ -192,14 +191,7 @@ def _left_out(side: str, layout: Layout, scope: str) -> tuple[str, ...]:
 def _compared(
     pairs: Mapping[str, tuple[TensorEntry, TensorEntry]], rtol: float, atol: float, progress: Progress | None
 ) -> tuple[ValueDifference, ...]:
-    total, done = sum(entry.numel for entry, _ in pairs.values()), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+    advance = Tracker(sum(entry.numel for entry, _ in pairs.values()), progress).advance
     with OpenFiles() as files:
         found = (
             compare_tensors(files, name, one, two, rtol=rtol, atol=atol, advance=advance)
@@ -236,9 +228,9 @@ def compare_tensors(
     one: TensorEntry,
     two: TensorEntry,
     *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    advance: Callable[[int], None] | None = None,
+    rtol: float,
+    atol: float,
+    advance: Callable[[int], None],
 ) -> ValueDifference | None:
     """Return how two tensors of the same shape differ, or ``None`` if they do not.
 
@@ -269,8 +261,7 @@ def compare_tensors(
                 break
             count, absolute, ratio = _differences(a, b, one.dtype, two.dtype, rtol, atol)
             differing, largest, relative = differing + count, max(largest, absolute), max(relative, ratio)
-        if advance is not None:
-            advance(len(a) // itemsize(one.dtype) * times)
+        advance(len(a) // itemsize(one.dtype) * times)
     if not differing:
         return None
     known = counted and largest >= 0

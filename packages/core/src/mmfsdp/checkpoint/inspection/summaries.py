@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import find_tensor
@@ -55,9 +56,7 @@ class TensorStatistics:
         return content
 
 
-def tensor_statistics(
-    layout: Layout, name: str, *, progress: Callable[[int, int], None] | None = None
-) -> TensorStatistics:
+def tensor_statistics(layout: Layout, name: str, *, progress: Progress | None = None) -> TensorStatistics:
     """Read all of one tensor and return statistics of its elements.
 
     Args:
@@ -76,7 +75,8 @@ def tensor_statistics(
     check_coverage(layout, [entry.name])
     [stored], times = without_repeats(entry)
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
-    zeros = nans = infs = done = 0
+    zeros = nans = infs = 0
+    tracker = Tracker(stored.nbytes, progress)
     with OpenFiles() as files:
         for block in tensor_blocks(files, stored, _BLOCK):
             found = values(block, entry.dtype)
@@ -90,9 +90,7 @@ def tensor_statistics(
             with np.errstate(all="ignore"):
                 low, high = min(low, float(wide.min(initial=math.inf))), max(high, float(wide.max(initial=-math.inf)))
                 total, squares = total + float(wide.sum()), squares + float(np.square(wide).sum())
-            done += len(block)
-            if progress is not None:
-                progress(done, stored.nbytes)
+            tracker.advance(len(block))
     count = stored.numel - nans
     return TensorStatistics(
         entry.name,

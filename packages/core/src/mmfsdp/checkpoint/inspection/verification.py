@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.checkpoint.files.writing import Progress
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.files.writing import Progress, Tracker
+from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
@@ -100,7 +99,7 @@ def verify(
     root = path.path if isinstance(path, Layout) else Path(path)
     layout: Layout | None = None
     try:
-        layout = path if isinstance(path, Layout) else open_layout(path, trust=trust, reference=reference)
+        layout = opened(path, trust=trust, reference=reference)
     except (CheckpointNotFoundError, UnsafePickleError):
         raise
     except CheckpointError as error:
@@ -192,38 +191,20 @@ def _coverage(layout: Layout) -> list[Problem]:
 
 
 def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: list[Problem]) -> int:
-    total, done = sum(check.nbytes for check in checks), 0
-    lock, stop = threading.Lock(), threading.Event()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        if stop.is_set():
-            raise InterruptedError
-        with lock:
-            done += count
-            if progress is not None:
-                progress(done, max(total, done))
+    tracker = Tracker(sum(check.nbytes for check in checks), progress)
 
     def run(check: Check) -> list[Problem]:
+        extents = [mark.extent for mark in check.marks]
         try:
-            scanned = scan_file(check.file, [mark.extent for mark in check.marks], whole=check.whole, advance=advance)
-        except InterruptedError:
-            raise
+            scanned = scan_file(check.file, extents, whole=check.whole, advance=tracker.advance)
         except OSError as error:
             return [Problem(f"{check.file.name} cannot be read: {error.strerror or error}.", str(check.file))]
-        return [Problem(*found) for found in check.compare(scanned)]
+        return [*check.compare(scanned)]
 
-    with ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-verify") as pool:
-        pending = [pool.submit(run, check) for check in checks]
-        try:
-            for future in pending:
-                problems += future.result()
-        except BaseException:
-            stop.set()
-            for future in pending:
-                future.cancel()
-            raise
-    return done
+    with ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-verify") as pool, tracker.stopping(pool):
+        for found in pool.map(run, checks):
+            problems += found
+    return tracker.done
 
 
 _BATCH = 128 << 20  # bytes of records that are one piece of work
@@ -264,21 +245,18 @@ class Check:
             return self.entry.size
         return sum(mark.extent[1] for mark in self.marks)
 
-    def compare(self, scanned: Scanned) -> Iterator[tuple[str, str, int | None]]:
-        """Yield message, file and offset of each checksum that does not match."""
+    def compare(self, scanned: Scanned) -> Iterator[Problem]:
+        """Yield a problem for each checksum that does not match."""
+        file = str(self.file)
         for mark, found in zip(self.marks, scanned.crcs, strict=True):
             if found is None:
-                yield f"{self.file.name} is truncated within {mark.what}.", str(self.file), mark.extent[0]
+                yield Problem(f"{self.file.name} is truncated within {mark.what}.", file, mark.extent[0])
             elif found != mark.crc32:
-                yield (
-                    f"{mark.what} in {self.file.name} is damaged: its CRC-32 is {found:08x} (expected "
-                    f"{mark.crc32:08x}).",
-                    str(self.file),
-                    mark.extent[0],
-                )
+                wrong = f"its CRC-32 is {found:08x} (expected {mark.crc32:08x})"
+                yield Problem(f"{mark.what} in {self.file.name} is damaged: {wrong}.", file, mark.extent[0])
         expected = None if self.entry is None else self.entry.crc32
         if expected is not None and scanned.whole != expected:
-            yield damaged_file(self.file, scanned.whole, expected), str(self.file), None
+            yield Problem(damaged_file(self.file, scanned.whole, expected), file)
 
 
 def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[list[Check], list[str]]:
