@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = ["Known", "Section", "known_shapes", "resolve_section"]
+__all__ = ["Known", "known_shapes", "resolve_section"]
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,6 @@ class Known:
     """Name to tensor of a whole checkpoint of the same model."""
     ordered: bool
     """Whether the reference has its names in the order of the model."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """One state dict in the parts of all ranks."""
-
-    name: str
-    """Its key in the checkpoint."""
-    parts: list[dict[Any, Any]]
-    """Each rank's, with the same keys."""
-    files: list[Path]
-    """Each rank's file."""
 
 
 def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
@@ -71,53 +59,54 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
     return Known(shapes, tuple(groups), found, reference is not None and not reference.format.startswith("safetensors"))
 
 
-def resolve_section(section: Section, known: Known) -> dict[str, Any]:
-    """Return the state dict with whole tensors: a ``TensorEntry`` for each parameter that was in parts.
+def resolve_section(parts: Sequence[Mapping[Any, Any]], files: Sequence[Path], known: Known) -> dict[Any, Any]:
+    """Return a state dict with whole tensors: a ``TensorEntry`` for each parameter that was in parts.
+
+    Args:
+        parts: The state dict as each rank saved it, all with the same keys.
+        files: The file of each rank.
+        known: Facts about parameters.
 
     Raises:
         IncompleteCheckpointError: The shapes of parameters are not known.
         CorruptCheckpointError: Parts do not fit together, or not with what is known.
     """
     units = {}
-    for key, value in section.parts[0].items():
+    for key, value in parts[0].items():
         if isinstance(value, PickledShards) and key.endswith(FLAT):
-            held = [part[key] for part in section.parts]
+            held = [part[key] for part in parts]
             if any(not isinstance(shards, PickledShards) for shards in held):
-                raise CorruptCheckpointError(f"{key!r} is not sharded on every rank.", file=str(section.files[0]))
-            units[key] = flat_unit(key, held, section.files)
-    plain = [key for key in section.parts[0] if key not in units]
-    pieces = {
-        key: [part[key] if isinstance(part[key], PickledTensor) else None for part in section.parts] for key in plain
-    }
+                raise CorruptCheckpointError(f"{key!r} is not sharded on every rank.", file=str(files[0]))
+            units[key] = flat_unit(key, held, files)
+    plain = [key for key in parts[0] if key not in units]
+    pieces = {key: [part[key] if isinstance(part[key], PickledTensor) else None for part in parts] for key in plain}
     spans = spans_of_views(list(units.values()), pieces)
     shapes = _shapes_of_places(spans, known)
     spans.update(_spans_of_copies(pieces, spans, known, [unit.prefix for unit in units.values()]))
-    result: dict[str, Any] = {}
+    split = {span.place[0] for span in spans.values()}  # units whose parameters have keys of their own
+    result: dict[Any, Any] = {}
     unknown: list[str] = []
-    for key in section.parts[0]:
-        if key in units:
-            if any(span.place[0] == units[key].prefix for span in spans.values()):
-                continue  # its parameters have keys of their own
-            found = _cut(units[key], list(units.values()), plain, known)
-            if found is None:
-                unknown.append(key)
-                continue
-            shapes.update({name: shape for name, shape in ((n, _shape(n, known)) for n in found) if shape is not None})
-            spans.update(found)
-            result.update(_entries(found, shapes, known, section, unknown))
-        elif key in spans:
-            result.update(_entries({key: spans[key]}, shapes, known, section, unknown))
-        else:
-            result[key] = section.parts[0][key]  # the same on all ranks
+    for key, value in parts[0].items():
+        if key not in units and key not in spans:
+            result[key] = value  # the same on all ranks
+        elif key in spans or units[key].prefix not in split:
+            found = {key: spans[key]} if key in spans else _cut(units[key], list(units.values()), plain, known)
+            unknown += [key] if found is None else []
+            for name, span in (found or {}).items():
+                shape = shapes.get(name, _shape(name, known))
+                if shape is None:
+                    unknown.append(name)
+                else:
+                    result[name] = _entry(name, span, shape, known, files[0])
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         raise IncompleteCheckpointError(
-            f"{section.files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
+            f"{files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
             "it has no optimizer state for them. Give a complete checkpoint of the same model as 'reference', such as "
             "the weights that training started from"
             + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order.")
             + " Or give the model itself: layout_of_model(model) as 'reference'.",
-            file=str(section.files[0]),
+            file=str(files[0]),
         )
     result.update(_aliases(result, known))
     return result
@@ -187,23 +176,14 @@ def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) 
     return None
 
 
-def _entries(
-    spans: Mapping[str, Span], shapes: Mapping[str, tuple[int, ...]], known: Known, section: Section, unknown: list[str]
-) -> dict[str, TensorEntry]:
-    result = {}
-    for name, span in spans.items():
-        shape = shapes.get(name, _shape(name, known))
-        if shape is None:
-            unknown.append(name)
-            continue
-        if math.prod(shape) != span.numel:
-            raise CorruptCheckpointError(
-                f"Parameter {name!r} has {span.numel} elements in {section.files[0].parent.name} (expected "
-                f"{math.prod(shape)}, as its shape is {list(shape)}).",
-                file=str(section.files[0]),
-            )
-        result[name] = entry_of_ranges(name, span.dtype, shape, span.ranges, _memory_order(name, known))
-    return result
+def _entry(name: str, span: Span, shape: tuple[int, ...], known: Known, file: Path) -> TensorEntry:
+    if math.prod(shape) != span.numel:
+        raise CorruptCheckpointError(
+            f"Parameter {name!r} has {span.numel} elements in {file.parent.name} (expected {math.prod(shape)}, as its "
+            f"shape is {list(shape)}).",
+            file=str(file),
+        )
+    return entry_of_ranges(name, span.dtype, shape, span.ranges, _memory_order(name, known))
 
 
 def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:

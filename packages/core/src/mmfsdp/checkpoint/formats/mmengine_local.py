@@ -11,15 +11,15 @@ import collections
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
-from mmfsdp.checkpoint.formats.flat_state_dicts import Known, Section, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.registry import Source
-from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, read_tree
+from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
@@ -119,25 +119,17 @@ def read_stock_files(files: RankFiles, source: Source) -> Layout:
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, PickledShards):
-            entry = _sharded(name, ranks)
-        elif isinstance(leaf, _Resolved):
-            entry = leaf.entry
-        elif isinstance(leaf, PickledTensor):
-            entry = TensorEntry(name, leaf.dtype, leaf.shape, (leaf.chunk((0,) * len(leaf.shape)),))
-        else:
+        if isinstance(leaf, PickledTensor):
+            return add_whole(name, leaf, tensors)
+        if not isinstance(leaf, PickledShards | TensorEntry):
             return leaf
         unique = unique_name(name, tensors)
-        tensors[unique] = TensorEntry(unique, entry.dtype, entry.shape, entry.chunks())
-        return TensorRef(unique, leaf.parameter if isinstance(leaf, PickledTensor) else None)
+        entry = _sharded(name, ranks) if isinstance(leaf, PickledShards) else leaf
+        tensors[unique] = replace(entry, name=unique)
+        return TensorRef(unique)
 
     bound = map_leaves(tree, bind)
     return Layout(files.directory, "mmengine_local", len(ranks), tensors, bound)
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    entry: TensorEntry
 
 
 def _read_ranks(files: RankFiles) -> list[_Rank]:
@@ -195,18 +187,14 @@ def _is_section(value: Any) -> bool:
 
 def _resolved(key: Any, value: dict[Any, Any], ranks: list[_Rank], known: Known) -> dict[Any, Any]:
     """Return a state dict of the model with its flat parameters taken apart."""
-    parts = [rank.tree.get(key) for rank in ranks]
+    parts: list[Any] = [rank.tree.get(key) for rank in ranks]
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, dict) or {*part} != {*value}:
             raise CorruptCheckpointError(
                 f"The keys of {str(key)!r} in {rank.path.name} are not those in {ranks[0].path.name}.",
                 file=str(rank.path),
             )
-    section = Section(str(key), [dict(part) for part in parts if isinstance(part, dict)], [rank.path for rank in ranks])
-    found = resolve_section(section, known)
-    result: dict[Any, Any] = collections.OrderedDict()
-    for name, entry in found.items():
-        result[name] = _Resolved(entry) if isinstance(entry, TensorEntry) else entry
+    result = collections.OrderedDict(resolve_section(parts, [rank.path for rank in ranks], known))
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, dict):
         vars(result)["_metadata"] = collections.OrderedDict(

@@ -112,7 +112,6 @@ def verify(
     unchecked: list[str] = []
     checks: list[Check] = []
     if layout is not None:
-        problems += _coverage(layout)
         try:
             checks, unchecked = planned_checks(layout, listed)
         except CheckpointError as error:
@@ -167,27 +166,18 @@ def _listed(directory: Path, manifest: Manifest | None, problems: list[Problem])
 
 
 def _located(layout: Layout, problems: list[Problem]) -> Layout:
-    """Return the layout without the tensors that cannot be located."""
+    """Return the layout without the tensors that cannot be located; check that the chunks of the others cover them."""
     found = {}
     for name, entry in layout.tensors.items():
         try:
             entry.chunks()
             found[name] = entry
+            check_coverage(layout, [name])
         except UnsafePickleError:
             raise
         except CheckpointError as error:
             problems.append(_problem(error))
     return replace(layout, tensors=found)
-
-
-def _coverage(layout: Layout) -> list[Problem]:
-    problems = []
-    for name in layout.tensors:
-        try:
-            check_coverage(layout, [name])
-        except CheckpointError as error:
-            problems.append(_problem(error))
-    return problems
 
 
 def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: list[Problem]) -> int:
