@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.distributed.torch_class import ENGINES, TorchFSDP, adamw, close, ours, plain, step, torch_settles, torchs
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
@@ -117,7 +118,14 @@ def round_trips(rank: int, name: str, folder: str) -> None:
             other.load_state_dict(weights)
             return other.optim_state_dict_to_load(fresh, content["optim"], load_directly=True)
 
+    def by_torchs_reader(other: Any, fresh: Any) -> Any:
+        with torch_settles(), other.state_dict_type(SHARDED):
+            reader = dcp.FileSystemReader(Path(folder, name))
+            stored = load_sharded_optimizer_state_dict(other.state_dict(), "optim", reader)
+            return other.optim_state_dict_to_load(fresh, stored["optim"])
+
     mine = full if rank == 0 else None
+    check(by_torchs_reader)
     check(lambda other, fresh: FSDP.optim_state_dict_to_load(other, fresh, full))
     check(lambda other, fresh: FSDP.optim_state_dict_to_load(full, other, fresh))  # torch 2.0's order
     check(lambda other, fresh: other.optim_state_dict_to_load(fresh, full))

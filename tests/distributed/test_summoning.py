@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.distributed.models import Block
 from tests.distributed.torch_class import ENGINES, TorchFSDP, adamw, close, ours, plain, step, torch_settles, torchs
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import mmfsdp
-from mmfsdp.errors import ShardStateError, UnsupportedCallError
-from mmfsdp.testing import run_ranks
+from mmfsdp.errors import LostRankError, ShardStateError, UnsupportedCallError
+from mmfsdp.testing import close_ranks, run_ranks
 
 FSDP: Any = mmfsdp.FullyShardedDataParallel
 
@@ -250,3 +254,26 @@ def applies(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_apply(name: str) -> None:
     run_ranks(applies, 2, name)
+
+
+def alone(rank: int, what: str) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    model: Any = FSDP(plain(), process_group=group, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = adamw(model)
+    step(model, optimizer)
+    dist.barrier()
+    calls = {
+        "making parameters whole": lambda: model.summon_full_params().__enter__(),
+        "gathering a state dict": model.state_dict,
+        "gathering an optimizer's state": lambda: model.optim_state_dict(optimizer),
+    }
+    if rank == 0:
+        with pytest.raises(LostRankError, match=f"did not take part while this rank was {what}"):
+            calls[what]()
+    dist.barrier()
+
+
+def test_one_rank_alone_is_told() -> None:
+    for what in ("making parameters whole", "gathering a state dict", "gathering an optimizer's state"):
+        run_ranks(alone, 2, what)
+    close_ranks()  # these have lost a group

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -80,5 +81,7 @@ def close(got: Any, want: Any) -> None:
         assert len(got) == len(want)
         for one, other in zip(got, want, strict=True):
             close(one, other)
+    elif isinstance(want, float):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
     else:
         assert got == want

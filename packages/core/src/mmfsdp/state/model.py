@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
+from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import place_in, scope_of
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
@@ -51,7 +52,8 @@ def model_state_dict(
     if kind == "sharded":
         return sharded
     keep = not rank0_only or is_first_rank(state)
-    gathered = {name: whole(value, keep, cpu_offload) for name, value in sharded.items()}
+    with Waiting("gathering a state dict"):
+        gathered = {name: whole(value, keep, cpu_offload) for name, value in sharded.items()}
     return gathered if keep else {}
 
 

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError
@@ -109,10 +110,11 @@ def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_of
         keep: Whether this rank keeps the tensors; otherwise it gets an empty dict.
         cpu_offload: Return CPU tensors.
     """
-    values = {
-        place: {name: whole(value, keep, cpu_offload) for name, value in entries.items()}
-        for place, entries in sharded["state"].items()
-    }
+    with Waiting("gathering an optimizer's state"):
+        values = {
+            place: {name: whole(value, keep, cpu_offload) for name, value in entries.items()}
+            for place, entries in sharded["state"].items()
+        }
     return {**sharded, "state": values} if keep else {}
 
 

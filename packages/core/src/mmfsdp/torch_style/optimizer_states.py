@@ -17,6 +17,7 @@ from mmfsdp.state import named_optimizer
 from mmfsdp.state.model import is_first_rank
 from mmfsdp.state.optimizer import gathered, optim_state_to_load, sharded_by_name
 from mmfsdp.state.sending import send_optim_state
+from mmfsdp.torch_style.sharded_tensors import without_sharded_tensors
 from mmfsdp.torch_style.state_dict_types import get_state_dict_type, on_cpu
 
 __all__ = [
@@ -261,7 +262,8 @@ def _checked(model: nn.Module, group: dist.ProcessGroup | None = None) -> Sharde
 
 
 def _to_load(state: ShardedModel, optim: Optimizer, state_dict: Any, *, from_rank0: bool = False) -> dict[str, Any]:
-    return optim_state_to_load(state, optim, send_optim_state(state_dict, state) if from_rank0 else state_dict)
+    own = send_optim_state(state_dict, state) if from_rank0 else without_sharded_tensors(state_dict, state)
+    return optim_state_to_load(state, optim, own)
 
 
 def _on_cpu(sharded: Mapping[str, Any]) -> dict[str, Any]:
