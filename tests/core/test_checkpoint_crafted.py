@@ -157,6 +157,7 @@ def verdict(pickled: bytes) -> str | None:
 LARGE = b"X\0\0\x08\0" + bytes(1 << 19) + b"0"  # a long text makes a pickle large, whose usual parts are not followed
 DEEP = b")" + b"\x85" * 100
 OBJECT = b"ca\nb\nq\x00"
+MADE = b"((h\0h\0X\1\0\0\0xh\0K\1tQK\0K\2\x85K\1\x85\x89h\0)RtR"  # a tensor, of what is called
 VIEW = b"K\0K\2\x85K\1\x85\x89h\x00)Rtq\x05R0"  # the rest of the arguments that rebuild a tensor, which is thrown away
 
 
@@ -180,6 +181,8 @@ VIEW = b"K\0K\2\x85K\1\x85\x89h\x00)Rtq\x05R0"  # the rest of the arguments that
         (DEEP + OBJECT + b")\x81}(h\x00K\x01ub" + b"h\x00)\x81}(h\x00K\x01ub" * 9 + b"\x86" * 10, True),
         (DEEP + b"Nq\0}(h\0Nu" + b"X\1\0\0\0x}(h\0Nu" * 9 + b"\x86" * 19, False),
         (DEEP + b"Nq\0}(h\0Nu" + b"X\1\0\0\0x}(h\0Nu" * 9 + b"\x86" * 20, True),
+        (DEEP + OBJECT + MADE + (b"X\1\0\0\0yh\0" + MADE) * 9 + b"\x86" * 18, False),
+        (DEEP + OBJECT + MADE + (b"X\1\0\0\0yh\0" + MADE) * 9 + b"\x86" * 19, True),
     ],
 )
 def test_bombs_in_what_is_not_followed(before: bytes, pickled: bytes, refused: bool) -> None:

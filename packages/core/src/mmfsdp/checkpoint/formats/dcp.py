@@ -12,8 +12,9 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from typing import Any
@@ -25,7 +26,7 @@ from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
-from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, StandIn, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import (
     CheckpointNotFoundError,
@@ -169,15 +170,9 @@ class _Place(Attributes):
     transform_descriptors: Any = None
 
 
-def _tuple(values: Any) -> tuple[Any, ...]:
-    if type(values) is not tuple and type(values) is not list:
-        raise ValueError(f"{brief(values)} is not a tuple of sizes")
-    return tuple(values[:1000])  # checked later, when the tensor is known
-
-
 # Classes with several objects per chunk.
-_MADE: Mapping[str, StandIn | type[Attributes]] = {
-    "torch.Size": StandIn(_tuple),
+_MADE: Mapping[str, Callable[..., Any]] = {
+    "torch.Size": itemgetter(slice(1000)),  # its sizes; they are checked when the tensor is known
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
     "torch.distributed.checkpoint.filesystem._StorageInfo": _Place,
@@ -283,6 +278,7 @@ def _path(name: str, value: Any) -> tuple[str | int, ...]:
         return (name,)  # saved without a planner's mapping: names as they are
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= _DEPTH or not isinstance(value[0], str):
         raise ValueError(f"the keys of {name!r} are {brief(value)}")
-    if any(not isinstance(key, str) and (type(key) is not int or key < 0) for key in value):
-        raise ValueError(f"the keys of {name!r} are {brief(value)}")
+    for key in value:
+        if type(key) is not str and (type(key) is not int or key < 0):
+            raise ValueError(f"the keys of {name!r} are {brief(value)}")
     return tuple(value)

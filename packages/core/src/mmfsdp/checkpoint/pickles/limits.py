@@ -210,7 +210,7 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
                     del stack[marks.pop() :]
                     stack[-1] = 0
                 skipped, at = found[0], found.end()
-                stack += [0] * (skipped.count(opcode) * (2 if count > 0 else 1))
+                stack += [0] * (skipped.count(opcode) * (1 if opcode == _NEWOBJ_OPCODE else 2))
                 memoized += 0 if named else skipped.count(_MEMOIZE_OPCODE)
         elif effect == _MARK:
             marks.append(len(stack))
@@ -253,28 +253,30 @@ _SMALL = 100  # elements of a tuple that may be a key where opcodes are skipped
 def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
     """Return what matches tens of thousands of tensors after an opcode, as checkpoints describe them.
 
-    After ``BINPERSID`` it is what else rebuilds a tensor; after ``NEWOBJ`` the state of an object and more objects, as
-    in DCP's metadata; after ``EMPTY_DICT`` its items and more dicts by name, as in ``rank{i}.pth``. A match takes a
-    tenth of the time of its opcodes (docs/adr/0006-mechanisms-removed-and-kept.md).
+    After ``BINPERSID`` it is what else rebuilds a tensor, and more tensors by name; after ``NEWOBJ`` the state of an
+    object and more objects, as in DCP's metadata; after ``EMPTY_DICT`` its items and more dicts by name, as in
+    ``rank{i}.pth``. A match takes a tenth of the time of its opcodes (docs/adr/0006-mechanisms-removed-and-kept.md).
 
-    It does no harm: its tuples are of up to nine integers, or of such tuples, and its keys are in the memo. No argument
-    contains the opcodes that are counted in it: of objects, of dicts and of places in the memo.
+    It does no harm: what it stores in the memo holds no tuples but those of up to nine integers, and tuples of these;
+    its keys are in the memo. No argument contains an opcode that is counted in it: the given one, which begins another
+    value, and the one that takes a place of the memo.
 
     Args:
         opcode: The opcode.
         named: Whether values are stored at named places of the memo.
     """
-    byte = rb"[^\x81\x94}]"
+    byte = rb"[^\x94\x%02x]" % opcode
     put = rb"(?:q%b|r%b{2}[\0-\x0f]\0)?" % (byte, byte) if named else rb"\x94?"
     get = rb"(?:h%b|j%b{4})" % (byte, byte)
     integer = rb"(?:K%b|M%b{2}|J%b{4}|\x8a(?:\x05%b{5}|\x06%b{6}))" % ((byte,) * 5)
     integers = rb"(?:\)|%b\x85|%b{2}\x86|%b{3}\x87|\(%b{0,9}t)" % ((integer,) * 4) + put
-    if opcode == _BINPERSID_OPCODE:
-        view = integer + integers * 2 + rb"[\x88\x89]" + get + rb"\)R%bt%bR" % (put, put)
-        return re.compile(view, re.DOTALL)
     length = rb"\x%02x\0{3}%b{%d}" if named else rb"\x%02x%b{%d}"
     texts = b"|".join(length % (size, byte, size) for size in range(128))
     text = rb"%b(?:%b)" % (b"X" if named else rb"\x8c", texts) + put
+    if opcode == _BINPERSID_OPCODE:
+        view = integer + integers * 2 + rb"[\x88\x89]" + get + rb"\)R%bt%bR" % (put, put) + put
+        storage = rb"\(\(%b%btQ" % (get * 2, text + get + integer)  # its tuple is not in the memo
+        return re.compile(view + rb"(?:%b)*+" % (text + get + storage + view), re.DOTALL)
     size = rb"(?:%b\x85|\(%bt)%bR" % (integers, integers, put) + put
     numbers = rb"\]%b\((?:%b|N)*+e" % (put, integer)
     value = rb"(?:%b(?:%b)?|%b|%b|%b|[N\x88\x89])" % (get, size, integer, numbers, text)

@@ -134,7 +134,7 @@ def read_pickle(
     *,
     file: Path,
     trust: bool = False,
-    functions: Mapping[str, StandIn | type[Attributes]] | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return the content of a pickle.
@@ -144,7 +144,7 @@ def read_pickle(
         file: Where it comes from, for messages.
         trust: Keep what is not on the list of safe names as an opaque ``PickledObject`` instead of refusing it. Even
             then nothing is imported or called.
-        functions: Stand-ins for functions and classes by ``'module.name'``.
+        functions: Stand-ins for functions and classes by ``'module.name'``; a pickle must not be able to change them.
         persistent: Makes an object of a persistent id.
 
     Raises:
@@ -204,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
         data: bytes | BinaryIO,
         file: Path,
         trust: bool,
-        functions: Mapping[str, StandIn | type[Attributes]],
+        functions: Mapping[str, Callable[..., Any]],
         persistent: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data) if isinstance(data, bytes) else data)
