@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp.basics import name_list
 from mmfsdp_cli.console import reporting_errors, say, say_list
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
@@ -163,7 +162,7 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 
 def _print(report: ConversionReport, limit: int) -> None:
-    from mmfsdp.basics import human_bytes
+    from mmfsdp.basics import human_bytes, name_list
 
     what = f"{report.tensors} tensor{'s' * (report.tensors != 1)}, {human_bytes(report.bytes)}"
     if report.dry_run:

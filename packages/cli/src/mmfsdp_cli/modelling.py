@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp.basics import require_torch
-
 if TYPE_CHECKING:
     import torch.nn as nn
 
@@ -66,6 +64,8 @@ def reference_of(reference: Path | None, model: str | None, arguments: Sequence[
         if arguments:
             raise click.BadParameter("needs --model", param_hint="--model-arg")
         return reference
+    from mmfsdp.basics import require_torch
+
     require_torch("--model")
     built, _ = model_of(model, arguments)
     from mmfsdp.checkpoint import layout_of_model

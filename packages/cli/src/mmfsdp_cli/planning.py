@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp.basics import require_torch
-from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import key_values, model_of
@@ -92,6 +90,9 @@ def plan_command(
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     wanted = key_values(changes, "--set")
     with reporting_errors():
+        from mmfsdp.basics import require_torch
+        from mmfsdp_cli.charts import bar_chart
+
         require_torch("mmfsdp-cli plan")
         built, source = model_of(model, model_arguments)
         if optimizer is None and source is not None:

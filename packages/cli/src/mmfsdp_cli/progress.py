@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from mmfsdp.basics import human_bytes
 from mmfsdp_cli.console import terminal_width
 
 __all__ = ["byte_progress", "count_progress"]
@@ -28,6 +27,8 @@ def byte_progress(quiet: bool) -> Iterator[Progress | None]:
     Args:
         quiet: Show nothing.
     """
+    from mmfsdp.basics import human_bytes
+
     with _progress(quiet, human_bytes, rate=True) as progress:
         yield progress
 
@@ -67,7 +68,7 @@ def _bar(stream: TextIO, text: Callable[[int], str], rate: bool) -> Progress:
         said = f" {100 * done // max(total, 1):3} %  {text(done)} of {text(total)}"
         if done and now - began >= 1:
             speed = done / (now - began)
-            said += f"  {human_bytes(int(speed))}/s" if rate else ""
+            said += f"  {text(int(speed))}/s" if rate else ""
             said += f"  {_clock((total - done) / speed)} left"
         width = min((terminal_width(stream) or 80) - len(said) - 1, _WIDEST)
         eighths = round(8 * width * done / max(total, 1))
