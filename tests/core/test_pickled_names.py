@@ -7,10 +7,6 @@ import os
 import pickle
 import pickletools
 import re
-import struct
-import subprocess
-import sys
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.planted_names import stack_global, text
 
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.layout import TensorRef
@@ -28,15 +25,6 @@ from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
 
 FILE = Path("x")
 EXAMPLES = int(os.environ.get("MMFSDP_FUZZ", "300"))
-
-
-def text(value: str) -> bytes:
-    data = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def stack_global(module: str, name: str) -> bytes:
-    return text(module) + text(name) + b"\x93"
 
 
 def no_tensor(_: PickleWriter, ref: TensorRef) -> None:
@@ -49,70 +37,6 @@ def written(tree: Any) -> bytes:
 
 def globals_of(pickled: bytes) -> list[str]:
     return [str(argument) for opcode, argument, _ in pickletools.genops(pickled) if opcode.name == "GLOBAL"]
-
-
-def planted(marker: Path) -> str:
-    """Return a name that, written into a GLOBAL opcode as it is, calls os.system when the pickle is loaded."""
-    assert "." not in str(marker)
-    return f"Int8DType\n0cposix\nsystem\n(Vtouch {marker}\ntR0VDType"
-
-
-def archive(path: Path, pickled: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as target:
-        target.writestr("x/data.pkl", pickled)
-        target.writestr("x/byteorder", b"little")
-        target.writestr("x/data/0", bytes(64))
-    return path
-
-
-TENSOR = (
-    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x10tQ"
-    b"K\x00K\x04\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
-)
-
-
-def with_planted_name(path: Path, marker: Path) -> Path:
-    name = stack_global("numpy.dtypes", planted(marker))
-    return archive(path, b"\x80\x04}(X\x05\0\0\0model}X\x01\0\0\0w" + TENSOR + b"sX\x04\0\0\0meta" + name + b"u.")
-
-
-def run(*args: object) -> subprocess.CompletedProcess[str]:
-    code = "from mmfsdp_cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["inspect", "{source}"],
-        ["inspect", "{source}", "--trust"],
-        ["verify", "{source}"],
-        ["verify", "{source}", "--trust"],
-        ["convert", "{source}", "{target}/out.pth", "--keep", "all"],
-        ["convert", "{source}", "{target}/out.pth", "--keep", "all", "--trust"],
-        ["convert", "{source}", "{target}/out", "--to", "local", "--ranks", "2", "--trust"],
-        ["convert", "{source}", "{target}/out", "--to", "dcp", "--trust"],
-        ["convert", "{source}", "{target}/out.safetensors"],
-        ["diff", "{source}", "{other}"],
-        ["diff", "{other}", "{source}"],
-    ],
-    ids=" ".join,
-)
-def test_every_command_names_a_planted_opcode(tmp_path: Path, command: list[str]) -> None:
-    marker = tmp_path / "marker"
-    source = with_planted_name(tmp_path / "in.pth", marker)
-    torch.save({"model": {"w": torch.zeros(4)}}, tmp_path / "other.pth")
-    (tmp_path / "out").mkdir()
-    places = {"source": str(source), "target": str(tmp_path / "out"), "other": str(tmp_path / "other.pth")}
-    done = run(*[part.format(**places) for part in command])
-    for output in (tmp_path / "out").rglob("*.pth"):
-        torch.load(output, weights_only=False)
-    assert not marker.exists()
-    assert done.returncode != 0, done.stdout
-    assert "in.pth" in done.stderr
-    assert "cposix" in done.stderr, done.stderr
-    assert "is not a name" in done.stderr
-    assert [*(tmp_path / "out").iterdir()] == []
 
 
 NOT_NAMES = [
