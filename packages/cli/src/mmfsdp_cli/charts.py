@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmfsdp.basics import human_bytes
-
 if TYPE_CHECKING:
     from mmfsdp import ShardPlan
 
@@ -41,6 +39,8 @@ def bar_chart(plan: ShardPlan, *, every_unit: bool, limit: int, width: int) -> s
 
 
 def _bars(rows: list[tuple[str, int]], width: int) -> list[str]:
+    from mmfsdp.basics import human_bytes
+
     rows = [(label if len(label) <= _LONGEST else f"...{label[3 - _LONGEST :]}", count) for label, count in rows]
     largest = max((count for _, count in rows), default=0) or 1
     name = max((len(label) for label, _ in rows), default=0)

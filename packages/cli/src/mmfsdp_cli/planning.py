@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import key_values, model_of
@@ -91,7 +92,6 @@ def plan_command(
     wanted = key_values(changes, "--set")
     with reporting_errors():
         from mmfsdp.basics import require_torch
-        from mmfsdp_cli.charts import bar_chart
 
         require_torch("mmfsdp-cli plan")
         built, source = model_of(model, model_arguments)
