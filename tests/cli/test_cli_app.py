@@ -148,9 +148,9 @@ def test_plan_and_doctor_without_torch_say_what_to_install(tmp_path: Path) -> No
     missing = "import sys; sys.modules['torch'] = None\n"
     code = f"{missing}from mmfsdp_cli.main import main; main()"
     for words, said in (
-        (["plan", "package.module:factory"], "mmfsdp-cli plan needs torch 2.6 or newer, which is not installed."),
+        (["plan", "package.module:factory"], "mmfsdp-cli plan needs torch 2.9 or newer, which is not installed."),
         (["plan", str(tmp_path / "config.py")], "Install it with: pip install 'mmfsdp[torch]'"),
-        (["inspect", str(tmp_path), "--model", "a:b"], "--model needs torch 2.6 or newer"),
+        (["inspect", str(tmp_path), "--model", "a:b"], "--model needs torch 2.9 or newer"),
         (["doctor", str(tmp_path / "config.py")], "pip install "),
     ):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
