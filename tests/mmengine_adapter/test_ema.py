@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import math
@@ -17,10 +18,10 @@ import pytest
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.hooks.ema_hook import EMAHook as StockEMAHook
+from mmengine.hooks import ema_hook
 from mmengine.model import ExponentialMovingAverage
 from mmengine.registry import HOOKS, METRICS, MODELS
-from mmengine.runner import Runner
+from mmengine.runner import Runner, load_state_dict
 from tests.mmengine_adapter.toy import POLICY, UNSHARDED, Accuracy, History, ToyModel, config, run, runner_of, strategy
 
 from mmfsdp.checkpoint import convert, open_layout
@@ -30,6 +31,10 @@ from mmfsdp_mmengine import EMAHook, MMFullyShardedDataParallel
 from mmfsdp_mmengine.checkpoints.content import safe_globals
 
 _runs = itertools.count()
+
+
+class StockEMAHook(ema_hook.EMAHook):
+    """MMEngine's own hook; as an object it would stand for ours."""
 
 
 @MODELS.register_module(force=True)
@@ -279,6 +284,68 @@ class TestResume:
             assert found["same after testing"]
 
 
+@HOOKS.register_module(force=True)
+class OwnLoading(EMAHook):
+    """Loads averages and swaps weights without calling the methods that it overrides, as mmpretrain's hook does."""
+
+    has_loaded = False
+
+    def before_train(self, runner: Any) -> None:
+        super().before_train(runner)
+        if not runner._resume and self.has_loaded:
+            for average, param in zip(self.ema_model.module.parameters(), self.src_model.parameters(), strict=True):
+                param.data.copy_(average.data)
+
+    def before_val_epoch(self, runner: Any) -> None:
+        self._swap_ema_parameters()
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        self.has_loaded = "ema_state_dict" in checkpoint
+        if self.has_loaded:
+            self._swap_ema_state_dict(checkpoint)
+            self.ema_model.load_state_dict(checkpoint["ema_state_dict"], strict=self.strict_load)
+        else:
+            load_state_dict(self.ema_model.module, copy.deepcopy(checkpoint["state_dict"]), strict=self.strict_load)
+
+
+def derived(rank: int, folder: Path) -> dict[str, Any]:
+    """Train, resume, start from the averages and from weights alone with a derived hook."""
+    hook = {"type": "OwnLoading", **CASES["ema"], "strict_load": True}
+    epochs = {"train_cfg": {"by_epoch": True, "max_epochs": 2, "val_interval": 1}}
+    found: dict[str, Any] = {}
+    for name, made in (("local", strategy("local")), ("full", strategy("full")), ("ddp", {"type": "DDPStrategy"})):
+        saved = str(folder / name / "epoch_1.pth")
+        whole = trained(folder / name, 2, hook, **epochs, strategy=made)
+        again = trained(folder / f"{name}-r", 2, hook, **epochs, strategy=made, load_from=saved, resume=True)
+        averages = trained(folder / f"{name}-a", 2, hook, **epochs, strategy=made, load_from=saved)
+        weights = folder / "weights.pth"
+        if name == "full" and rank == 0:
+            torch.save({"state_dict": load(Path(saved))["state_dict"]}, weights)
+        torch.distributed.barrier()
+        alone = (
+            trained(folder / f"{name}-w", 2, hook, **epochs, strategy=made, load_from=str(weights))
+            if name != "local"
+            else None
+        )
+        found[name] = {"whole": whole, "again": again, "averages": averages, "weights": alone}
+    return found
+
+
+def test_hooks_that_load_by_themselves(tmp_path: Path) -> None:
+    for found in run_ranks(derived, 2, tmp_path):
+        for name, results in found.items():
+            assert results["again"]["losses"] == results["whole"]["losses"][4:], name
+            assert results["again"]["metrics"] == results["whole"]["metrics"][1:], name
+            for case in ("whole", "averages"):
+                truth = found["ddp"][case]
+                assert results[case]["losses"] == pytest.approx(truth["losses"], rel=1e-4), (name, case)
+                for mine, theirs in zip(results[case]["metrics"], truth["metrics"], strict=True):
+                    assert mine == pytest.approx(theirs, rel=1e-4), (name, case)
+        assert found["full"]["weights"]["losses"] == pytest.approx(found["ddp"]["weights"]["losses"], rel=1e-4)
+        # the weights of a checkpoint with averages are the averages, and so is what this hook starts from
+        assert found["full"]["weights"]["losses"] == pytest.approx(found["full"]["averages"]["losses"], rel=1e-4)
+
+
 def strictly(rank: int, folder: Path, saved: Path, hook: type, made: dict[str, Any]) -> dict[str, tuple[str, bool]]:
     """Load checkpoints that fit and do not; return the error, and whether weights stayed as they were."""
     name = "flat" if made.get("model_wrapper", {}).get("use_orig_params") is False else "ema"
@@ -466,7 +533,7 @@ class TestRegistered:
         for name in ("EMAHook", "mmengine.EMAHook", "mmfsdp_mmengine.EMAHook"):
             assert HOOKS.get(name) is EMAHook
         assert mmengine.hooks.EMAHook is EMAHook
-        assert issubclass(EMAHook, StockEMAHook)
+        assert issubclass(EMAHook, ema_hook.EMAHook)
 
 
 OWN_HOOKS = """

@@ -18,7 +18,7 @@ from mmfsdp.runtime import find_sharded_model
 from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged, whole_value
 from mmfsdp_mmengine.checkpoints.content import with_own_counters
 
-__all__ = ["ShardAverages", "averaged_model_class", "with_averages"]
+__all__ = ["RecordedLoad", "ShardAverages", "averaged_model_class", "with_averages"]
 
 _PREFIX = "module."
 _live: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardAverages]] = weakref.WeakKeyDictionary()
@@ -158,6 +158,39 @@ class ShardAverages:
 
     def _own(self) -> dict[str, Any]:
         return {name: value for name, value in self.averaged.state_dict().items() if not name.startswith(_PREFIX)}
+
+
+class RecordedLoad:
+    """Stands for an averaged model while a hook loads a checkpoint, and keeps what it is given.
+
+    Each rank's averages need all ranks to load, and may not exist yet.
+
+    Attributes:
+        module: The averaged model's inner model; loading into it is recorded too.
+        averages: The averages, by the model's own names; None if nothing was loaded.
+        own: The state of the averaged model itself; None if it was not loaded.
+    """
+
+    def __init__(self) -> None:
+        self.module = _RecordingModule(self)
+        self.averages: dict[str, Any] | None = None
+        self.own: dict[str, Any] | None = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep the state of an averaged model."""
+        self.own = {name: value for name, value in state_dict.items() if not name.startswith(_PREFIX)}
+        self.averages = {
+            name.removeprefix(_PREFIX): value for name, value in state_dict.items() if name not in self.own
+        }
+
+
+class _RecordingModule(nn.Module):
+    def __init__(self, record: RecordedLoad) -> None:
+        super().__init__()
+        vars(self)["record"] = record
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *args: Any) -> None:
+        vars(self)["record"].averages = dict(state_dict)
 
 
 def with_averages(model: nn.Module, content: Mapping[str, Any], kind: Literal["full", "sharded"]) -> dict[str, Any]:

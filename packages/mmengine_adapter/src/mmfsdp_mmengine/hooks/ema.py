@@ -13,7 +13,7 @@ from mmengine.model import is_model_wrapper
 
 from mmfsdp import FullyShardedDataParallel
 from mmfsdp.errors import ConfigError
-from mmfsdp_mmengine.checkpoints.averages import ShardAverages, averaged_model_class
+from mmfsdp_mmengine.checkpoints.averages import RecordedLoad, ShardAverages, averaged_model_class
 from mmfsdp_mmengine.checkpoints.content import describe_mismatch, revised_keys
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
@@ -55,6 +55,9 @@ class EMAHook(StockEMAHook):
         self._sharded: ShardAverages | None = None
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._is_behind = False
+        if type(self).after_load_checkpoint is not EMAHook.after_load_checkpoint:
+            # A derived class may use the averages there without calling this class: mmpretrain's does.
+            self.after_load_checkpoint = self._load_as_derived
 
     @property
     def src_model(self) -> nn.Module:
@@ -93,16 +96,6 @@ class EMAHook(StockEMAHook):
         super().before_train(runner)
         self._catch_up()
 
-    def before_val_epoch(self, runner: Any) -> None:
-        """Swap the weights for the averages."""
-        self._catch_up()
-        super().before_val_epoch(runner)
-
-    def before_test_epoch(self, runner: Any) -> None:
-        """Swap the weights for the averages."""
-        self._catch_up()
-        super().before_test_epoch(runner)
-
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Add the averages to the checkpoint; the strategy has added those of a sharded model already."""
         if self._sharded is None:
@@ -135,6 +128,35 @@ class EMAHook(StockEMAHook):
         trained = {key: value for key, value in checkpoint["ema_state_dict"].items() if key not in own}
         self._loaded = checkpoint["state_dict"], own
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **revised_keys(trained, _WRAPPED)}
+
+    def _load_as_derived(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Call the derived class's own method, with averages that it can load into before there is a model for them."""
+        own = type(self).after_load_checkpoint
+        checkpoint["state_dict"] = revised_keys(checkpoint["state_dict"], _WRAPPED)
+        if not isinstance(runner.model, FullyShardedDataParallel):
+            if self._source is None:
+                self.before_run(runner)
+            own(self, runner, checkpoint)
+            return
+        before, self.ema_model = vars(self).get("ema_model"), RecordedLoad()
+        recorded = self.ema_model
+        try:
+            own(self, runner, checkpoint)
+        finally:
+            if self.ema_model is recorded:
+                self.ema_model = before
+        if recorded.averages is None:
+            return
+        if self.strict_load:
+            self.before_run(runner)
+            assert self._sharded is not None
+            self._sharded.check(recorded.averages, recorded.own)
+        self._is_behind, self._loaded = True, (recorded.averages, recorded.own or {})
+
+    def _swap_ema_parameters(self) -> None:
+        """Swap the weights and the averages, which are loaded first if a checkpoint has some."""
+        self._catch_up()
+        super()._swap_ema_parameters()
 
     def _catch_up(self) -> None:
         """Load the averages, or copy the weights, after loading or initialisation. Collective: every rank."""
