@@ -17,6 +17,7 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever 
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 CORE_WITH_TORCH = f"{CORE}[torch]"
+ADAPTER_WITH_MMENGINE = f"{ADAPTER}[mmengine]"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 PARALLEL = ("--numprocesses=3", "--dist=loadfile")  # also on two cores: ranks wait for each other more than they work
 TEST_TRUTHS = ("safetensors",)  # what tests compare with; core itself does not need it
@@ -80,10 +81,18 @@ def core_alone(session: nox.Session) -> None:
 @nox.session(default=False)
 def adapter_alone(session: nox.Session) -> None:
     """Install core and the MMEngine adapter, without the CLI: its tests pass."""
-    install(session, CORE_WITH_TORCH, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS)
+    install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, *TEST_TOOLS, *TEST_TRUTHS)
     expect_absent(session, "mmfsdp_cli", "click")
     session.run("python", "-c", "import mmfsdp_mmengine")
     session.run("python", "-m", "pytest", "tests/mmengine_adapter", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("extra", ["mmengine", "lite", "onedl"])
+def distributions(session: nox.Session, extra: str) -> None:
+    """Run the adapter's tests beside each distribution of MMEngine: mmengine, mmengine-lite, onedl-mmengine."""
+    install(session, CORE_WITH_TORCH, f"{ADAPTER}[{extra}]", *TEST_TOOLS, *TEST_TRUTHS)
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/mmengine_adapter"]))
 
 
 @nox.session(default=False)
@@ -104,14 +113,14 @@ def cli_alone(session: nox.Session) -> None:
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
-    install(session, CORE_WITH_TORCH, ADAPTER, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
+    install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
     session.run("python", "-m", "pytest", "tests/models", *session.posargs)
 
 
 @nox.session(default=False)
 def configs(session: nox.Session) -> None:
     """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50`` of each."""
-    install(session, CORE_WITH_TORCH, ADAPTER, CLI)
+    install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, CLI)
     session.install("-r", "tests/configs/requirements.txt", TORCH)  # has another transformers than constraints.txt
     session.install("--no-deps", "-r", "tests/configs/packages.txt")
     session.run("python", "-W", "ignore", "tests/configs/sweep.py", *session.posargs)
@@ -120,7 +129,7 @@ def configs(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation site into docs/_build/html; a warning is an error."""
-    install(session, CORE_WITH_TORCH, ADAPTER, CLI, "-r", "docs/requirements.txt")
+    install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, CLI, "-r", "docs/requirements.txt")
     session.run("python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 
@@ -146,6 +155,9 @@ def build(session: nox.Session) -> None:
         session.run("mmfsdp-cli", "--help", silent=True)
         expect_absent(session, "mmengine", "mmfsdp_mmengine")
         session.install("mmfsdp-mmengine==0.1.0", *wheels)
+        expect_absent(session, "mmengine")
+        session.run("python", "-c", "import mmfsdp_mmengine", success_codes=[1], silent=True)  # says what to install
+        session.install("mmfsdp-mmengine[mmengine]==0.1.0", *wheels)
         session.run("python", "-c", "import mmfsdp_mmengine")
 
 

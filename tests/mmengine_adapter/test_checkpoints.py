@@ -13,10 +13,18 @@ from mmengine.registry import MODELS
 from tests.mmengine_adapter.toy import POLICY, UNSHARDED, config, run, runner_of, strategy, train
 
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError, ShardStateError, StateDictError
+from mmfsdp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    PolicyNotFoundError,
+    ShardStateError,
+    StateDictError,
+)
 from mmfsdp.testing import RankError, run_ranks
 from mmfsdp_mmengine import FSDPStrategy
 from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.configs.lookup import UnknownNameError
 
 SAFE = safe_globals()
 
@@ -264,8 +272,23 @@ def load_text(rank: int, folder: Path) -> None:
 
 def resume_weights(rank: int, folder: Path) -> None:
     made = prepared(folder, optim={"optimizer": {"type": "SGD", "lr": 0.1}})
-    made.save_checkpoint(str(folder / "saved.pth"), save_optimizer=False)
-    made.resume(str(folder / "saved.pth"))
+    held = weights(made)
+    if rank == 0:
+        torch.save({"state_dict": held}, folder / "weights.pth")
+    torch.distributed.barrier()
+    made.resume(str(folder / "weights.pth"))
+
+
+def resume_without_optimizer(rank: int, folder: Path) -> tuple[str, bool, int]:
+    made = prepared(folder, optim={"optimizer": {"type": "SGD", "lr": 0.1}})
+    before = weights(made)
+    made.save_checkpoint(str(folder / "saved.pth"), save_optimizer=False, extra_ckpt={"meta": {"iter": 4}})
+    made.load_model_state_dict({name: value + 1 for name, value in before.items()})
+    lines: list[str] = []
+    made.logger.warning = lines.append  # type: ignore[method-assign]
+    content = made.resume(str(folder / "saved.pth"))
+    same = all(torch.equal(value, before[name]) for name, value in weights(made).items())
+    return "\n".join(lines), same, content["meta"]["iter"]
 
 
 class TestLoading:
@@ -299,7 +322,21 @@ class TestLoading:
     def test_resuming_from_weights_alone(self, tmp_path: Path) -> None:
         for kind, message in run_ranks(failing, 2, "resume_weights", tmp_path):
             assert kind is FormatError
-            assert "has no 'optimizer'. To start from its weights, use load_from without resume." in message
+            assert (
+                "has no 'meta', which says where training stopped. To start from its weights, use load_from" in message
+            )
+
+    def test_resuming_without_the_optimizers_state(self, tmp_path: Path) -> None:
+        for warning, same, iteration in run_ranks(resume_without_optimizer, 2, tmp_path):
+            assert "has no 'optimizer', as with save_optimizer=False" in warning
+            assert "Training continues after iteration 4" in warning
+            assert (same, iteration) == (True, 4)
+
+    def test_errors_are_also_those_that_users_catch(self) -> None:
+        assert issubclass(CheckpointNotFoundError, FileNotFoundError)
+        assert issubclass(StateDictError, RuntimeError)
+        assert issubclass(PolicyNotFoundError, ValueError)
+        assert issubclass(UnknownNameError, KeyError)
 
 
 def skip_init(rank: int, folder: Path, engine: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ConfigError(MmfsdpError):
     """A setting is unknown, misspelt, of the wrong type, or cannot be honoured."""
 
 
-class PolicyNotFoundError(ConfigError):
+class PolicyNotFoundError(ConfigError, ValueError):
     """No registry and no module has the named wrapping policy or initialisation function."""
 
 
@@ -123,7 +123,7 @@ class CheckpointError(MmfsdpError):
     """A checkpoint cannot be read or written."""
 
 
-class CheckpointNotFoundError(CheckpointError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the given path."""
 
 

@@ -1,5 +1,9 @@
 """mmfsdp for MMEngine: importing this package registers its classes in place of MMEngine's."""
 
+from mmfsdp_mmengine.installed import MissingMMEngineError, check_mmengine
+
+check_mmengine()  # before the first import of MMEngine fails, or half works
+
 from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
@@ -19,6 +23,7 @@ __all__ = [
     "FSDPStrategy",
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
+    "MissingMMEngineError",
     "__version__",
 ]
 

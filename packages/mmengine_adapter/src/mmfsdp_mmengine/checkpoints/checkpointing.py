@@ -28,6 +28,7 @@ from mmfsdp_mmengine.checkpoints.continuing import (
     Resumed,
     check_resumable,
     optimizer_classes,
+    warning_of_missing_state,
     warning_of_waiting_gradients,
 )
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
@@ -135,6 +136,8 @@ class CheckpointingStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load model, optimizer, schedulers and seed from a checkpoint. Collective: every rank.
 
+        What a checkpoint lacks, as the optimizer's state after ``save_optimizer=False``, starts anew, with a warning.
+
         Args:
             filename: See `load_checkpoint`.
             resume_optimizer: Whether to load the optimizer's state.
@@ -146,25 +149,27 @@ class CheckpointingStrategy(DDPStrategy):
             The rest of the content.
 
         Raises:
-            FormatError: The checkpoint has only weights.
+            FormatError: The checkpoint has only weights, and no ``meta``.
             StateDictError: The checkpoint has other optimizers; nothing is loaded then.
             CheckpointError: The checkpoint cannot be read; raised on every rank.
         """
         self.logger.info(f"Resume checkpoint from {filename}")
         with_optimizer = resume_optimizer and hasattr(self, "optim_wrapper")
         with_schedulers = resume_param_scheduler and hasattr(self, "param_schedulers")
-        needed = ["meta", *["optimizer"] * with_optimizer, *["param_schedulers"] * with_schedulers]
+        wanted = [*["optimizer"] * with_optimizer, *["param_schedulers"] * with_schedulers]
         own = optimizer_classes(self.optim_wrapper) if with_optimizer else {}
 
         def check(content: dict[str, Any]) -> None:
-            check_resumable(content, filename, needed, own)
+            check_resumable(content, filename, own)
             if callback is not None:
                 callback(content)
 
         content = self.load_checkpoint(filename, map_location=map_location, callback=check)
-        if with_optimizer:
+        if (warning := warning_of_missing_state(content, filename, wanted)) is not None:
+            self.logger.warning(warning)
+        if with_optimizer and "optimizer" in content:
             self.load_optim_state_dict(content.pop("optimizer"))
-        if with_schedulers:
+        if with_schedulers and "param_schedulers" in content:
             self.load_scheduler_state_dict(content.pop("param_schedulers"))
         self._resume_seed(content["meta"].get("seed"))
         self._resume_progress(content.pop("progress", None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,13 @@ import torch
 from mmfsdp.errors import FormatError, StateDictError
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of, waiting_gradients
 
-__all__ = ["Resumed", "check_resumable", "optimizer_classes", "warning_of_waiting_gradients"]
+__all__ = [
+    "Resumed",
+    "check_resumable",
+    "optimizer_classes",
+    "warning_of_missing_state",
+    "warning_of_waiting_gradients",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +31,21 @@ class Resumed:
     """The state of this rank's random number generators; None if another number of ranks saved the checkpoint."""
 
 
-def check_resumable(content: Mapping[str, Any], filename: str, needed: list[str], own: Mapping[str, str]) -> None:
+def check_resumable(content: Mapping[str, Any], filename: str, own: Mapping[str, str]) -> None:
     """Check that a checkpoint has what resuming needs. Not collective.
 
     Args:
         content: The checkpoint's content.
         filename: Its name, for messages.
-        needed: The top-level keys that it must have.
         own: What `optimizer_classes` returns for the config, or an empty mapping to accept any optimizer.
 
     Raises:
-        FormatError: The checkpoint lacks a key.
+        FormatError: The checkpoint lacks ``meta``.
         StateDictError: It was saved with other optimizers.
     """
-    missing = [name for name in needed if name not in content]
-    if missing:
+    if "meta" not in content:
         raise FormatError(
-            f"Training cannot be resumed from {filename}: it has no {' and no '.join(map(repr, missing))}. "
+            f"Training cannot be resumed from {filename}: it has no 'meta', which says where training stopped. "
             "To start from its weights, use load_from without resume.",
             file=str(filename),
         )
@@ -51,6 +55,24 @@ def check_resumable(content: Mapping[str, Any], filename: str, needed: list[str]
             f"{filename} was saved with the optimizers {saved}, but the config has {own}. Configure the "
             "optimizers that were saved, or load only the weights with load_from and resume=False."
         )
+
+
+def warning_of_missing_state(content: Mapping[str, Any], filename: str, wanted: Iterable[str]) -> str | None:
+    """Return a warning if a checkpoint lacks state that training would continue from, else None.
+
+    Args:
+        content: The checkpoint's content.
+        filename: Its name.
+        wanted: Top-level keys, such as ``'optimizer'``.
+    """
+    missing = [name for name in wanted if name not in content]
+    if not missing:
+        return None
+    return (
+        f"{filename} has no {' and no '.join(map(repr, missing))}, as with save_optimizer=False or "
+        f"save_param_scheduler=False. Training continues after iteration {content['meta'].get('iter')} with the "
+        "weights of the checkpoint; what it lacks starts anew, so the run will differ from one that never stopped."
+    )
 
 
 def optimizer_classes(optim_wrapper: Any) -> dict[str, str]:

@@ -57,7 +57,7 @@ class EMAHook(StockEMAHook):
         self._is_behind = False
         if type(self).after_load_checkpoint is not EMAHook.after_load_checkpoint:
             # A derived class may use the averages there without calling this class: mmpretrain's does.
-            self.after_load_checkpoint = self._load_as_derived
+            self.after_load_checkpoint = self._load_as_derived  # type: ignore[method-assign]
 
     @property
     def src_model(self) -> nn.Module:
