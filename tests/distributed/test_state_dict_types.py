@@ -79,9 +79,27 @@ def whole_ones(rank: int, name: str) -> None:
         other.load_state_dict({key: value for key, value in state.items() if key != "embed.weight"})
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_whole_state_dicts(name: str) -> None:
-    run_ranks(whole_ones, 2, name)
+def nested_ones(rank: int, name: str) -> None:
+    def pair(seed: int) -> Any:
+        return nn.ModuleDict({"student": ours(name, seed), "head": nn.Linear(1, 1)})
+
+    first, second = pair(1), pair(5)
+    step(first["student"], adamw(first["student"]))
+    with torch.no_grad():
+        second["student"].eval()(torch.arange(4))  # leaves units gathered
+    state = first.state_dict()
+    given = dict(state)
+    assert second.load_state_dict(state).missing_keys == []
+    assert state.keys() == given.keys()
+    close(dict(second.state_dict()), dict(state))
+    for change, message in (
+        ({"student.embed.weight": torch.zeros(3, 3)}, "size mismatch"),
+        ({"student.embed.wait": torch.zeros(3, 3)}, "Unexpected"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            second.load_state_dict({**state, **change})
+    close(dict(second.state_dict()), dict(state))
+    step(second["student"], adamw(second["student"]))
 
 
 def sharded_ones(rank: int, name: str, folder: str) -> None:
@@ -150,11 +168,6 @@ def settings(rank: int, name: str) -> None:
                 FSDP.set_state_dict_type(bare, FULL)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_settings(name: str) -> None:
-    run_ranks(settings, 2, name)
-
-
 def units(rank: int, name: str) -> None:
     with torch_settles():
         reference = torchs()
@@ -171,11 +184,6 @@ def units(rank: int, name: str) -> None:
     assert model.check_is_root()
     step(model, adamw(model))
     assert [unit for unit in found if isinstance(unit, FSDP) and unit.check_is_root()] == [model]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_units(name: str) -> None:
-    run_ranks(units, 2, name)
 
 
 def halving(state: dict[str, int], grad: torch.Tensor, out: torch.Tensor) -> None:
@@ -203,6 +211,12 @@ def hooks(rank: int, name: str) -> None:
     close(other.clip_grad_norm_(1e9), want / 2)
 
 
+def all_of_them(rank: int, name: str) -> None:
+    for function in (whole_ones, nested_ones, settings, units, hooks):
+        function(rank, name)
+
+
 @pytest.mark.parametrize("name", ENGINES)
-def test_communication_hooks(name: str) -> None:
-    run_ranks(hooks, 2, name)
+def test_state_dict_types(name: str) -> None:
+    """All in one call, because worlds start slowly; the trace names the function that failed."""
+    run_ranks(all_of_them, 2, name)

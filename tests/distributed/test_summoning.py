@@ -66,11 +66,6 @@ def shows_what_torch_shows(rank: int, name: str) -> None:
     close(model.state_dict(), {**want, "head.weight": want["embed.weight"]})
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_it_shows_what_torch_shows(name: str) -> None:
-    run_ranks(shows_what_torch_shows, 2, name)
-
-
 def edits(rank: int, name: str) -> None:
     model: Any = ours(name)
     optimizer = adamw(model)
@@ -99,11 +94,6 @@ def edits(rank: int, name: str) -> None:
         with model.summon_full_params(writeback=False, with_grads=True):
             assert all(bool((param.grad == 2).all()) for param in model.parameters())
     optimizer.step()
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_edits_are_kept_if_asked_for(name: str) -> None:
-    run_ranks(edits, 2, name)
 
 
 def parts(rank: int, name: str) -> None:
@@ -139,11 +129,6 @@ def parts(rank: int, name: str) -> None:
     step(model, None)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_parts_of_a_model(name: str) -> None:
-    run_ranks(parts, 2, name)
-
-
 def first_rank_only(rank: int, name: str) -> None:
     model: Any = ours(name)
     step(model, None)
@@ -160,11 +145,6 @@ def first_rank_only(rank: int, name: str) -> None:
     ):
         pass
     assert isinstance(caught.value, NotImplementedError)  # what torch raises
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_first_rank_only(name: str) -> None:
-    run_ranks(first_rank_only, 2, name)
 
 
 class Summons(nn.Module):
@@ -203,13 +183,10 @@ def wrong_times(rank: int, name: str) -> None:
     model(torch.arange(4)).sum().backward()
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_calls_at_the_wrong_time(name: str) -> None:
-    run_ranks(wrong_times, 2, name)
-
-
 def generates(rank: int, name: str) -> None:
     """Text generation of transformers shows the root's own parameters and runs forwards inside."""
+    if name.startswith("fsdp1"):
+        return  # torch's own may do it, or not
     model: Any = ours(name).eval()
     x = torch.arange(4)
     with torch.no_grad():
@@ -221,11 +198,6 @@ def generates(rank: int, name: str) -> None:
         close(model(x), want)
     model.train()
     step(model, adamw(model))
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "replicate"])
-def test_forwards_while_the_root_is_whole(name: str) -> None:
-    run_ranks(generates, 2, name)
 
 
 def applies(rank: int, name: str) -> None:
@@ -251,11 +223,6 @@ def applies(rank: int, name: str) -> None:
     step(model, adamw(model))
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_apply(name: str) -> None:
-    run_ranks(applies, 2, name)
-
-
 def alone(rank: int, what: str) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     model: Any = FSDP(plain(), process_group=group, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -274,6 +241,18 @@ def alone(rank: int, what: str) -> None:
 
 
 def test_one_rank_alone_is_told() -> None:
+    close_ranks()  # a mesh of theirs would be taken, with a group that waits longer
     for what in ("making parameters whole", "gathering a state dict", "gathering an optimizer's state"):
         run_ranks(alone, 2, what)
     close_ranks()  # these have lost a group
+
+
+def all_of_them(rank: int, name: str) -> None:
+    for function in (shows_what_torch_shows, edits, parts, first_rank_only, wrong_times, generates, applies):
+        function(rank, name)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_summoning(name: str) -> None:
+    """All in one call, because worlds start slowly; the trace names the function that failed."""
+    run_ranks(all_of_them, 2, name)

@@ -23,6 +23,7 @@ from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import LoadReport
 from mmfsdp.torch_style import optimizer_states, state_dict_types, summoning, units
 from mmfsdp.torch_style.arguments import translate_arguments
+from mmfsdp.torch_style.nested import load_from_outside
 from mmfsdp.torch_style.state_dict_types import default_state_dict_type, on_cpu
 from mmfsdp.torch_style.static_methods import instance_or_static
 
@@ -75,6 +76,7 @@ class FullyShardedDataParallel(nn.Module):
             self.module = sharded
             find_sharded_model(sharded).alias(self)
             default_state_dict_type(self)
+            load_from_outside(self)
 
     @property
     def plan(self) -> ShardPlan:
@@ -179,7 +181,10 @@ class FullyShardedDataParallel(nn.Module):
             if not all(state.shown.values()):
                 values = {}  # summon_full_params shows parameters on the first rank only
             elif state.shown and self._is_torch_fsdp:
-                values = {key: value.detach().clone() for key, value in super().state_dict().items()}
+                shown = super().state_dict()
+                values = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in shown.items()
+                }
             else:
                 values = model_state_dict(self, rank0_only=rank0_only, cpu_offload=config.offload_to_cpu)
         elif self._is_torch_fsdp:
