@@ -18,7 +18,7 @@ MINIMUM_MMENGINE = (0, 10)
 
 
 class MissingMMEngineError(MmfsdpError, ImportError):
-    """MMEngine is not installed, is too old, or is installed by two distributions over each other."""
+    """MMEngine or its cv2 is not installed, or MMEngine is too old, or two distributions of it are installed."""
 
 
 def check_mmengine() -> None:
@@ -37,6 +37,11 @@ def check_mmengine() -> None:
         return  # a clone of its repository
     if (problem := problem_of(found)) is not None:
         raise MissingMMEngineError(problem)
+    if importlib.util.find_spec("cv2") is None:
+        raise MissingMMEngineError(
+            f"{' and '.join(found)} imports cv2, which is not installed: pip install opencv-python, or, on a machine "
+            "without a display, opencv-python-headless."
+        )
 
 
 def problem_of(found: Mapping[str, str]) -> str | None:
