@@ -15,6 +15,7 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+RELEASES = ("2.9.1", TORCH.removeprefix("torch=="), "2.15.0")  # oldest, pinned, newest: mmfsdp/basics/torch_version.py
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 CORE_WITH_TORCH = f"{CORE}[torch]"
 ADAPTER_WITH_MMENGINE = f"{ADAPTER}[mmengine]"
@@ -124,6 +125,18 @@ def configs(session: nox.Session) -> None:
     session.install("-r", "tests/configs/requirements.txt", TORCH)  # has another transformers than constraints.txt
     session.install("--no-deps", "-r", "tests/configs/packages.txt")
     session.run("python", "-W", "ignore", "tests/configs/sweep.py", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", [nox.param(release, id=release) for release in RELEASES])
+def compat(session: nox.Session, torch: str) -> None:
+    """Run all tests, or those named after ``--``, on the oldest, the pinned and the newest supported torch."""
+    session.run("python", "tools/torch_on_cpu.py", torch)
+    path = Path(session.create_tmp(), "constraints.txt")
+    path.write_text((ROOT / "constraints.txt").read_text().replace(TORCH, f"torch=={torch}"))
+    pins = ("-c", str(path))
+    session.install("-r", "requirements-dev.txt", *pins)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session(default=False)

@@ -43,6 +43,12 @@ def test_is_needed(name: str) -> None:
     assert MINIMUM_TORCH < DIFFERENCES[name] <= NEWEST_TESTED_TORCH
 
 
+def test_nox_runs_the_oldest_the_pinned_and_the_newest() -> None:
+    [named] = re.findall(r"^RELEASES = \((.+?)\)  #", (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
+    releases = [(int(major), int(minor)) for major, minor in re.findall(r'"(\d+)\.(\d+)\.\d+"', named)]
+    assert releases == [MINIMUM_TORCH, NEWEST_TESTED_TORCH]
+
+
 @pytest.mark.parametrize("name", SEEN)
 def test_begins_with_its_release(name: str) -> None:
     assert SEEN[name]() == (installed_release() >= DIFFERENCES[name])
