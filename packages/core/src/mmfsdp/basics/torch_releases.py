@@ -22,6 +22,7 @@ __all__ = [
     "HAS_SEVERAL_GROUPS",
     "RESETS_ITERATIONS",
     "RUNS_UNITS_IN_PARTS",
+    "STARTS_ADAGRAD_IN_STEP",
     "counted_groups",
     "counts_every_group",
     "discard_iteration",
@@ -30,7 +31,11 @@ __all__ = [
     "mend_unit",
     "param_groups_of",
     "put_zero_gradients",
+    "start_adagrad",
 ]
+
+STARTS_ADAGRAD_IN_STEP = (2, 12)
+"""Adagrad makes its state in the first step, as other optimizers do; its constructor does so on 2.9."""
 
 HAS_SEVERAL_GROUPS = (2, 12)
 """A module that was sharded can have several parameter groups."""
@@ -161,6 +166,19 @@ def put_zero_gradients(params: list[Any], missing: list[int]) -> None:
 def frees_received_first() -> bool:
     """Return whether `FREES_RECEIVED_FIRST` holds for the installed release; plans of memory depend on it."""
     return installed_release() >= FREES_RECEIVED_FIRST
+
+
+def start_adagrad(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of an Adagrad that has none, as its constructor does before `STARTS_ADAGRAD_IN_STEP`."""
+    import torch
+
+    starts_itself = installed_release() >= STARTS_ADAGRAD_IN_STEP or not isinstance(optimizer, torch.optim.Adagrad)
+    if starts_itself or optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            total = torch.full_like(param, optimizer.defaults["initial_accumulator_value"])
+            optimizer.state[param] = {"step": torch.tensor(0.0), "sum": total}
 
 
 def mend_unit(modules: list[Any]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.basics.torch_releases import start_adagrad
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import any_of
 from mmfsdp.runtime.flat_params import flat_params
@@ -75,6 +76,7 @@ def flat_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Ma
     """
     named = _named(state, optimizer, state_dict)
     is_full = _is_full(named)
+    start_adagrad(optimizer)
     fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
     if named["state"]:
         with unwatched(), _initialised(state, optimizer):
@@ -130,6 +132,7 @@ def state_by_name(
         with _state_dict_type(state, StateDictType.SHARDED_STATE_DICT):
             given = FullyShardedDataParallel.optim_state_dict(state.module, optimizer, dict(own_form))
         return _in_order(state, optimizer, given)
+    start_adagrad(optimizer)
     fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
     with unwatched(), _initialised(state, optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
