@@ -87,7 +87,8 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
     - gathered: ``whole * compute`` of a unit. The root and units that do not reshard stay gathered from forward to
       backward; those that reshard to ``k`` ranks keep ``1 / k``. On top of what stays comes, at the worst moment of a
       step, a unit's parameters, what was received for it, and what was received for the unit before it (since torch
-      2.15 that is freed before the copy), or for the ``prefetch.forward`` units after it. (fsdp1 copies nothing: the unit and the next one.)
+      2.15 that is freed before the copy), or for the ``prefetch.forward`` units after it. (fsdp1 copies nothing: the
+      unit and the next one.)
     - reducing: ``elements * compute + whole * reduce`` of the trained parameters of the largest unit: its gradients,
       and their copy to be sent. The root's gradients, ``elements * compute``, wait until all others are reduced.
 
