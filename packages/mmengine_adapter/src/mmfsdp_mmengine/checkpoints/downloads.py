@@ -13,7 +13,7 @@ import mmengine.runner.checkpoint as stock
 import torch
 
 from mmfsdp.collective import scope_of
-from mmfsdp.errors import CheckpointError, CorruptCheckpointError
+from mmfsdp.errors import CheckpointError, CorruptCheckpointError, MmfsdpError
 from mmfsdp_mmengine.processes.machines import in_turns
 
 __all__ = ["download_content", "local_path"]
@@ -48,6 +48,8 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
         try:
             with _one_process(read):
                 return stock.CheckpointLoader.load_checkpoint(filename, map_location)
+        except MmfsdpError:
+            raise
         except (OSError, http.client.HTTPException) as error:
             raise CheckpointError(f"{filename} cannot be downloaded: {error}") from error
 

@@ -95,7 +95,7 @@ class read_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | MmfsdpError):
             reason = error.strerror or error
             raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
 
@@ -105,6 +105,8 @@ def write_errors(target: Path) -> Iterator[None]:
     """Turn errors of the operating system within a block into ours: this target cannot be written."""
     try:
         yield
+    except MmfsdpError:  # some are errors of the operating system too, and say what is wrong already
+        raise
     except OSError as error:
         raise not_written(target, error) from error
 
@@ -113,7 +115,7 @@ def _system_error(error: BaseException) -> OSError | None:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    return next((one for one in chain if isinstance(one, OSError)), None)
+    return next((one for one in chain if isinstance(one, OSError) and not isinstance(one, MmfsdpError)), None)
 
 
 _OPEN_FILES = 64
