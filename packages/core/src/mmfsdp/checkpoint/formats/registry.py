@@ -30,6 +30,7 @@ from mmfsdp.errors import (
     ConfigError,
     CorruptCheckpointError,
     FormatError,
+    IncompleteCheckpointError,
     closest,
 )
 
@@ -347,6 +348,12 @@ def open_layout(
         return layout
     except CheckpointError as error:
         raise of_file(error, path) from error.__cause__
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(
+            f"{path.name} changed while it was read: {os.path.basename(error.filename or '')!r} is gone, as another "
+            "process removed or replaced it. Read the checkpoint again when no other process writes to it.",
+            file=str(path),
+        ) from error
     except RecursionError as error:
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
