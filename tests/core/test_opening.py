@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmfsdp.basics.boxes import Bounds
+from mmfsdp.checkpoint import convert
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.saving.verified_files import VerifiedFiles
 
 COUNT = 100  # more than stay open
@@ -68,3 +71,26 @@ def test_loading_notices_a_file_that_was_replaced(paths: list[Path]) -> None:
     with pytest.raises(CorruptCheckpointError, match="0 changed while it was read"):
         files.fill(entry, box, target)
     files.close()
+
+
+@pytest.mark.parametrize(
+    ("to", "link"),
+    [
+        ("local", "rank0.pth"),
+        ("local", "rank1.pth"),
+        ("local", "manifest.json"),
+        ("sharded", ".metadata"),
+        ("sharded", "__1_0.distcp"),
+        ("safetensors_index", "model.safetensors.index.json"),
+        ("safetensors_index", "model-00001-of-00001.safetensors"),
+    ],
+)
+def test_a_link_to_a_file_that_does_not_exist_is_named(tmp_path: Path, to: str, link: str) -> None:
+    torch.save({"w": torch.arange(8.0)}, tmp_path / "model.pth")
+    path = tmp_path / "checkpoint"
+    convert(tmp_path / "model.pth", path, to=to, ranks=None if to == "safetensors_index" else 2)
+    (path / link).unlink()
+    (path / link).symlink_to("elsewhere")
+    with pytest.raises((IncompleteCheckpointError, CheckpointNotFoundError), match=re.escape(link)):
+        convert(path, tmp_path / "whole.pth")
+    assert not (tmp_path / "whole.pth").exists()

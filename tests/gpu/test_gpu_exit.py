@@ -1,4 +1,4 @@
-"""A process that trained on a GPU ends cleanly, at once, and without a word on stderr that it could avoid."""
+"""A process that trained on a GPU exits with status 0 and prints no traceback or warning of its process group."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MINIMUM_TORCH = (2, 9)
 """Oldest release, (major, minor), that the extra ``mmfsdp[torch]`` accepts."""
 
 NEWEST_TESTED_TORCH = (2, 15)
-"""Newest release, (major, minor), on which all tests passed: see ``nox -s compat``."""
+"""Newest release, (major, minor), that ``nox -s compat`` runs the tests on; docs/install.md has the results."""
 
 
 def require_torch(what: str) -> None:
@@ -43,7 +43,10 @@ def require_torch(what: str) -> None:
 
 @functools.cache
 def installed_release() -> tuple[int, int]:
-    """Return (major, minor) of the installed torch; a version that is no number counts as untested. Not collective."""
+    """Return (major, minor) of the installed torch. Not collective.
+
+    A build whose version has no number counts as newer than all that were tested.
+    """
     import torch
 
     found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))

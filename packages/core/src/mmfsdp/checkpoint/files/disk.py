@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from mmfsdp.errors import (
     CheckpointError,
@@ -95,7 +96,7 @@ class read_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | MmfsdpError):
+        if _is_systems(error) and not isinstance(error, FileNotFoundError):
             reason = error.strerror or error
             raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
 
@@ -105,17 +106,22 @@ def write_errors(target: Path) -> Iterator[None]:
     """Turn errors of the operating system within a block into ours: this target cannot be written."""
     try:
         yield
-    except MmfsdpError:  # some are errors of the operating system too, and say what is wrong already
-        raise
     except OSError as error:
+        if not _is_systems(error):
+            raise
         raise not_written(target, error) from error
+
+
+def _is_systems(error: BaseException | None) -> TypeGuard[OSError]:
+    # Some errors of ours are also OSErrors, for callers who catch those; they say what is wrong already.
+    return isinstance(error, OSError) and not isinstance(error, MmfsdpError)
 
 
 def _system_error(error: BaseException) -> OSError | None:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    return next((one for one in chain if isinstance(one, OSError) and not isinstance(one, MmfsdpError)), None)
+    return next((one for one in chain if _is_systems(one)), None)
 
 
 _OPEN_FILES = 64
