@@ -350,9 +350,9 @@ def open_layout(
         raise of_file(error, path) from error.__cause__
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(
-            f"{path.name} lists {os.path.basename(error.filename or '')!r}, which is not there: either it is a link to "
-            "a file that does not exist, or another process removed it while the checkpoint was read. Restore the file, "
-            "or try again when no other process writes there.",
+            f"{path.name} lists {os.path.basename(error.filename or '')!r}, which is not there: either it is a link "
+            "to a file that does not exist, or another process removed it while the checkpoint was read. Restore the "
+            "file, or try again when no other process writes there.",
             file=str(path),
         ) from error
     except RecursionError as error:
