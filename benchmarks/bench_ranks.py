@@ -80,7 +80,7 @@ def sharding(size: int) -> float:
     root = Path(__file__).resolve().parents[1]
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-        for _ in range(3)
+        for _ in range(sized(3, 1))
     ]
     return statistics.median(float(run.stdout.split()[-1]) for run in runs)
 

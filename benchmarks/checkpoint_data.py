@@ -6,18 +6,17 @@ Run as ``python benchmarks/checkpoint_data.py KIND PATH BYTES``, so that what me
 from __future__ import annotations
 
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from mmfsdp.testing import run_ranks
 
 RANKS = 4
 ROWS, COLUMNS = 4096, 1024  # 16 MiB in float32
@@ -45,9 +44,8 @@ def _state(kind: str, nbytes: int, rank: int) -> dict[str, Any]:
     return state
 
 
-def _rank(rank: int, kind: str, path: str, nbytes: int, store: str) -> None:
+def _write(rank: int, kind: str, path: str, nbytes: int) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     alone = kind in ("small", "names_of_one")
     state = _state(kind, nbytes, rank) if not alone or rank == 0 else {}
     if alone:  # whole tensors, from one rank: planning so many among four takes minutes
@@ -60,10 +58,7 @@ def _rank(rank: int, kind: str, path: str, nbytes: int, store: str) -> None:
         dcp.save(state, checkpoint_id=path)
         if rank == 0:
             torch.save({}, Path(path).with_name(f"{Path(path).name}.meta.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (sys.argv[1], sys.argv[2], int(sys.argv[3]), f"{folder}/store"), RANKS)
+    run_ranks(_write, RANKS, sys.argv[1], sys.argv[2], int(sys.argv[3]), timeout=3600)

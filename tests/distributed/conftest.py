@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mmfsdp.testing import close_ranks
+from mmfsdp.testing import close_ranks, preload
+
+preload("pytest")
 
 
 @pytest.fixture(scope="session", autouse=True)

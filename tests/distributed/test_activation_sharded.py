@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.sharding.activation import apply_activation_checkpointing
+from mmfsdp.testing import run_ranks
 
 WORLD_SIZE = 2
 
@@ -137,7 +136,7 @@ def _full(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def compare(engine: str, names: list[str]) -> None:
+def compare(rank: int, engine: str, names: list[str]) -> None:
     want, none = train(engine, None)
     assert none == 0
     problems = {}
@@ -156,15 +155,6 @@ def compare(engine: str, names: list[str]) -> None:
     assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
-def _entry(rank: int, init: str, engine: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD_SIZE)
-    compare(engine, names)
-    dist.barrier()  # without it gloo may abort a rank that leaves first
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("engine", ENGINES)
-def test_training_is_bit_equal(engine: str, tmp_path: Path) -> None:
-    names = list(PLANS)
-    mp.spawn(_entry, (f"file://{tmp_path}/init", engine, names), nprocs=WORLD_SIZE)
+def test_training_is_bit_equal(engine: str) -> None:
+    run_ranks(compare, 2, engine, [*PLANS])

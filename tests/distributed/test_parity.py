@@ -16,7 +16,7 @@ import mmfsdp
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
-STEPS = 20
+STEPS = 6
 TOLERANCE = 1e-5
 Curve = list[tuple[float, float]]
 

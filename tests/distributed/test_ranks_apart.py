@@ -104,7 +104,7 @@ def survivor(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_died(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # that of run_ranks, with what it has imported
     processes = [context.Process(target=survivor, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()

@@ -153,7 +153,7 @@ def in_a_short_lived_world(rank: int, folder: str, how: str) -> None:
 def test_survivors_of_a_lost_rank_get_a_named_error_within_the_timeout(how: str, tmp_path: Path) -> None:
     """Fails if a torch error, or nothing for half an hour, is all that they get."""
     close_ranks()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # that of run_ranks, with what it has imported
     processes = [context.Process(target=in_a_short_lived_world, args=(rank, str(tmp_path), how)) for rank in range(3)]
     for process in processes:
         process.start()

@@ -17,7 +17,7 @@ import mmfsdp
 from mmfsdp.errors import RankMismatchError
 from mmfsdp.testing import run_ranks
 
-STEPS = 5
+STEPS = 4
 
 
 class Branch(nn.Module):

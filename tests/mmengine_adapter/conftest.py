@@ -10,7 +10,8 @@ from tests.mmengine_adapter.toy import UNSHARDED, train
 
 from mmfsdp.testing import preload, run_ranks
 
-preload("mmengine.runner")  # not what registers: some ranks are to see stock MMEngine
+# Not what registers: some ranks are to see stock MMEngine.
+preload("matplotlib.pyplot", "mmengine.runner", "pytest", "torch.utils.cpp_extension")
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ Runner.from_cfg(cfg).train()
 """
 # The ranks are forked off a process that has imported everything; errors go through the interpreter's own end.
 FORKED = """
+import gc
 import os
 import socket
 import sys
@@ -83,6 +84,7 @@ from mmengine.runner import FlexibleRunner, Runner
 
 cases = eval(sys.argv[1])
 configs = [Config.fromfile(folder + '/config.py') for folder, *_ in cases]
+gc.freeze()
 for (folder, place, own_group), cfg in zip(cases, configs):
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 # The ranks are forked off a process that has imported everything.
 FORKED = """
+import gc
 import json
 import os
 import sys
@@ -42,6 +43,7 @@ import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.runner import FlexibleRunner, Runner
 
+gc.freeze()
 for folder, variables in json.loads(sys.argv[1]).items():
     cfg = Config.fromfile(folder + '/config.py')
     ranks = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -30,11 +31,13 @@ import torch.multiprocessing as mp
 __all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
 
 _Answer = tuple[BaseException | None, Any, str]
-_CALLS = 10  # then processes are replaced: gloo keeps busy threads for each group that was ever made
+_CALLS = 40  # then processes are replaced, or
+_THREADS = 60  # once they have as many threads: gloo keeps busy ones for each group that was ever made
 _GRACE = 5.0  # seconds that the other ranks get to end once one has failed
 _pools: dict[int, _Pool] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
 _preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports these on first use
+_preloaded += ["mmfsdp.torch_style.wrapper", "mmfsdp.saving.load", "mmfsdp.saving.save"]
 
 
 class RankError(MmfsdpError):
@@ -67,7 +70,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         raise
     errors = [error for error, _, _ in answers]
     pool.calls += 1
-    if any(errors) or pool.calls == _CALLS:
+    if any(errors) or pool.is_worn():
         _drop(world_size)
     if any(errors):
         rank, (_, _, trace) = next((rank, answer) for rank, answer in enumerate(answers) if answer[0] is not None)
@@ -129,11 +132,20 @@ class _Pool:
         finally:
             self._signal("SIGSTOP")  # an idle gloo thread takes up to 5 % of a core
 
+    def is_worn(self) -> bool:
+        """Whether new processes would be faster."""
+        try:
+            threads = len(os.listdir(f"/proc/{self._processes[0].pid}/task"))
+        except OSError:  # only Linux tells
+            threads = 0
+        return self.calls == _CALLS or threads > _THREADS
+
     def _signal(self, name: str) -> None:
         number = getattr(signal, name, None)  # not on Windows
         for process in self._processes:
             if number is not None and process.is_alive():
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has died in between
+                    os.kill(process.pid, number)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[Connection, _Answer]:
         for pipe in self._pipes:
@@ -203,6 +215,7 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     os.environ.update(
         environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    gc.freeze()  # what the server has imported is never garbage, and looking through it takes long
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=90)

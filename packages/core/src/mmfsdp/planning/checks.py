@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.basics.text import name_list
@@ -20,8 +21,10 @@ def check_unsharded(model: nn.Module) -> None:
     Raises:
         PlanError: A module is sharded or wrapped already.
     """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a second to import, and nothing is sharded without it
+    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     for fqn, module in model.named_modules():
-        if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+        if isinstance(module, (*wrappers, DistributedDataParallel)):
             raise PlanError(
                 f"{fqn or '(root)'} is sharded or wrapped already ({type(module).__name__}). Plan the original "
                 "model; a model is sharded once, with all its units.",

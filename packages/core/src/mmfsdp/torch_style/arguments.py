@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -14,8 +14,10 @@ from mmfsdp.collective.scopes import is_group_pair
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policy_forms import Policy
-from mmfsdp.sharding.materialise import InitFn
 from mmfsdp.torch_style import forms
+
+if TYPE_CHECKING:
+    from mmfsdp.sharding.materialise import InitFn
 
 __all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
 
