@@ -67,15 +67,15 @@ class MissingTorchError(MmfsdpError, ImportError):
     """torch is not installed, or it is older than mmfsdp supports."""
 
 
-class ConfigError(MmfsdpError):
+class ConfigError(MmfsdpError, ValueError):
     """A setting is unknown, misspelt, of the wrong type, or cannot be honoured."""
 
 
-class PolicyNotFoundError(ConfigError, ValueError):
+class PolicyNotFoundError(ConfigError):
     """No registry and no module has the named wrapping policy or initialisation function."""
 
 
-class PlanError(MmfsdpError):
+class PlanError(MmfsdpError, ValueError):
     """The configuration and the model do not fit together."""
 
 
@@ -95,7 +95,7 @@ class PlanMismatchError(PlanError):
     """A plan is applied to a model or mesh that it was not made for."""
 
 
-class ShardStateError(MmfsdpError):
+class ShardStateError(MmfsdpError, RuntimeError):
     """A sharded model is used in a state in which it would silently train incorrectly."""
 
 
@@ -107,7 +107,7 @@ class UnsupportedCallError(MmfsdpError, NotImplementedError):
     """A method of torch's FullyShardedDataParallel that cannot be carried out as called; says what to write instead."""
 
 
-class RankMismatchError(MmfsdpError):
+class RankMismatchError(MmfsdpError, RuntimeError):
     """Ranks were given different models, configurations or inputs, or ran different units."""
 
 
@@ -119,7 +119,7 @@ class StateDictError(MmfsdpError, RuntimeError):
     """Keys or shapes of a state dict do not fit the model or optimizer."""
 
 
-class CheckpointError(MmfsdpError):
+class CheckpointError(MmfsdpError, RuntimeError):
     """A checkpoint cannot be read or written."""
 
 

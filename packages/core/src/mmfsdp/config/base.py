@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import ErrorDetails
 
 from mmfsdp.config.settings_file import read_settings
@@ -25,25 +25,26 @@ class ConfigModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
-    @model_validator(mode="wrap")
+    def __init__(self, /, **data: Any) -> None:
+        with _explaining(type(self)):
+            super().__init__(**data)
+
     @classmethod
-    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        # Only the outermost model explains errors, because it sees the full path of a wrong setting.
-        if _validating.get():
-            model = handler(data)
-            model.check_together()
-            return model
-        token = _validating.set(True)
-        try:
-            model = handler(data)
-            model.check_together()
-        except ValidationError as error:
-            raise _explained(cls, error) from None
-        except ValueError as error:
-            raise ConfigError(f"{cls.__name__}: {error}") from None
-        finally:
-            _validating.reset(token)
-        return model
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, with our errors."""
+        with _explaining(cls):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's, with our errors."""
+        with _explaining(cls):
+            return super().model_validate_json(json_data, **options)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        self.check_together()
+        return self
 
     def check_together(self) -> None:
         """Check settings against each other; raises ValueError, which becomes a `ConfigError`."""
@@ -72,10 +73,7 @@ class ConfigModel(BaseModel):
         Raises:
             ConfigError: Something is unknown, misspelt or of the wrong type, or the text is not JSON.
         """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:  # text that is not JSON never reaches `_explain`
-            raise _explained(cls, error) from None
+        return cls.model_validate_json(text)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
@@ -90,6 +88,20 @@ class ConfigModel(BaseModel):
     def json_schema(cls) -> dict[str, Any]:
         """Return the JSON schema (draft 2020-12) of this model, for editors and validators."""
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
+
+
+@contextmanager
+def _explaining(model: type[ConfigModel]) -> Iterator[None]:
+    if _validating.get():  # only the outermost model explains errors, because it sees the full path of a wrong setting
+        yield
+        return
+    token = _validating.set(True)
+    try:
+        yield
+    except ValidationError as error:
+        raise _explained(model, error) from None
+    finally:
+        _validating.reset(token)
 
 
 def _explained(model: type[BaseModel], error: ValidationError) -> ConfigError:
