@@ -8,6 +8,7 @@ from typing import Any
 from mmengine.registry import DefaultScope, Registry
 
 from mmfsdp.errors import ConfigError, closest
+from mmfsdp_mmengine.configs.packages import to_install
 
 __all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type"]
 
@@ -109,4 +110,6 @@ def _scope_without_registry(registry: Registry) -> str:
     current = DefaultScope.get_current_instance()
     if current is None or any(place.scope == current.scope_name for place in _tree(registry.root)):
         return ""
-    return f" default_scope is {current.scope_name!r}, but no module of that scope is imported."
+    command = to_install(current.scope_name)
+    why = f"that package is not installed ({command})" if command else "no module of that scope is imported"
+    return f" default_scope is {current.scope_name!r}, but {why}."

@@ -13,6 +13,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import Diagnosis
 from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
+from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
 from mmfsdp_mmengine.doctor.subject import in_scope, sharding_of
@@ -49,9 +50,9 @@ class MMEngineConfig:
             self.content: dict[str, Any] = plain({key: value for key, value in config.items() if key in written})
             self.written = written if Config._is_lazy_import(str(self.path)) else None
         except Exception as error:  # a config is a program
-            raise ConfigError(
-                f"{self.path.name} cannot be read: {type(error).__name__}: {error}", file=str(path)
-            ) from error
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            text = f"{self.path.name} cannot be read: {reason}. {what_to_install(error)}".rstrip()
+            raise ConfigError(text, file=str(path)) from error
         _import(self.content.get("custom_imports"), self.path.name)
 
     def model(self) -> nn.Module:
@@ -92,6 +93,6 @@ def _import(given: Any, name: str) -> None:
         reason = error.__cause__ or error.__context__ or error  # MMEngine's own error only names the module
         raise ConfigError(
             f"A module in custom_imports of {name} cannot be imported: {error} ({type(reason).__name__}: {reason}). "
-            "Install the package that it belongs to, or correct its name.",
+            f"{what_to_install(reason) or 'Correct its name, or the module.'}",
             config="custom_imports",
         ) from error
