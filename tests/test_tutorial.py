@@ -10,7 +10,7 @@ from tests.console_blocks import walk
 from tests.doc_pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "tutorial.md"
-WHOLE = "$ torchrun --nproc-per-node 2 examples/hf_loop/train.py --dir runs/whole\n"
+WHOLE = "$ torchrun --nproc-per-node 1 examples/hf_loop/train.py --dir runs/whole\n"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 

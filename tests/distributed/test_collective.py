@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import mmfsdp
 from mmfsdp.collective.channels import wait_timeout
 from mmfsdp.collective.scopes import new_scope, scope_of
 from mmfsdp.collective.steps import (
@@ -31,8 +34,11 @@ from mmfsdp.errors import (
     IncompleteCheckpointError,
     LostRankError,
     MmfsdpError,
+    ShardStateError,
 )
-from mmfsdp.testing import RankError, run_ranks
+from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.saving.background import saver_of
+from mmfsdp.testing import RankError, run_ranks, single_rank
 
 
 def everything(rank: int) -> dict[str, Any]:
@@ -49,6 +55,24 @@ def everything(rank: int) -> dict[str, Any]:
         "none": any_of(scope, False),
         "again": scope_of(None) is scope,
     }
+
+
+def test_groups_end_with_the_world(tmp_path: Path) -> None:
+    """Or their threads would go on until the interpreter ends, which can abort the process."""
+    for number in range(2):  # in the second world the groups are new
+        with single_rank():
+            model = mmfsdp.shard(torch.nn.Linear(4, 4), {})
+            for name, blocking in (("whole", True), ("parts", False)):
+                save = mmfsdp.save_checkpoint(tmp_path / f"{name}{number}", model, kind="sharded", blocking=blocking)
+                if save is not None:
+                    save.result()
+            mesh = find_sharded_model(model).mesh
+            channels = [scope_of(mesh).channel, saver_of(mesh).scope.channel]
+            groups = [weakref.ref(channel.group) for channel in channels]  # type: ignore[attr-defined]
+            assert None not in [group() for group in groups]
+        assert [group() for group in groups] == [None, None]
+        with pytest.raises(ShardStateError, match="The process group has ended"):
+            channels[0].lowest([1])
 
 
 def test_messages() -> None:

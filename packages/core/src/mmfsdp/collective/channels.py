@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mmfsdp.collective.lost_ranks import is_lost
-from mmfsdp.errors import ConfigError, LostRankError
+from mmfsdp.errors import ConfigError, LostRankError, ShardStateError
 
 __all__ = ["Channel", "GlooChannel", "host_of", "naming_lost_ranks", "wait_timeout"]
 
@@ -49,15 +50,28 @@ class GlooChannel:
     """A channel over a gloo group. Its errors say what the ranks were doing, instead of gloo's own.
 
     Args:
-        group: A gloo group.
+        group: A gloo group. Only torch holds it, so that ``destroy_process_group()`` ends its threads: one that is
+            still busy when the interpreter ends aborts the process.
         ranks: Global ranks by place.
 
     Raises:
         LostRankError: From every method, if a rank died or does not take part.
+        ShardStateError: From every method, after ``destroy_process_group()``.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self.group, self._ranks = group, ranks
+        self._group, self._ranks = weakref.ref(group), ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The gloo group."""
+        group = self._group()
+        if group is None:
+            raise ShardStateError(
+                "The process group has ended. Call torch.distributed.destroy_process_group() only when nothing more is "
+                "to be trained, saved or loaded."
+            )
+        return group
 
     def lowest(self, values: Sequence[int]) -> list[int]:
         """See `Channel`. Costs one reduction of eight bytes per value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from mmfsdp.basics.torch_releases import counted_groups, counts_every_group
 from mmfsdp.collective.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
 from mmfsdp.errors import ShardStateError
 
-__all__ = ["Scope", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of"]
+__all__ = ["Scope", "World", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,18 @@ class Scope:
         return self.place == 0
 
 
-_scopes: dict[tuple[int, ...], tuple[Any, Scope]] = {}
+class World:
+    """The world that was initialised when this was made; does not keep its groups."""
+
+    def __init__(self) -> None:
+        self._group = weakref.ref(dist.group.WORLD)
+
+    def is_current(self) -> bool:
+        """Return whether it still is; groups end with the world they were made in. Not collective."""
+        return dist.is_initialized() and self._group() is dist.group.WORLD
+
+
+_scopes: dict[tuple[int, ...], tuple[World, Scope]] = {}
 
 
 def scope_of(given: Any) -> Scope:
@@ -53,9 +65,9 @@ def scope_of(given: Any) -> Scope:
         )
     ranks = _ranks_of(given)
     world, scope = _scopes.get(ranks, (None, None))
-    if scope is None or world is not dist.group.WORLD:  # groups end with the world they were made in
+    if world is None or scope is None or not world.is_current():
         scope = new_scope(given)
-        _scopes[ranks] = dist.group.WORLD, scope
+        _scopes[ranks] = World(), scope
     return scope
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.channels import GlooChannel
-from mmfsdp.collective.scopes import Scope, new_scope
+from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
 
 __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves"]
@@ -132,7 +132,7 @@ def _copied(stager: DefaultStager, content: dict[str, Any]) -> dict[str, Any]:
     return dict(copy)
 
 
-_savers: dict[tuple[int, ...], tuple[Any, Saver]] = {}
+_savers: dict[tuple[int, ...], tuple[World, Saver]] = {}
 
 
 def saver_of(mesh: DeviceMesh) -> Saver:
@@ -140,7 +140,7 @@ def saver_of(mesh: DeviceMesh) -> Saver:
     saver = _known_saver(mesh)
     if saver is None:
         saver = Saver(mesh)
-        _savers[_ranks(mesh)] = dist.group.WORLD, saver
+        _savers[_ranks(mesh)] = World(), saver
     return saver
 
 
@@ -157,7 +157,7 @@ def settle_saves(mesh: DeviceMesh) -> None:
 
 def _known_saver(mesh: DeviceMesh) -> Saver | None:
     world, saver = _savers.get(_ranks(mesh), (None, None))
-    return saver if world is dist.group.WORLD else None  # groups end with the world they were made in
+    return saver if world is not None and world.is_current() else None
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
