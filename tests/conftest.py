@@ -1,4 +1,4 @@
-"""Holds for all tests: slow ones run first, and what was imported is never looked through for garbage again."""
+"""Holds for all tests: long ones run first, and what was imported is never looked through for garbage again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no process waits for them at the end
+    # The short tests of one process come last, so that no worker waits for another one at the end.
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "core" in item.path.parts))
 
 
 def pytest_collection_finish() -> None:
