@@ -8,8 +8,9 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The short tests of one process come last, so that no worker waits for another one at the end.
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "core" in item.path.parts))
+    # So that no worker waits for another one at the end. By the names of files, which mixes tests of one process with
+    # those of several.
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name))
 
 
 def pytest_collection_finish() -> None:

@@ -33,7 +33,7 @@ def test_a_stock_strategy_as_an_object(tmp_path: Path) -> None:
 
 
 def test_from_cfg_without_env_cfg_and_with_compile(tmp_path: Path) -> None:
-    settings = config(tmp_path, 1, compile={"backend": "eager"}, model_wrapper=Block)
+    settings = config(tmp_path, 1, compile={"backend": "eager"}, model_wrapper=Block, experiment_name="compiled")
     del settings["env_cfg"]
     with single_rank():
         runner = FlexibleRunner.from_cfg(Config(settings))
