@@ -72,7 +72,13 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"kinds": kinds, "message": message, "seconds": time.monotonic() - began}
 
 
-def play(folder: Path, what: str, kind: str, victim: int, share: float) -> dict[str, Any]:
+def meet(store: dist.Store, place: str) -> None:
+    """Wait for all ranks. Nothing is sent from rank to rank, so whoever leaves may die without harm to the others."""
+    store.set(f"{place} {os.environ['RANK']}", "")
+    store.wait([f"{place} {rank}" for rank in range(2 * PER_NODE)], timedelta(seconds=120))
+
+
+def play(store: dist.Store, folder: Path, what: str, kind: str, victim: int, share: float) -> dict[str, Any]:
     """Go through a scenario on this rank, and return its outcome."""
     model = mmfsdp.shard(
         nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)),
@@ -81,6 +87,7 @@ def play(folder: Path, what: str, kind: str, victim: int, share: float) -> dict[
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     dies = int(os.environ["GROUP_RANK"]) == victim
+    meet(store, "trained")
     if what == "train":
         return outcome(train, model, optimizer, dies=dies)
     name = f"{kind}.pth" if kind == "full" else kind
@@ -97,8 +104,7 @@ def play(folder: Path, what: str, kind: str, victim: int, share: float) -> dict[
         with Calls() as calls:
             mmfsdp.load_checkpoint(good, model, optimizer)
     train(model, optimizer)
-    dist.barrier()
-    time.sleep(0.5 * dies)  # others may still be in the barrier
+    meet(store, "ready")
     with Calls(max(1, int(share * calls.count)) if dies else None):
         if what == "load":
             return outcome(mmfsdp.load_checkpoint, good, model, optimizer)
@@ -117,15 +123,15 @@ def main() -> None:
                 world |= {"GROUP_RANK": node, "MMFSDP_TIMEOUT": TIMEOUT}
                 os.environ |= {name: str(value) for name, value in world.items()}
                 torch.set_num_threads(1)
-                # Survivors of the scenario before may come late, and are waited for here.
                 place = os.environ["MASTER_ADDR"], 29600 + number, 2 * PER_NODE, rank == 0
                 store = dist.TCPStore(*place, timeout=timedelta(seconds=120))
+                meet(store, "started")  # survivors of the scenario before may come late
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=2 * PER_NODE, timeout=timedelta(seconds=TIMEOUT)
                 )
                 mine = folder / str(number)
                 mine.mkdir(exist_ok=True)
-                found = play(mine, *scenario)
+                found = play(store, mine, *scenario)
                 (folder / f"{number}-{rank}.json").write_text(json.dumps(found))
                 os._exit(0)
             pids.append(pid)
