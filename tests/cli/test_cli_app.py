@@ -44,13 +44,41 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 
 def test_a_misspelt_command_suggests_the_right_one() -> None:
-    result = invoke("inspct", "x")
-    assert result.exit_code == 2
+    result = run("inspct", "x")
+    assert result.returncode == 2
     assert "No such command 'inspct'. Did you mean 'inspect'?" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect"], "error: Missing argument 'PATH'."),
+        (["inspect", "x", "y"], "error: Got unexpected extra argument (y)"),
+        (["verify", "x", "--jbos"], "error: No such option"),
+        (["inspect", "x", "--limit", "all"], "error: Invalid value for '--limit': 'all'"),
+        (
+            ["completion", "csh"],
+            "error: Invalid value for '{bash|zsh|fish}': 'csh' is not one of 'bash', 'zsh', 'fish'.",
+        ),
+        (["completion"], "error: Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"),
+    ],
+)
+def test_errors_in_arguments_look_like_others(words: list[str], message: str) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    said, usage, help_ = done.stderr.splitlines()
+    assert said.startswith(message)
+    assert usage.startswith(f"Usage: mmfsdp-cli {words[0]} [OPTIONS]")
+    assert help_ == f"Help: mmfsdp-cli {words[0]} --help"
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == run("--help").stdout
+
+
 def test_usage() -> None:
-    assert run("inspect").returncode == 2
     assert run("--version").stdout == f"mmfsdp-cli {__version__}\n"
     text = run("--help").stdout
     assert all(re.search(rf"^  {name} ", text, re.M) for name in COMMANDS)

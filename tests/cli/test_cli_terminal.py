@@ -64,6 +64,10 @@ SCREENS = {
     "diff": (["diff", "a.safetensors", "b.safetensors"], ["Only in", "--ignore-dtypes"]),
     "verify": (["verify", "damaged.pth"], ["error: ", "1 problem"]),
     "error": (["inspect", "nothing.pth"], ["error: There is no checkpoint"]),
+    "usage": (
+        ["inspect", "a", *"bcdefghijklmnopqrstuvwxyz" * 3],
+        ["error: Got unexpected", "Usage: mmfsdp-cli inspect"],
+    ),
 }
 
 
@@ -81,7 +85,7 @@ def test_it_fits_and_words_are_whole(folder: Path, screen: str, columns: int) ->
         assert [*lines[1].replace(" ", "")] == ["-"] * len(lines[1].replace(" ", "")), "titles take one line"
 
 
-@pytest.mark.parametrize("screen", ["help", "inspect", "verify", "error"])
+@pytest.mark.parametrize("screen", ["help", "inspect", "verify", "error", "usage"])
 def test_colours(folder: Path, screen: str) -> None:
     words, _ = SCREENS[screen]
     assert "\x1b[" in on_terminal(80, *words)

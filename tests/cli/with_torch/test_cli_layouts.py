@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tests.cli.support import invoke
 from tests.core.layout_writers import like_the_tutorial, like_torchtitan
 
 from mmfsdp.checkpoint import diff, find_tensor, open_layout
-from mmfsdp_cli.main import app
 
 
 @pytest.mark.parametrize("write", [like_torchtitan, like_the_tutorial])
 def test_every_command_takes_it(tmp_path: Path, write: Any) -> None:
     source, weights = write(tmp_path / "step-3")
-    invoke = CliRunner().invoke
     for target in ("out.safetensors", "out.pth"):
-        done = invoke(app, ["convert", str(source), str(tmp_path / target), "--no-fsync"])
+        done = invoke("convert", source, tmp_path / target, "--no-fsync")
         assert done.exit_code == 0, done.output
         assert diff(source, tmp_path / target).same
-        done = invoke(app, ["diff", str(source), str(tmp_path / target)])
+        done = invoke("diff", source, tmp_path / target)
         assert done.exit_code == 0, done.output
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == weights.keys()
@@ -31,7 +29,7 @@ def test_every_command_takes_it(tmp_path: Path, write: Any) -> None:
     loaded = torch.load(tmp_path / "out.pth", weights_only=True)["state_dict"]
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     for command in (["inspect"], ["inspect", "--tree"], ["verify"]):
-        done = invoke(app, [*command, str(source)])
+        done = invoke(*command, source)
         assert done.exit_code == 0, done.output
     changed = {**weights, "output.bias": weights["output.bias"] + 1}
     save_file(changed, tmp_path / "changed.safetensors")
@@ -43,14 +41,14 @@ def test_every_command_takes_it(tmp_path: Path, write: Any) -> None:
 
 def test_inspect_prints_what_it_was_asked_for(tmp_path: Path) -> None:
     source, weights = like_torchtitan(tmp_path / "step-3")
-    done = CliRunner().invoke(app, ["inspect", str(source), "--limit", "3"])
+    done = invoke("inspect", source, "--limit", "3")
     assert len(done.output.splitlines()) < 14, done.output
     assert f"(at the top): {len(weights)} tensors, " in done.output
-    whole = CliRunner().invoke(app, ["inspect", str(source)])
+    whole = invoke("inspect", source)
     for key in ("optimizer", "lr_scheduler", "dataloader", "train_state"):
         assert f"  {key}: " in whole.output
     many = {"state_dict": {"w": torch.ones(1)}, **{f"key_{i}": {"x": i} for i in range(50)}}
     torch.save(many, tmp_path / "many.pth")
-    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "many.pth"), "--limit", "3"])
+    done = invoke("inspect", tmp_path / "many.pth", "--limit", "3")
     assert len(done.output.splitlines()) < 14, done.output
     assert "... and 48 more (--limit 0 shows all)" in done.output

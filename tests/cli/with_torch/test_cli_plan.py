@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from tests.cli.support import invoke
 from torch import nn
 
 import mmfsdp
 from mmfsdp.planning import estimate_memory
-from mmfsdp_cli.main import app
 
 HERE = "tests.cli.with_torch.test_cli_plan"
 BLOCKS = ("--set", "wrap.kind=module_class", "--set", "wrap.classes=Block")
@@ -29,7 +28,7 @@ def build(width: int = 4, depth: int = 2) -> nn.Module:
 
 
 def plan(*words: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["plan", f"{HERE}:build", *map(str, words)])
+    result = invoke("plan", f"{HERE}:build", *words)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -109,6 +108,6 @@ def test_help_needs_no_torch() -> None:
 def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmfsdp.frontends.readers.entry_points", lambda group: ())
     (tmp_path / "config.py").touch()
-    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "config.py")])
+    result = invoke("doctor", tmp_path / "config.py")
     assert result.exit_code == 2
     assert "pip install mmfsdp-mmengine" in result.stderr

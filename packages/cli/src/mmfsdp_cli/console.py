@@ -22,6 +22,7 @@ __all__ = [
     "say_lines",
     "say_list",
     "say_table",
+    "say_usage_error",
     "shown_name",
     "terminal_width",
     "with_options",
@@ -66,6 +67,16 @@ def reporting_errors() -> Iterator[None]:
         _complain(f"{error.strerror or error} (file: {error.filename})" if error.filename else str(error), _FAILED)
     except KeyboardInterrupt:
         _complain("Interrupted; nothing was written.", 130)
+
+
+def say_usage_error(error: click.UsageError) -> None:
+    """Print what is wrong with the arguments of a command, how it is called, and where that is explained."""
+    message = " ".join(error.format_message().split())  # click lists choices in lines of their own
+    colour = may_colour()  # asked for here, as the command's context has ended
+    say(f"error: {message}", colour="red" if colour else None, err=True)
+    if error.ctx is not None:
+        say(error.ctx.get_usage(), err=True)
+        say(f"Help: {error.ctx.command_path} --help", err=True)
 
 
 def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool = False, indent: int = 0) -> None:

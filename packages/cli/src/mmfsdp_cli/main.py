@@ -10,6 +10,7 @@ import sys
 import click
 
 from mmfsdp_cli import __version__
+from mmfsdp_cli.console import say_usage_error
 from mmfsdp_cli.help import Context, summary
 
 __all__ = ["app", "main"]
@@ -61,13 +62,19 @@ class _Commands(click.Group):
 @click.group(
     name="mmfsdp-cli",
     cls=_Commands,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
     "or argument is wrong.",
 )
 @click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
-def app() -> None:
+@click.pass_context
+def app(ctx: click.Context) -> None:
     """Inspect, convert, verify and compare checkpoints, without torch; plan how a model is sharded, without ranks."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 def main() -> None:
@@ -77,6 +84,11 @@ def main() -> None:
     # Metadata is many objects and no garbage: searching them for cycles takes as long as reading them.
     gc.disable()
     try:
-        app()
+        sys.exit(app(prog_name="mmfsdp-cli", standalone_mode=False))
+    except click.UsageError as error:
+        say_usage_error(error)
+        sys.exit(error.exit_code)
+    except click.Abort:  # an interrupt before the command began
+        sys.exit(130)
     finally:
         gc.freeze()  # do not search them as the process ends either
