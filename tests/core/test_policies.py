@@ -559,6 +559,11 @@ class TestMistakes:
                 "'ModuleList', 'Sequential', 'SubBlock'. [config='wrap.classes']",
             ),
             (
+                ModuleClassWrap(classes="[Block, SubBlock]"),
+                '\'[Block, SubBlock]\' is not a class. Write several as a list: ["Block", "SubBlock"]. '
+                "[config='wrap.classes']",
+            ),
+            (
                 3,
                 "A wrapping policy must be a config, a callable, a dotted reference or None, got 3 (type int).",
             ),

@@ -185,7 +185,7 @@ def _print(report: ConversionReport, limit: int) -> None:
         + ("448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinity")
         for name, count in report.overflowed.items()
     ]
-    say_list("warning: too large for the new dtype", lost, limit, colour="yellow", err=True)
+    say_list("warning: too large for the new dtype", lost, limit, colour="magenta", err=True)
     for note in report.notes:
         say(f"Note: {note}.")
     if report.dropped:

@@ -22,7 +22,7 @@ __all__ = ["doctor_command"]
 
 _TITLES: dict[Level, tuple[str, str]] = {
     "error": ("Does not run as it is", "red"),
-    "warning": ("Probably not what you want", "yellow"),
+    "warning": ("Probably not what you want", "magenta"),
     "changed": ("Works, and differs from stock MMEngine", "cyan"),
     "ok": ("As before", "green"),
 }

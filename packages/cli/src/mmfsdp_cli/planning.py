@@ -51,7 +51,13 @@ def _optimizers() -> Iterable[str]:
 @model_arguments
 @ranks("Model", "Number of ranks to plan for, 8 by default")
 @config_file("Settings as JSON, TOML or YAML; by default those of an MMEngine config, if MODEL is one.")
-@several("--set", "changes", section="Settings", metavar="PATH=VALUE", help="One setting: sharding.strategy=NO_SHARD.")
+@several(
+    "--set",
+    "changes",
+    section="Settings",
+    metavar="PATH=VALUE",
+    help='One setting: sharding.strategy=NO_SHARD, \'wrap.classes=["Encoder", "Decoder"]\'.',
+)
 @option(
     "--optimizer",
     section="Settings",

@@ -64,7 +64,7 @@ def verify_command(
                 say(f"error: {with_options(problem.message)}", colour="red", err=True)
             if limit and len(report.problems) > limit:
                 say(f"... and {len(report.problems) - limit} more (--limit 0 shows all)", err=True)
-            say_list("Not checked", [*report.unchecked], limit, colour="yellow")
+            say_list("Not checked", [*report.unchecked], limit, colour="magenta")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
             say(
                 f"{path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "

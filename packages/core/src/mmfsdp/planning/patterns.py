@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 
@@ -71,6 +72,11 @@ def match_classes(
             hits = [cls for cls in spellings if home in cls.__mro__]
         if not hits and must_match:
             present = sorted({cls.__name__ for cls in spellings})
+            if "," in name:  # as on a command line
+                several = [f'"{part}"' for part in re.findall(r"[\w.:]+", name)]
+                raise PolicyError(
+                    f"{name!r} is not a class. Write several as a list: [{', '.join(several)}].", config=config
+                )
             hint = (
                 closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {name_list(present)}."
             )
