@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,44 @@ def test_bases_of_other_packages() -> None:
     error = ModuleNotFoundError("mmseg is not installed, please install mmseg manually")
     assert what_to_install(error) == "Install it with: pip install mmsegmentation"
     assert what_to_install(ValueError("something else")) == ""
+
+
+def test_a_scope_whose_modules_cannot_be_imported_is_one_error(tmp_path: Path) -> None:
+    package = tmp_path / "broken_scope"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "models.py").write_text("raise ImportError(\"No module named 'mmcv._ext'\")")
+    registries = ", ".join(f"{name} as {name}_" for name in ("HOOKS", "OPTIMIZERS", "MODELS"))
+    own = [
+        f"{name} = Registry({name}_.name, parent={name}_, locations=['broken_scope.models'])"
+        for name in ("HOOKS", "OPTIMIZERS", "MODELS")
+    ]
+    lines = [f"from mmengine.registry import Registry, {registries}", *own]
+    (package / "registry.py").write_text("\n".join(lines))
+    (tmp_path / "config.py").write_text(
+        "default_scope = 'broken_scope'\ncustom_imports = dict(imports=['mmfsdp_mmengine'])\n"
+        "model = dict(type='M')\noptim_wrapper = dict(optimizer=dict(type='O'))\n"
+        "custom_hooks = [dict(type='A'), dict(type='B')]\n"
+    )
+    code = (
+        "from mmfsdp.frontends import read_config\n"
+        "for item in read_config('config.py').diagnose(None).findings:\n"
+        "    if item.level == 'error': print(item.path, item.here)"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    model, scope = done.stdout.splitlines()
+    assert model.startswith("model The model cannot be built: ")
+    assert scope.startswith("default_scope No name can be looked up, because importing the modules of 'broken_scope'")
+    assert "no compiled operations" in model
+    assert "no compiled operations" in scope
 
 
 def test_a_default_scope() -> None:

@@ -76,8 +76,12 @@ def _print(diagnosis: Diagnosis, *, with_plan: bool, every_unit: bool, limit: in
             if limit and len(findings) > limit:
                 say(f"  ... and {len(findings) - limit} more (--limit 0 shows all)")
             say("")
-    counts = ", ".join(f"{len(groups[level])} {level}" for level in LEVELS if groups[level])
+    counts = ", ".join(_counted(level, len(groups[level])) for level in LEVELS if groups[level])
     say(f"{diagnosis.path}: {counts or 'no findings'}.")
+
+
+def _counted(level: Level, count: int) -> str:
+    return f"{count} {level}{'s' if count > 1 and level in ('error', 'warning') else ''}"
 
 
 def _print_finding(finding: Finding, colour: str) -> None:

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 __all__ = ["to_install", "what_to_install"]
 
 # What OpenMMLab's packages are called on PyPI, by the name that is imported, which is their scope, too.
-_OPENMMLAB = dict.fromkeys(("mmcv", "mmdet", "mmdet3d", "mmocr", "mmpose", "mmpretrain", "mmrotate", "mmyolo"), "") | {
+_OPENMMLAB = {
+    **{name: name for name in ("mmcv", "mmdet", "mmdet3d", "mmocr", "mmpose", "mmpretrain", "mmrotate", "mmyolo")},
     "mmaction": "mmaction2",
     "mmseg": "mmsegmentation",
 }
@@ -23,7 +24,7 @@ def to_install(name: str) -> str | None:
     """
     if name not in _OPENMMLAB or find_spec(name) is not None:
         return None
-    return f"pip install {_OPENMMLAB[name] or name}"
+    return f"pip install {_OPENMMLAB[name]}"
 
 
 def what_to_install(error: BaseException) -> str:
@@ -35,7 +36,13 @@ def what_to_install(error: BaseException) -> str:
     found = _MISSING.search(str(error))
     if found is None:
         return ""
-    package = (found[1] or found[2]).partition(".")[0]
+    module = found[1] or found[2]
+    if module == "mmcv._ext":
+        return (
+            "The installed mmcv has no compiled operations: it is mmcv-lite, or was built without them. Install it as "
+            "https://mmcv.readthedocs.io/en/latest/get_started/installation.html says."
+        )
+    package = module.partition(".")[0]
     if package == "pkg_resources":
         return (
             "MMEngine looks for other packages with pkg_resources, which setuptools 81 and later do not have. "

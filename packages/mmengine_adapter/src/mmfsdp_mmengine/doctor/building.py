@@ -13,6 +13,7 @@ from mmfsdp.torch_style import ARGUMENTS, Translated, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, copied, wrapper_arguments
 from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
+from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
 from mmfsdp_mmengine.doctor.subject import in_scope, quiet, sharding_of, types_in
 from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
@@ -39,7 +40,10 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
         for path, name in types_in(settings["model"], "model"):
             if isinstance(error, UnknownNameError) and error.message.startswith(f"{name} is not in the "):
                 raise UnknownNameError(error.message, config=path) from error
-        raise ConfigError(f"The model cannot be built: {reason}", config="model") from error
+        text = f"The model cannot be built: {reason}"
+        if isinstance(error, ImportError):
+            text = f"{text}. {what_to_install(error)}".rstrip()
+        raise ConfigError(text, config="model") from error
     return model
 
 

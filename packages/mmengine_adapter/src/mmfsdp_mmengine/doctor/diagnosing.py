@@ -69,7 +69,7 @@ def _diagnose(
         path_of_it = sharding.setting_of(subject, refused)
         if not any(item.level == "error" and item.path.startswith(path_of_it) for item in found):
             found.append(Finding("error", path_of_it, refused.message))
-    found.sort(key=lambda item: LEVELS.index(item.level))
+    found = sorted(dict.fromkeys(found), key=lambda item: LEVELS.index(item.level))
     memory = None if whole is None else estimate_memory(whole, training.optimizer_of(settings))
     return Diagnosis(path, tuple(found), whole, subject.sharding is None and whole is not None, memory)
 

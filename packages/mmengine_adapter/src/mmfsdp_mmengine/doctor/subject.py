@@ -15,6 +15,7 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS, STRATEGIES, DefaultScope, R
 from mmfsdp.frontends import Finding
 from mmfsdp.planning import ShardPlan
 from mmfsdp_mmengine.configs.lookup import unknown_name
+from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.strategy import FSDPStrategy
 from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
@@ -107,7 +108,10 @@ def class_of(value: Any, registry: Registry) -> Any:
 
 
 def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]:
-    """Yield an error if ``value`` is a name that the current scope's registry and its parents do not have."""
+    """Yield an error if ``value`` is a name that the current scope's registry and its parents do not have.
+
+    What prevents the import of the scope's modules is an error of the scope, the same for every name.
+    """
     if not isinstance(value, str):
         return
     with quiet(), registry.switch_scope_and_registry(None) as place:
@@ -116,8 +120,9 @@ def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]
         except (KeyError, RuntimeError):
             found = None
         except Exception as error:  # importing the package's modules may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            yield Finding("error", path, f"{value!r} cannot be looked up, because an import failed: {reason}")
+            scope, reason = place.scope, f"{type(error).__name__}: {error}"
+            text = f"No name can be looked up, because importing the modules of {scope!r} failed: {reason}."
+            yield Finding("error", "default_scope", f"{text} {what_to_install(error)}".rstrip())
             return
         if found is None:
             yield Finding("error", path, unknown_name(value, place).message)
