@@ -33,7 +33,7 @@ def test_nothing_fails(name: str) -> None:
     assert outcome.share is None or outcome.share <= MOST_IN_ROOT
 
 
-@pytest.mark.parametrize("name", ["lora", "fused"])
+@pytest.mark.parametrize("name", ["lora", "fused", "asks_ranks"])
 def test_constructors_that_need_values_give_models_without_memory(name: str) -> None:
     model = read_config(CONFIGS / f"{name}.py").model()
     assert all(param.is_meta for param in model.parameters())

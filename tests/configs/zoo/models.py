@@ -1,6 +1,7 @@
 """Models with the traits of families in mmpretrain, mmdet and mmsegmentation that were hard to plan or to build."""
 
 import torch
+import torch.distributed as dist
 from mmengine.model import BaseModel, BaseModule
 from torch import nn
 
@@ -126,3 +127,12 @@ class Fused(BaseModule):
         for layer in self.layers:
             scale = layer.bn1.weight / (layer.bn1.running_var + 1e-5).sqrt()
             layer.conv1.weight.data = layer.conv1.weight * scale.reshape(-1, 1, 1, 1)
+
+
+@MODELS.register_module()
+class AsksRanks(Fused):
+    """Asks for the ranks when it is built, as mmcv's SyncBatchNorm in some of mmdet's configs does."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranks = dist.get_world_size(dist.group.WORLD)

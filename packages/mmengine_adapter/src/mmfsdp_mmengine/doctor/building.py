@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 from mmengine.registry import MODELS
 
@@ -48,6 +49,20 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
 
 
 def _built(config: dict[str, Any]) -> nn.Module:
+    try:
+        return _without_memory(config)
+    except (ValueError, RuntimeError) as error:
+        if "process group" not in str(error) or dist.is_initialized():
+            raise
+    # Its constructor asks for the ranks, as that of mmcv's SyncBatchNorm does.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        return _without_memory(config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _without_memory(config: dict[str, Any]) -> nn.Module:
     try:
         with without_weights():
             model: nn.Module = MODELS.build(copied(config))

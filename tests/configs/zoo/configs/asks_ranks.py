@@ -1,0 +1,3 @@
+_base_ = ["_base_/runtime.py"]
+
+model = dict(type="Classifier", backbone=dict(type="AsksRanks"))
