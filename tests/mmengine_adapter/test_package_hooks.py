@@ -38,14 +38,6 @@ def behind(model: nn.Module) -> nn.Module:
 
 
 @MODELS.register_module(force=True)
-class Normed(ToyModel):
-    """With batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_norm=True)
-
-
-@MODELS.register_module(force=True)
 class Pair(ToyModel):
     """A student learns from labels and from a frozen teacher, as mmdet's detectors that are half supervised do."""
 
@@ -111,20 +103,20 @@ class PreciseBN(Hook):
             norm.momentum = momentum
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mean teacher, parameters": ("Pair", {"type": "MeanTeacher", "entries": False}),
-    "mean teacher, entries": ("Pair", {"type": "MeanTeacher", "entries": True}),
-    "precise batch norm": ("Normed", {"type": "PreciseBN"}),
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mean teacher, parameters": ({"type": "Pair"}, {"type": "MeanTeacher", "entries": False}),
+    "mean teacher, entries": ({"type": "Pair"}, {"type": "MeanTeacher", "entries": True}),
+    "precise batch norm": ({"type": "ToyModel", "batch_norm": True}, {"type": "PreciseBN"}),
 }
 
 
 def train(rank: int, folder: Path, wrapper: str) -> dict[str, Any]:
     found = {}
     for case, (model, hook) in CASES.items():
-        if model == "Pair" and wrapper == "fsdp1":
+        if model["type"] == "Pair" and wrapper == "fsdp1":
             continue  # the shards of equal modules differ in flat parameters
         place = folder / wrapper / case.replace(" ", "_")
-        changes = {"model": {"type": model}, "custom_hooks": [{"type": "History"}, hook], "optim_wrapper": OPTIM}
+        changes = {"model": model, "custom_hooks": [{"type": "History"}, hook], "optim_wrapper": OPTIM}
         with torch.serialization.safe_globals(safe_globals()):  # for the stock wrapper
             runner = Runner.from_cfg(settings_of(place, 2, WRAPPERS[wrapper], **changes))
             runner.train()
