@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
+from mmfsdp.checkpoint.formats.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.registry import Content, Source
-from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
+from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.integrity import inside
@@ -111,6 +112,8 @@ def read(source: Source) -> Layout:
     """
     files = RankFiles(source.path, trust=source.trust)
     if not source.chosen and not files.of_mmfsdp:
+        if find_leaves(files.first[1], PickledDTensor):
+            return read_dtensors(files.directory, files.paths, trust=files.trust)
         return read_stock_files(files, source)
     directory, present = files.directory, files.paths
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None

@@ -55,6 +55,7 @@ INDEX_SUFFIX = ".index.json"
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
 _RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
+_NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,13 @@ FORMATS: tuple[Format, ...] = (
         directory=True,
     ),
     Format(
+        "dtensor_ranks",
+        "a directory with a file of torch.save per rank that holds DTensors, as verl, accelerate and scripts do",
+        "dtensor_ranks",
+        lambda source: any(_NAMED_RANK_FILE.fullmatch(name) for name in source.names),
+        directory=True,
+    ),
+    Format(
         "safetensors_ranks",
         "a directory of safetensors files per rank, as torch's HuggingFaceStorageWriter leaves them",
         "safetensors",
@@ -316,8 +324,9 @@ def open_layout(
 
     Args:
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
-            directory: of ``rank{i}.pth`` files (mmfsdp's own or MMEngine's), of torch's distributed checkpoint (DCP),
-            or of safetensors or ``torch.save`` files with their index.
+            directory: of a file per rank (``rank{i}.pth`` of mmfsdp or MMEngine, or DTensors under any name that ends
+            with the rank), of torch's distributed checkpoint (DCP), or of safetensors or ``torch.save`` files with
+            their index.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
             the file. They are not imported even then.
         reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not
@@ -385,7 +394,9 @@ def _recognised(source: Source) -> Format:
             return item
     path = source.path
     if path.is_dir():
-        reason = "it has no rank{i}.pth, no .metadata of torch's DCP, no index and no safetensors file"
+        reason = (
+            "it has no file of a rank such as rank0.pth, no .metadata of torch's DCP, no index and no safetensors file"
+        )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
         raise CheckpointNotFoundError(

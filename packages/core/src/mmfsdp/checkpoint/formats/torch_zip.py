@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
     "STORAGE_CLASSES",
+    "PickledDTensor",
     "PickledShards",
     "PickledTensor",
     "Storage",
@@ -59,8 +60,10 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, PickledShards):
+        if isinstance(leaf, PickledShards) or (isinstance(leaf, PickledDTensor) and not leaf.is_whole):
             raise _one_of_many(path)
+        if isinstance(leaf, PickledDTensor):
+            leaf = leaf.local
         return add_whole(name, leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
 
     tree = map_leaves(content, bind)
@@ -200,6 +203,20 @@ class PickledShards:
     """Number of ranks that the tensor is spread over."""
 
 
+@dataclass(frozen=True, slots=True)
+class PickledDTensor:
+    """A ``DTensor`` of ``torch.distributed`` as one rank's archive holds it."""
+
+    local: PickledTensor
+    """What this rank holds: a box."""
+    shape: tuple[int, ...]
+    """Global shape in elements."""
+    is_whole: bool
+    """Whether this rank holds all of it."""
+    spec: Mapping[str, Any]
+    """Its ``DTensorSpec``, which says where the box is."""
+
+
 class Storage(NamedTuple):
     """The storage that a persistent id of a pickle refers to."""
 
@@ -255,12 +272,17 @@ class TensorBuilder:
         named = isinstance(dtype, type) and issubclass(dtype, PickledObject) and dtype.module == "torch"
         return self._view(storage, dtype.qualname if named else None, offset, size, stride, meta)
 
-    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> PickledTensor:
+    def _parameter(self, data: Any, requires_grad: Any, *_: Any) -> PickledTensor | PickledDTensor:
+        if isinstance(data, PickledDTensor):
+            return replace(data, local=replace(data.local, parameter=bool(requires_grad)))
         return PickledTensor(data.dtype, data.shape, data.offset, data.strides, data.record, bool(requires_grad))
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        if isinstance(kind, type) and issubclass(kind, PickledObject) and kind.qualname == "ShardedTensor":
+        name = kind.qualname if isinstance(kind, type) and issubclass(kind, PickledObject) else ""
+        if name == "ShardedTensor":
             return _shards(state)
+        if name == "DTensor":
+            return _dtensor(state)
         # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
         tensor = function(*args) if isinstance(function, StandIn) else None
         if not isinstance(tensor, PickledTensor):
@@ -319,6 +341,17 @@ def _shards(state: Any) -> PickledShards:
         parts.append((tensor, integers(box["shard_offsets"])))
     rank, world_size = integers((ranks["local_rank"], ranks["local_world_size"]))
     return PickledShards(dtype.qualname, integers(described["size"]), tuple(parts), rank, world_size)
+
+
+def _dtensor(state: Any) -> PickledDTensor:
+    """Read the state of a pickled ``DTensor`` (torch/distributed/tensor/_api.py)."""
+    held = state[1] if isinstance(state, tuple) else state  # of a class with __slots__
+    local, spec = held["_local_tensor"], fields(held["_spec"])
+    if not isinstance(local, PickledTensor):
+        raise ValueError("a DTensor does not hold a tensor")
+    shape = integers(spec["tensor_meta"].args[0])
+    divided = all(placement.qualname in ("Replicate", "Shard", "_StridedShard") for placement in spec["placements"])
+    return PickledDTensor(local, shape, divided and local.shape == shape, spec)
 
 
 def _nothing(*_: Any) -> None:

@@ -300,6 +300,14 @@ _SAFE = {
     "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
     "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "torch.distributed.tensor.placement_types": "Partial Replicate Shard _StridedShard",
+    "torch.distributed._tensor.api": "DTensor",  # up to torch 2.4, as are the next two
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.distributed._tensor.placement_types": "DTensorSpec Replicate Shard TensorMeta _Partial _StridedShard",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",

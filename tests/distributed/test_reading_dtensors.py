@@ -1,0 +1,227 @@
+"""Files of DTensors, one per rank: read to what torch itself gathers, from any release, and loaded on any ranks."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.core.dtensors.make import Model, content_of, whole
+from tests.distributed.test_reading_mmengine_local import same
+
+import mmfsdp
+from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint.formats.dtensors import place_of
+from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor
+from mmfsdp.checkpoint.layout import Record
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, MmfsdpError
+from mmfsdp.testing import run_ranks, single_rank
+
+GOLDEN = Path(__file__).parents[1] / "core" / "dtensors"
+RELEASES = sorted(path.name for path in GOLDEN.iterdir() if (path / "full.pth").exists())
+
+
+def save(rank: int, directory: Path, ranks: int, parallelism: str, names: str) -> None:
+    """Save as verl, accelerate or a script does, and the whole to compare with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content = content_of(rank, ranks, parallelism)
+    if names == "script":
+        torch.save(content, directory / f"rank{rank}.pth")
+    elif names == "verl":
+        suffix = f"world_size_{ranks}_rank_{rank}.pt"
+        torch.save(content["model"], directory / f"model_{suffix}")
+        torch.save(content["optimizer"], directory / f"optim_{suffix}")
+        torch.save({"rng": torch.full((2,), rank), "lr_scheduler": {"last": 1}}, directory / f"extra_state_{suffix}")
+    else:
+        torch.save(content["model"], directory / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save(content["optimizer"], directory / f"optimizer_0_rank{rank}.bin")
+    full = whole(content)
+    if rank == 0:
+        (directory / "whole").mkdir()
+        torch.save(full, directory / "whole" / "full.pth")
+
+
+def converted(source: Path, target: Path) -> Any:
+    convert(source, target, keep="all", overwrite=True, fsync=False)
+    return torch.load(target)
+
+
+@pytest.mark.parametrize("names", ["script", "verl", "accelerate"])
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"), [(1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp"), (2, "only tp")]
+)
+def test_equals_what_torch_gathers(tmp_path: Path, ranks: int, parallelism: str, names: str) -> None:
+    run_ranks(save, ranks, tmp_path, ranks, parallelism, names)
+    expected = torch.load(tmp_path / "whole" / "full.pth")
+    layout = open_layout(tmp_path)
+    assert (layout.format, layout.world_size) == ("dtensor_ranks", ranks)
+    assert verify(tmp_path).ok
+    found = converted(tmp_path, tmp_path / "whole" / "out.pth")
+    if names == "script":
+        assert same(found, expected)
+        return
+    assert same(found["state_dict"], expected["model"])
+    assert same(found["optimizer"], expected["optimizer"])
+    if names == "verl":
+        assert [state["rng"].tolist() for state in found["extra_state"]] == [[rank] * 2 for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_files_of_other_releases(tmp_path: Path, release: str) -> None:
+    assert same(converted(GOLDEN / release, tmp_path / "out.pth"), torch.load(GOLDEN / release / "full.pth"))
+
+
+def load(rank: int, source: Path, strategy: str) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    model = mmfsdp.shard(Model().float(), {"sharding": {"strategy": strategy}, "wrap": {"kind": "none"}})
+    mmfsdp.load_checkpoint(source, model)
+    return {name: tensor.detach() for name, tensor in whole(dict(model.named_parameters())).items()}
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "FULL_SHARD"), (3, "FULL_SHARD"), (2, "NO_SHARD")])
+def test_ranks_load_them(ranks: int, strategy: str) -> None:
+    source = GOLDEN / RELEASES[-1]
+    expected = torch.load(source / "full.pth")["model"]
+    for found in run_ranks(load, ranks, source, strategy):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name].float(), rtol=0, atol=0)
+
+
+def test_a_file_of_one_rank_alone(tmp_path: Path) -> None:
+    with single_rank():
+        save(0, tmp_path, 1, "fsdp", "script")
+    expected = torch.load(tmp_path / "whole" / "full.pth")
+    assert same(converted(tmp_path / "rank0.pth", tmp_path / "whole" / "out.pth"), expected)
+    with pytest.raises(FormatError, match="one rank's part of a sharded checkpoint; open its directory"):
+        open_layout(GOLDEN / RELEASES[-1] / "step3_rank1.pt")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    target = tmp_path / "step3"
+    shutil.copytree(GOLDEN / RELEASES[-1], target)
+    return target
+
+
+def check_error(directory: Path, kind: type[MmfsdpError], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        open_layout(directory)
+    for word in words:
+        assert word in str(caught.value)
+
+
+class TestBadInput:
+    def test_a_missing_rank_is_named(self, copy: Path) -> None:
+        (copy / "step3_rank2.pt").unlink()
+        check_error(copy, IncompleteCheckpointError, "sharded over 4 ranks, but step3_rank2.pt is missing")
+
+    def test_a_file_under_the_name_of_another_rank(self, copy: Path) -> None:
+        shutil.copy(copy / "step3_rank0.pt", copy / "step3_rank3.pt")
+        (copy / "step3_rank1.pt").unlink()
+        shutil.copy(copy / "step3_rank3.pt", copy / "step3_rank1.pt")
+        check_error(copy, CorruptCheckpointError, "step3_rank1.pt was written by rank 0 of 4", "expected rank 1")
+
+    def test_a_file_of_another_save(self, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        run_ranks(save, 2, tmp_path / "other", 2, "fsdp", "script")
+        shutil.copy(tmp_path / "other" / "rank1.pth", copy / "step3_rank1.pt")
+        check_error(copy, CorruptCheckpointError, "step3_rank1.pt was written by rank 1 of 2", "of another save")
+
+    def test_two_saves_in_one_directory(self, copy: Path) -> None:
+        for rank in (0, 1):
+            shutil.copy(copy / f"step3_rank{rank}.pt", copy / f"model_world_size_2_rank_{rank}.pt")
+        check_error(copy, FormatError, "2 kinds", "'step3' is not known")
+        shutil.copy(copy / "step3_rank0.pt", copy / "model_world_size_4_rank_0.pt")
+        check_error(copy, CorruptCheckpointError, "two files of rank 0", "left over")
+
+    def test_a_damaged_file(self, copy: Path) -> None:
+        path = copy / "step3_rank1.pt"
+        data = bytearray(path.read_bytes())
+        [chunk] = [
+            chunk
+            for chunk in open_layout(copy).tensors["model/up.weight"].chunks()
+            if chunk.file == path  # the others are those of other ranks
+        ]
+        data[chunk.offset] ^= 1
+        path.write_bytes(data)
+        assert not verify(copy).ok
+        with pytest.raises(CorruptCheckpointError, match=r"model/up\.weight.*step3_rank1\.pt"):
+            convert(copy, copy.with_name("out.pth"), fsync=False)
+        path.write_bytes(data[: len(data) // 2])
+        check_error(copy, CorruptCheckpointError, "step3_rank1.pt")
+
+    def test_files_without_any_dtensor(self, tmp_path: Path) -> None:
+        for rank in range(2):
+            torch.save({"w": torch.ones(2)}, tmp_path / f"model_rank{rank}.pt")
+        check_error(tmp_path, FormatError, "model_rank0.pt holds no DTensor", "Save the model with torch's distributed")
+
+
+MESH = {
+    "_coordinate_on_dim": (1,),
+    "_layout": PickledObject(),
+    "_flatten_rank_map": (0, 1),
+    "_rank": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_coordinate_on_dim": (2,)},
+        {"_coordinate_on_dim": (0, 1)},
+        {"_coordinate_on_dim": None},
+        {"_rank": 7},
+        {"_flatten_rank_map": "01"},
+        {"_flatten_rank_map": (0,)},
+        {"sizes": (0, 10**18)},
+        {"sizes": (10**18,)},
+        {"sizes": ((2, (10**9,)),)},
+        {"sizes": (-2,)},
+        {"strides": (10**18,)},
+        {"strides": ()},
+        {"placements": ()},
+        {"dim": 5},
+        {"dim": "0"},
+        {"split_factor": 0},
+        {"split_factor": 10**18},
+    ],
+)
+def test_malformed_descriptions(tmp_path: Path, changes: dict[str, Any]) -> None:
+    layout, mesh, shard, spec = (PickledObject() for _ in range(4))
+    shard.qualname = "_StridedShard" if "split_factor" in changes else "Shard"
+    layout.state = {"shape": changes.get("sizes", (2,)), "stride": changes.get("strides", (1,))}
+    shard.state = {"dim": 0, "split_factor": 1, **changes}
+    mesh.state = {**MESH, "_layout": layout, **changes}
+    spec.state = {"mesh": mesh, "placements": changes.get("placements", (shard,))}
+    local = PickledTensor("uint8", (2, 3), 0, None, Record(tmp_path / "x.pt", 0, 6, None))
+    tensor = PickledDTensor(local, (4, 3), False, spec.state)
+    with pytest.raises((CorruptCheckpointError, FormatError), match=r"x\.pt holds"):
+        place_of(tensor, {})
+    mesh.state, shard.state, layout.state = {**MESH, "_layout": layout}, {"dim": 0}, {"shape": (2,), "stride": (1,)}
+    shard.qualname, spec.state["placements"] = "Shard", (shard,)
+    assert place_of(tensor, {}).box == ((2, 0), (2, 3))
+
+
+def place(rank: int, directory: Path, kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    local = torch.ones(2, 3)
+    tensor = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Partial() if kind == "sum" else Shard(1)])
+    torch.save({"w": tensor, **({"only": tensor} if rank else {})}, directory / f"part-rank{rank}.pt")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("sum", "placed as Partial"), ("extra", "'only' is in part-rank1.pt but not in part-rank0.pt")],
+)
+def test_what_cannot_be_put_together(tmp_path: Path, kind: str, message: str) -> None:
+    run_ranks(place, 2, tmp_path, kind)
+    check_error(tmp_path, MmfsdpError, message)
