@@ -40,9 +40,10 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
                 restore_random_state(resumed.random_state)
 
         if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
-            # The loop itself skips the batches that were trained on.
             batches = type(batches)(loop.dataloader) if renewed else batches
-            loop.dataloader_iterator = _resumed(batches, runner.iter, restore)
+            # The loop itself skips the batches that were trained on, unless it was told not to.
+            done = 0 if getattr(loop, "fast_forward_on_resume", False) else runner.iter
+            loop.dataloader_iterator = _Resumed(batches, done, restore)
             return
         self._skip = _batches_done(runner, progress)
         if type(loop).run_epoch is EpochBasedTrainLoop.run_epoch:
@@ -118,11 +119,25 @@ def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> boo
     return changed
 
 
-def _resumed(batches: Iterator[Any], done: int, restore: Callable[[], None]) -> Iterator[Any]:
-    for _ in range(done):
-        yield next(batches)
-    restore()
-    yield from batches
+class _Resumed:
+    """A loop's batches. Behind those that were trained on, random numbers go on as they were saved."""
+
+    def __init__(self, batches: Iterator[Any], done: int, restore: Callable[[], None]) -> None:
+        self._batches, self._done, self._restore = batches, done, restore
+
+    def __iter__(self) -> _Resumed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._done == 0:
+            self._restore()
+        self._done -= 1
+        return next(self._batches)
+
+    def skip_iter(self, count: int) -> None:
+        """Skip batches, as loops of onedl-mmengine do; they are loaded, because augmentations draw random numbers."""
+        for _ in range(count):
+            next(self)
 
 
 def _run_rest_of_epoch(loop: Any, done: int, restore: Callable[[], None]) -> None:
