@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mmfsdp.checkpoint import Conversion, convert, known_formats, open_layout
 from mmfsdp.checkpoint.formats.registry import FORMATS
-from mmfsdp.errors import CheckpointError, ConfigError
+from mmfsdp.errors import CheckpointError, ConfigError, FormatError
 
 
 def accepted(name: str) -> list[str]:
@@ -108,3 +111,46 @@ def test_opening_executes_no_writer(source: Path) -> None:
     modules = modules_loaded("open_layout(sys.argv[1])", source)
     assert not [name for name in modules if "conversion" in name or "writer" in name or "dcp" in name]
     assert len(modules) <= 30, modules
+
+
+def _npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, w=np.ones(3))
+
+
+def _npy(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+
+
+def _directory(*names: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        for name in names:
+            (path / name).write_bytes(b"\x0a\x01")
+
+    return make
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "model.npz": (_npz, "is an .npz file of numpy. numpy.load reads it"),
+    "model.npy": (_npy, "is an array of numpy. numpy.load reads it"),
+    "model.gguf": (lambda path: path.write_bytes(b"GGUF\x03\0\0\0" + bytes(16)), "gguf.GGUFReader"),
+    "model.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(16)), "h5py.File reads it"),
+    "model.pth.gz": (lambda path: path.write_bytes(gzip.compress(b"x")), "Decompress it first"),
+    "model.onnx": (lambda path: path.write_bytes(b"\x08\x08\x12\x07pytorch"), "onnx.load reads it"),
+    "saved": (_directory("saved_model.pb", "variables"), "tf.saved_model.load reads it"),
+    "ckpt": (_directory("checkpoint", "m-1.index", "m-1.data-00000-of-00001"), "tf.train.load_checkpoint reads it"),
+    "orbax": (_directory("_CHECKPOINT_METADATA", "manifest.ocdbt"), "orbax.checkpoint reads it"),
+    "flax.msgpack": (lambda path: path.write_bytes(b"\x81\xa1w\x01"), "flax.serialization.msgpack_restore reads it"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_checkpoints_of_other_frameworks_are_answered_with_what_reads_them(tmp_path: Path, name: str) -> None:
+    make, expected = FOREIGN[name]
+    make(tmp_path / name)
+    with pytest.raises(FormatError) as caught:
+        open_layout(tmp_path / name)
+    assert caught.value.message.startswith(f"{name} is ")
+    assert expected in caught.value.message

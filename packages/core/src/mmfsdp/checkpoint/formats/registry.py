@@ -393,6 +393,8 @@ def _recognised(source: Source) -> Format:
         if item.sniff is not None and item.sniff(source):
             return item
     path = source.path
+    if text := _module("foreign").what_to_use(source.head, source.names or [path.name]):
+        raise FormatError(f"{path.name} {text}", file=str(path))
     if path.is_dir():
         reason = (
             "it has no file of a rank such as rank0.pth, no .metadata of torch's DCP, no index and no safetensors file"

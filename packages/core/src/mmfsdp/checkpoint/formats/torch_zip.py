@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.dtypes import DTYPES, itemsize
+from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
@@ -91,9 +92,8 @@ def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, t
     """Return the nested content of an archive, which may be only part of a file; see ``read_tree``."""
     pickled = [name for name in records if name.endswith("/data.pkl") or name == "data.pkl"]
     if len(pickled) != 1:
-        raise FormatError(
-            f"{path.name} is a zip archive but not a file of torch.save: it has no data.pkl.", file=str(path)
-        )
+        text = what_to_use(b"", [*records]) or "is a zip archive but not a file of torch.save: it has no data.pkl."
+        raise FormatError(f"{path.name} {text}", file=str(path))
     root = pickled[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in records:
         raise FormatError(
