@@ -120,12 +120,19 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def configs(session: nox.Session) -> None:
+@nox.parametrize("extra", ["mmengine", "onedl"])
+def configs(session: nox.Session, extra: str) -> None:
     """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50`` of each."""
-    install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, CLI)
+    if extra == "onedl":
+        session.install("setuptools>=77,<81", "wheel", "cython", "packaging", "numpy")
+        session.install("--no-deps", "--no-build-isolation", "-r", "tests/configs/packages_onedl.txt")
+    install(session, CORE_WITH_TORCH, f"{ADAPTER}[{extra}]", CLI)
     session.install("-r", "tests/configs/requirements.txt", TORCH)  # has another transformers than constraints.txt
-    session.install("--no-deps", "-r", "tests/configs/packages.txt")
-    session.run("python", "-W", "ignore", "tests/configs/sweep.py", *session.posargs)
+    if extra == "mmengine":
+        session.install("--no-deps", "-r", "tests/configs/packages_mmengine.txt")
+    session.install("--no-deps", "torchvision")  # must not bring another torch
+    out = f"work_dirs/configs_{extra}"
+    session.run("python", "-W", "ignore", "tests/configs/sweep.py", "--out", out, *session.posargs)
 
 
 @nox.session(default=False)

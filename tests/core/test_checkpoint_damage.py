@@ -252,7 +252,8 @@ def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=message):
         open_layout(tmp_path / "epoch12")
     with pytest.raises(
-        CheckpointNotFoundError, match=r"has no file of a rank such as rank0\.pth, .*\. It holds 'epoch_12', 'notes\.txt'\."
+        CheckpointNotFoundError,
+        match=r"has no file of a rank such as rank0\.pth, .*\. It holds 'epoch_12', 'notes\.txt'\.",
     ):
         open_layout(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r"Its directory '.*nowhere' does not exist either\."):
