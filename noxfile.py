@@ -20,8 +20,8 @@ CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli
 CORE_WITH_TORCH = f"{CORE}[torch]"
 ADAPTER_WITH_MMENGINE = f"{ADAPTER}[mmengine]"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-# Three also on two cores: ranks wait for each other more than they work. In the order in which tests/conftest.py sorts.
-PARALLEL = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
+# Four also on two cores: ranks wait for each other more than they work. In the order in which tests/conftest.py sorts.
+PARALLEL = ("--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder")
 TEST_TRUTHS = ("safetensors",)  # what tests compare with; core itself does not need it
 
 # The environment that nox itself runs in. With venv_backend="none" a bare "python" would be the first one on PATH.
