@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import mmfsdp
+from mmfsdp.basics.torch_version import installed_release
 from mmfsdp.planning import OPTIMIZERS, estimate_memory, optimizer_named
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
@@ -142,7 +143,15 @@ def test_what_a_step_gathers(config: dict[str, Any]) -> None:
     ("world_size", "config"),
     [
         (4, {"sharding": {"reshard_after_forward": 2}}),
-        (2, {"wrap": {"kind": "module_name", "patterns": ["0", "0.1"]}}),  # one unit within another
+        pytest.param(
+            2,
+            {"wrap": {"kind": "module_name", "patterns": ["0", "0.1"]}},  # one unit within another
+            marks=pytest.mark.xfail(
+                installed_release() < (2, 12),
+                reason="torch's memory tracker replaces the hooks of a unit of several modules",
+                strict=False,
+            ),
+        ),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -79,6 +81,26 @@ def test_files_of_other_releases_and_of_accelerate(tmp_path: Path, release: str)
     for group in found["optimizer"]["param_groups"]:
         group.pop("param_names", None)  # accelerate's files have names, and a file of torch.save numbers
     assert same(found, torch.load(GOLDEN / release / "full.pth"))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_first_file_says_where_everything_is(tmp_path: Path, release: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / release, source)
+    expected = open_layout(source).tensors
+    layout = pickle.loads(pickle.dumps(open_layout(source, look_up=False)))  # as another rank gets it
+    assert layout.tensors.keys() == expected.keys()
+    for name, entry in layout.tensors.items():
+        by_box = {chunk.bounds: chunk for chunk in expected[name].chunks()}
+        found = {chunk.bounds: chunk for chunk in entry.chunks()}
+        assert found.keys() == by_box.keys(), name
+        assert {chunk.nbytes for chunk in found.values()} == {chunk.nbytes for chunk in by_box.values()}
+    [other] = [path for path in source.iterdir() if path.name.endswith(("model_fsdp_0_rank1.bin", "3_rank1.pt"))]
+    other.write_bytes(b"")
+    late = open_layout(source, look_up=False)
+    name = next(name for name in late.tensors if name.endswith(("model/up.weight", "state_dict/0.weight")))
+    with pytest.raises(CorruptCheckpointError, match=re.escape(other.name)):
+        late.tensors[name].chunks()
 
 
 def load(rank: int, source: Path, strategy: str) -> dict[str, Any]:

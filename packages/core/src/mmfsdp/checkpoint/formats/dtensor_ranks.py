@@ -13,14 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, place_of
+from mmfsdp.basics.boxes import Bounds
+from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -50,6 +52,79 @@ class _File:
     tree: Any
     tensors: Mapping[str, PickledDTensor]  # by path in the tree
     places: Mapping[str, Place]
+    meshes: dict[Any, Mesh]
+
+
+class _Files:
+    """The files of one kind, by rank. Each is read when it is asked for; it can be sent to other ranks."""
+
+    def __init__(self, paths: Mapping[int, Path], trust: bool) -> None:
+        self.paths, self._trust = dict(sorted(paths.items())), trust
+        self._known: dict[int, _File] = {}
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.paths, self._trust
+
+    def __setstate__(self, state: tuple[Mapping[int, Path], bool]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    @property
+    def first(self) -> _File:
+        """The file of the lowest rank, which gives the checkpoint its structure."""
+        return self.of(next(iter(self.paths)))
+
+    def all(self) -> list[_File]:
+        """Read all of them."""
+        return [self.of(rank) for rank in self.paths]
+
+    def of(self, rank: int) -> _File:
+        """Return the file of a rank."""
+        if rank not in self._known:
+            path = self.paths[rank]
+            tree = read_tree(path, trust=self._trust)
+            tensors, meshes = dict(find_leaves(tree, PickledDTensor)), dict[Any, Mesh]()
+            places = {name: place_of(tensor, meshes) for name, tensor in tensors.items()}
+            self._known[rank] = _File(path, rank, tree, tensors, places, meshes)
+        return self._known[rank]
+
+    def locate(self, name: str, owners: tuple[int, ...], boxes: Mapping[Bounds, int]) -> tuple[Chunk, ...]:
+        """Return where boxes of a tensor are in the files of the ranks that hold them.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, of another save, or holds something else.
+        """
+        found = []
+        for box, place in boxes.items():
+            chunk = self.chunk(name, owners[place], len(owners))
+            if chunk.bounds != box:
+                raise CorruptCheckpointError(
+                    f"{chunk.file.name} holds the box of tensor {name!r} at {list(chunk.box_offsets)} of size "
+                    f"{list(chunk.box_sizes)} (expected {list(box[0])} and {list(box[1])}).",
+                    file=str(chunk.file),
+                )
+            found.append(chunk)
+        return tuple(found)
+
+    def chunk(self, name: str, rank: int, ranks: int) -> Chunk:
+        """Return what a rank of ``ranks`` holds of a tensor; see `locate` for errors."""
+        file, first = self.of(rank), self.first
+        held, place = file.tensors.get(name), file.places.get(name)
+        if held is None or place is None:
+            raise IncompleteCheckpointError(f"{file.path.name} lacks tensor {name!r}.", file=str(file.path))
+        if place.rank != rank or len(place.ranks) != ranks:
+            raise CorruptCheckpointError(
+                f"{file.path.name} was written by rank {place.rank} of {len(place.ranks)} (expected rank {rank} of "
+                f"{ranks}): it is of another save.",
+                file=str(file.path),
+            )
+        like = first.tensors[name]
+        if held.shape != like.shape or held.local.dtype != like.local.dtype:
+            raise CorruptCheckpointError(
+                f"Tensor {name!r} is {like.local.dtype} of shape {list(like.shape)} in {first.path.name} but "
+                f"{held.local.dtype} of shape {list(held.shape)} in {file.path.name}.",
+                file=str(file.path),
+            )
+        return held.local.chunk(place.box[0])
 
 
 def read(source: Source) -> Layout:
@@ -81,7 +156,7 @@ def read(source: Source) -> Layout:
         raise CheckpointNotFoundError(f"{source.path.name} holds no file of a rank.", file=str(source.path))
     if len(kinds) == 1:
         [files] = kinds.values()
-        return read_files(source.path, files, trust=source.trust)
+        return read_files(source, files)
     unknown = [kind for kind in kinds if not any(kind == key or kind.startswith(f"{key}_") for key in _KEYS.values())]
     if unknown:
         raise FormatError(
@@ -89,28 +164,18 @@ def read(source: Source) -> Layout:
             "files of one kind into a directory of their own.",
             file=str(source.path),
         )
-    return _layout(source.path, {key: _read(files, source.trust) for key, files in kinds.items()})
+    return _layout(source, {key: _Files(files, source.trust) for key, files in kinds.items()})
 
 
-def read_files(directory: Path, files: Mapping[int, Path], *, trust: bool = False) -> Layout:
+def read_files(source: Source, files: Mapping[int, Path]) -> Layout:
     """Read the layout of files of one kind, given by rank; see `read`."""
-    return _layout(directory, {None: _read(files, trust)})
+    return _layout(source, {None: _Files(files, source.trust)})
 
 
-def _read(files: Mapping[int, Path], trust: bool) -> list[_File]:
-    found = []
-    for rank, path in sorted(files.items()):
-        tree = read_tree(path, trust=trust)
-        tensors, meshes = dict(find_leaves(tree, PickledDTensor)), dict[Any, Mesh]()
-        places = {name: place_of(tensor, meshes) for name, tensor in tensors.items()}
-        found.append(_File(path, rank, tree, tensors, places))
-    return found
-
-
-def _layout(directory: Path, kinds: Mapping[str | None, list[_File]]) -> Layout:
+def _layout(source: Source, kinds: Mapping[str | None, _Files]) -> Layout:
     """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint."""
-    if not any(file.tensors for files in kinds.values() for file in files):
-        path = next(iter(kinds.values()))[0].path
+    if not any(files.first.tensors for files in kinds.values()):
+        path = next(iter(kinds.values())).first.path
         raise FormatError(
             f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. Save the model "
             "with torch's distributed checkpoint (DCP), or whole by one rank.",
@@ -120,13 +185,14 @@ def _layout(directory: Path, kinds: Mapping[str | None, list[_File]]) -> Layout:
     content: dict[str, Any] = {}
     for key, files in kinds.items():
         if key in _OF_EACH_RANK:
-            content[str(key)] = [_own(f"{key}/{place}", file, tensors) for place, file in enumerate(files)]
+            content[str(key)] = [_own(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
         else:
-            tree = _shared(f"{key}/" if key else "", files, tensors)
+            tree = _shared(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
             if key is None:
-                return Layout(directory, "dtensor_ranks", len(files), tensors, tree)
+                return Layout(source.path, "dtensor_ranks", len(files.paths), tensors, tree)
             content[key] = tree
-    return Layout(directory, "dtensor_ranks", max(map(len, kinds.values())), tensors, content)
+    ranks = max(len(files.paths) for files in kinds.values())
+    return Layout(source.path, "dtensor_ranks", ranks, tensors, content)
 
 
 def _own(prefix: str, file: _File, tensors: dict[str, TensorEntry]) -> Any:
@@ -138,10 +204,10 @@ def _own(prefix: str, file: _File, tensors: dict[str, TensorEntry]) -> Any:
     return map_leaves(file.tree, bind)
 
 
-def _shared(prefix: str, files: list[_File], tensors: dict[str, TensorEntry]) -> Any:
+def _shared(prefix: str, files: _Files, tensors: dict[str, TensorEntry], *, look_up: bool) -> Any:
     """Return the content that the files of all ranks make up; the first gives it its structure."""
-    first = files[0]
-    for file in files[1:]:
+    first = files.first
+    for file in files.all() if look_up else ():
         if extra := [name for name in file.tensors if name not in first.tensors]:
             raise IncompleteCheckpointError(
                 f"Tensor {extra[0]!r} is in {file.path.name} but not in {first.path.name}, which gives the checkpoint "
@@ -159,46 +225,44 @@ def _shared(prefix: str, files: list[_File], tensors: dict[str, TensorEntry]) ->
         if not isinstance(leaf, PickledDTensor):
             return leaf
         unique = unique_name(prefix + name, tensors)
-        tensors[unique] = _sharded(unique, name, leaf, files)
+        stored = _chunks(name, files) if look_up else _unlocated(name, files)
+        tensors[unique] = TensorEntry(unique, leaf.local.dtype, leaf.shape, stored)
         return TensorRef(unique, leaf.local.parameter)
 
     return map_leaves(first.tree, bind)
 
 
-def _sharded(unique: str, name: str, first: PickledDTensor, files: list[_File]) -> TensorEntry:
-    """Return a tensor with the boxes of all ranks of its mesh."""
-    by_rank = {file.rank: file for file in files}
-    ranks = files[0].places[name].ranks
-    missing = [rank for rank in ranks if rank not in by_rank]
+def _chunks(name: str, files: _Files) -> tuple[Chunk, ...]:
+    """Return the boxes of a tensor that all ranks of its mesh hold."""
+    ranks = _present(name, files)
+    chunks: dict[Bounds, Chunk] = {}
+    for rank in ranks:
+        chunk = files.chunk(name, rank, len(ranks))
+        # Ranks that replicate hold the same box: the first will do. An empty box holds nothing.
+        if chunk.numel:
+            chunks.setdefault(chunk.bounds, chunk)
+    return tuple(chunks.values())
+
+
+def _unlocated(name: str, files: _Files) -> Unlocated:
+    """Return the boxes of a tensor as the first file describes them, without reading the others."""
+    _present(name, files)
+    boxes, owners = boxes_of(files.first.tensors[name], files.first.meshes)
+    return Unlocated(boxes, partial(files.locate, name, owners))
+
+
+def _present(name: str, files: _Files) -> tuple[int, ...]:
+    """Return the ranks over which a tensor is sharded, all of which have a file."""
+    first = files.first
+    ranks = first.places[name].ranks
+    missing = [rank for rank in ranks if rank not in files.paths]
     if missing:
-        like = files[0].path.name.replace(f"rank{files[0].rank}", "rank{}").replace(f"rank_{files[0].rank}", "rank_{}")
+        like = first.path.name.replace(f"rank{first.rank}", "rank{}").replace(f"rank_{first.rank}", "rank_{}")
         names = [like.format(rank) for rank in missing[:8]]
         raise IncompleteCheckpointError(
             f"Tensor {name!r} was sharded over {len(ranks)} ranks, but {', '.join(names)} "
             f"{f'and {len(missing) - 8} more ' if len(missing) > 8 else ''}"
             f"{'is' if len(missing) == 1 else 'are'} missing.",
-            file=str(files[0].path.with_name(names[0])),
+            file=str(first.path.with_name(names[0])),
         )
-    chunks: dict[Any, Chunk] = {}
-    for rank in ranks:
-        file = by_rank[rank]
-        held, place = file.tensors.get(name), file.places.get(name)
-        if held is None or place is None:
-            raise IncompleteCheckpointError(f"{file.path.name} lacks tensor {name!r}.", file=str(file.path))
-        if place.rank != rank or len(place.ranks) != len(ranks):
-            raise CorruptCheckpointError(
-                f"{file.path.name} was written by rank {place.rank} of {len(place.ranks)} (expected rank {rank} of "
-                f"{len(ranks)}): it is of another save.",
-                file=str(file.path),
-            )
-        if held.shape != first.shape or held.local.dtype != first.local.dtype:
-            raise CorruptCheckpointError(
-                f"Tensor {name!r} is {first.local.dtype} of shape {list(first.shape)} in {files[0].path.name} but "
-                f"{held.local.dtype} of shape {list(held.shape)} in {file.path.name}.",
-                file=str(file.path),
-            )
-        chunk = held.local.chunk(place.box[0])
-        # Ranks that replicate hold the same box: the first will do. An empty box holds nothing.
-        if chunk.numel:
-            chunks.setdefault(chunk.bounds, chunk)
-    return TensorEntry(unique, first.local.dtype, first.shape, tuple(chunks.values()))
+    return ranks

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor
+from mmfsdp.checkpoint.layout import row_major_strides
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["Mesh", "Place", "place_of"]
+__all__ = ["Mesh", "Place", "boxes_of", "place_of"]
 
 _MOST_RANKS = 1_000_000  # more is damage, or malice
 
@@ -68,6 +69,19 @@ def place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
     return place
 
 
+def boxes_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> tuple[EvenBoxes, tuple[int, ...]]:
+    """Return the boxes of a tensor that `place_of` has accepted, and the rank that holds each, by the box's place."""
+    sizes, _, ranks = meshes[tensor.spec["mesh"]]
+    divide = _order(tensor.spec, len(tensor.shape), sizes, tensor.local.record.file)
+    replicate = [dim for dim in range(len(sizes)) if dim not in dict(divide)]
+    dims = [*replicate, *(dim for dim, _ in divide)]  # so that the first divides first
+    placements = (*(None for _ in replicate), *(of for _, of in divide))
+    strides = row_major_strides(sizes)
+    places = itertools.product(*([place * strides[dim] for place in range(sizes[dim])] for dim in dims))
+    boxes = EvenBoxes(tensor.shape, tuple(sizes[dim] for dim in dims), placements, 0)
+    return boxes, tuple(ranks[sum(place)] for place in places)
+
+
 def _place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
     spec = tensor.spec
     if (mesh := meshes.get(spec["mesh"])) is None:
@@ -78,7 +92,7 @@ def _place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
     box = sharded_box(
         tensor.shape, [sizes[dim] for dim in dims], [of for _, of in order], [coordinates[dim] for dim in dims]
     )
-    at = sum(math.prod(sizes[dim + 1 :]) * place for dim, place in enumerate(coordinates))
+    at = sum(place * stride for place, stride in zip(coordinates, row_major_strides(sizes), strict=True))
     return Place(box, ranks, ranks[at])
 
 

@@ -113,7 +113,7 @@ def read(source: Source) -> Layout:
     files = RankFiles(source.path, trust=source.trust)
     if not source.chosen and not files.of_mmfsdp:
         if find_leaves(files.first[1], PickledDTensor):
-            return read_dtensors(files.directory, files.paths, trust=files.trust)
+            return read_dtensors(source, files.paths)
         return read_stock_files(files, source)
     directory, present = files.directory, files.paths
     manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
