@@ -8,8 +8,8 @@ release, were written so.
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,25 @@ def _main(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     content = content_of(rank, RANKS, "tp")
     torch.save(content, f"{directory}/step3_rank{rank}.pt")
+    finish(directory, content)
+
+
+def finish(directory: str, content: dict[str, Any]) -> None:
+    """Save the whole of what the ranks have saved, and end the world."""
     full = whole(content)
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(full, f"{directory}/full.pth")
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def run(main: Callable[[int, str], None], ranks: int) -> None:
+    """Run a function on ranks, for the directory that the command line names."""
     target = Path(sys.argv[1]).resolve()
     target.mkdir(parents=True)
-    mp.spawn(_main, (str(target),), RANKS)
-    os.unlink(target / "store")
+    mp.spawn(main, (str(target),), ranks)
+    (target / "store").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    run(_main, RANKS)

@@ -2,7 +2,7 @@
 
     pip install accelerate==1.15.0 && python tests/core/dtensors/make_accelerate.py DIRECTORY
 
-accelerate shards nothing on a CPU. The model is sharded here, and accelerate is told that it did it.
+accelerate does not shard on a CPU. So this script shards the model, and then sets accelerate's state to FSDP.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from tests.core.dtensors.make import whole
+from tests.core.dtensors.make import finish, run
 
 RANKS = 2
 
@@ -43,14 +41,8 @@ def _main(rank: int, directory: str) -> None:
     optimizer.step()
     save_fsdp_model(plugin, accelerator, model, directory, 0, use_dcp=False)
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, directory, 0, use_dcp=False)
-    content = {"state_dict": whole(model.state_dict()), "optimizer": whole(optimizer.state_dict())}
-    if rank == 0:
-        torch.save(content, f"{directory}/full.pth")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(directory, {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]).resolve()
-    target.mkdir(parents=True)
-    mp.spawn(_main, (str(target),), RANKS)
+    run(_main, RANKS)

@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides, simplified_strides
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["CastEntry", "Run", "StridedRun", "byte_runs", "check_coverage", "cut", "without_repeats"]
+__all__ = ["CastEntry", "Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "cut", "without_repeats"]
 
 _BLOCKS = 1 << 20
 
@@ -210,6 +210,21 @@ def _repeats(entry: TensorEntry, dim: int) -> bool:
 def _resized(entry: TensorEntry, sizes: tuple[int, ...]) -> TensorEntry:
     chunk = replace(entry.chunks()[0], box_sizes=sizes, nbytes=math.prod(sizes) * itemsize(entry.dtype))
     return replace(entry, shape=sizes, stored=(chunk,))
+
+
+def check_box(name: str, chunk: Chunk, box: Bounds) -> Chunk:
+    """Return a chunk of a tensor, which must be the box that another file says is there.
+
+    Raises:
+        CorruptCheckpointError: It is another box.
+    """
+    if chunk.bounds != box:
+        raise CorruptCheckpointError(
+            f"{chunk.file.name} holds the box of tensor {name!r} at {list(chunk.box_offsets)} of size "
+            f"{list(chunk.box_sizes)} (expected {list(box[0])} and {list(box[1])}).",
+            file=str(chunk.file),
+        )
+    return chunk
 
 
 def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_up: bool = True) -> None:

@@ -21,6 +21,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
+from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves, unique_name
@@ -29,7 +30,7 @@ from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 __all__ = ["read", "read_files"]
 
 _NAME = re.compile(
-    r"(?P<kind>.*?)(?:[_.-](?P<index>\d+))?(?:[_.-]?world_size_(?P<world>\d{1,9}))?[_.-]?rank[_-]?(?P<rank>\d{1,9})"
+    r"(?P<kind>.*?)(?:[_.-](?P<index>\d+))?(?:[_.-]?world_size_\d{1,9})?[_.-]?rank[_-]?(?P<rank>\d{1,9})"
     r"\.(?:pt|pth|bin)",
     re.ASCII,
 )
@@ -93,17 +94,7 @@ class _Files:
         Raises:
             CheckpointError: A file is missing or damaged, of another save, or holds something else.
         """
-        found = []
-        for box, place in boxes.items():
-            chunk = self.chunk(name, owners[place], len(owners))
-            if chunk.bounds != box:
-                raise CorruptCheckpointError(
-                    f"{chunk.file.name} holds the box of tensor {name!r} at {list(chunk.box_offsets)} of size "
-                    f"{list(chunk.box_sizes)} (expected {list(box[0])} and {list(box[1])}).",
-                    file=str(chunk.file),
-                )
-            found.append(chunk)
-        return tuple(found)
+        return tuple(check_box(name, self.chunk(name, owners[place], len(owners)), box) for box, place in boxes.items())
 
     def chunk(self, name: str, rank: int, ranks: int) -> Chunk:
         """Return what a rank of ``ranks`` holds of a tensor; see `locate` for errors."""

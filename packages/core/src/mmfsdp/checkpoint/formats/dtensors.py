@@ -152,7 +152,7 @@ def _order(spec: Mapping[str, Any], dims: int, sizes: tuple[int, ...], path: Pat
     """Return the mesh dimensions that divide the tensor, each with the tensor dimension, in the order in which they do.
 
     The first mesh dimension divides first. A ``_StridedShard`` with a split factor of ``s`` divides what later mesh
-    dimensions of ``s`` ranks have divided: FSDP so shards the rows that tensor parallelism has left.
+    dimensions of ``s`` ranks have divided. This is how FSDP shards the rows that tensor parallelism has left.
     """
     order: list[tuple[int, int]] = []
     strided = False
@@ -188,8 +188,8 @@ def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[i
         if place < len(order) and order[place][1] == of:
             ranks *= sizes[order[place][0]]
     raise FormatError(
-        f"{path.name} holds a DTensor with a _StridedShard of split factor {factor!r}, but that is no number of ranks "
-        "of the other dimensions of its mesh. Save its full_tensor() instead.",
+        f"{path.name} holds a DTensor with a _StridedShard of split factor {factor!r}, and no later dimensions of its "
+        "mesh have that many ranks. Save its full_tensor() instead.",
         file=str(path),
     )
 

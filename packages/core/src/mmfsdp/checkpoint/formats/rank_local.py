@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.formats.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.registry import Content, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
-from mmfsdp.checkpoint.geometry import cut
+from mmfsdp.checkpoint.geometry import check_box, cut
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, PlannedFile, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
@@ -78,14 +78,7 @@ class _RankItems:
                 f"{file.path.name} does not hold tensor {name!r} of {dtype} at {list(box[0])}, as rank0.pth says.",
                 file=str(file.path),
             )
-        chunk = stored.chunk(file.boxes[name][1])
-        if chunk.bounds != box:
-            raise CorruptCheckpointError(
-                f"{file.path.name} holds the box of tensor {name!r} at {list(chunk.box_offsets)} of size "
-                f"{list(chunk.box_sizes)} (expected {list(box[0])} and {list(box[1])}).",
-                file=str(file.path),
-            )
-        return chunk
+        return check_box(name, stored.chunk(file.boxes[name][1]), box)
 
     def _file(self, rank: int) -> _RankFile:
         if rank not in self._known:
