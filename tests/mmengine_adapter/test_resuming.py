@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import multiprocessing
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.registry import LOOPS as TRAIN_LOOPS
+from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
 
 from mmfsdp import model_state_dict
@@ -71,6 +73,17 @@ class NoisyData(ToyData):
         item = super().__getitem__(index)
         shift = random.gauss(0, 0.1) + np.random.normal(0, 0.1) + torch.randn(()) * 0.1
         return {"inputs": item["inputs"] + shift, "labels": item["labels"]}
+
+
+@DATASETS.register_module(force=True)
+class NotingData(NoisyData):
+    """Notes each image that is loaded, with a random number."""
+
+    noted: ClassVar[list[tuple[int, float]]] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.noted.append((index, random.random()))
+        return super().__getitem__(index)
 
 
 def loader(world_size: int, workers: int, sampler: str, shuffle: bool = True) -> dict[str, Any]:
@@ -220,6 +233,59 @@ class TestOtherWorldSize:
             assert resumed["losses"] == pytest.approx(whole["losses"][step:], rel=1e-5)
         [log] = (tmp_path / "1").glob("*/*.log")
         assert log.read_text().count("saved by 2 ranks and is resumed by 1: everything is restored except the") == 1
+
+
+@TRAIN_LOOPS.register_module(force=True)
+class WithoutSkipping(IterBasedTrainLoop):
+    """Goes on with the data's beginning after a resume, as a loop of onedl-mmengine does when told to."""
+
+    def __init__(self, *args: Any, fast_forward_on_resume: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fast_forward_on_resume = fast_forward_on_resume
+
+    def run(self) -> Any:
+        self.runner.call_hook("before_train")
+        self.runner.call_hook("before_train_epoch")
+        if not self.fast_forward_on_resume:
+            for _ in range(self._iter):
+                next(self.dataloader_iterator)
+        while self._iter < self._max_iters:
+            self.runner.model.train()
+            self.run_iter(next(self.dataloader_iterator))
+        self.runner.call_hook("after_train_epoch")
+        self.runner.call_hook("after_train")
+        return self.runner.model
+
+
+OF_ONEDL = "fast_forward_on_resume" in inspect.signature(IterBasedTrainLoop).parameters
+LOOP = "IterBasedTrainLoop" if OF_ONEDL else "WithoutSkipping"
+
+
+def seen(rank: int, folder: Path, fast_forward: bool) -> list[list[tuple[int, float]]]:
+    """The images that a whole run of four steps and one resumed after the second loaded, each with a random number."""
+    runs = []
+    for resumed in (False, True):
+        changes = {
+            "train_dataloader": {**loader(1, 0, "InfiniteSampler"), "dataset": {"type": "NotingData"}},
+            "train_cfg": {"type": LOOP, "max_iters": 4, "fast_forward_on_resume": fast_forward},
+            **({"load_from": str(folder / "iter_2.pth"), "resume": True} if resumed else {}),
+        }
+        NotingData.noted = []
+        train(rank, folder, 1, by_iteration(val_dataloader=None, val_cfg=None, val_evaluator=None, **changes))
+        runs.append(NotingData.noted)
+    return runs
+
+
+class TestLoopThatDoesNotSkip:
+    def test_data_from_the_beginning_and_random_numbers_as_saved(self, tmp_path: Path) -> None:
+        [[whole, resumed]] = run_ranks(seen, 1, tmp_path, True)
+        assert [index for index, _ in resumed] == [index for index, _ in whole[:16]]
+        assert [number for _, number in resumed] == [number for _, number in whole[16:]]
+
+    def test_by_default_it_skips(self, tmp_path: Path) -> None:
+        [[whole, resumed]] = run_ranks(seen, 1, tmp_path, False)
+        assert [index for index, _ in resumed] == [index for index, _ in whole]
+        assert resumed[16:] == whole[16:]
 
 
 class TestStockFull:
