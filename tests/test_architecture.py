@@ -56,6 +56,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("inspection", "keeping"),
     ("conversion",),
+    ("arithmetic",),
 )
 
 # Of a room's modules, the adapter and the command line know only what its __init__ exports. These export names, too.

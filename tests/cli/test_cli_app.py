@@ -20,6 +20,7 @@ from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
+WRITING = {"convert", "average"}
 
 
 def parameters(name: str) -> dict[str, click.Parameter]:
@@ -93,9 +94,12 @@ def test_each_parameter_has_an_option_and_a_help_text(name: str) -> None:
     declared = inspect.signature(inspect.unwrap(command.callback)).parameters
     taken = set(parameters(name))
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared.values()):
-        # What is not declared is a field of Conversion, or the opposite of one.
+        # What is not declared is a field of Conversion, the opposite of one, or common to all commands that write.
+        common = {"reference", "model", "model_arguments", "dry_run", "limit", "as_json"}
         settings = {field.name for field in fields(Conversion)} - {"verify", "fsync"}
-        assert taken - {*declared} == settings | {"no_checksums", "no_fsync"}
+        if name != "convert":  # they work on the weights
+            settings -= {"keep", "drop", "use_ema", "publish"}
+        assert taken - {*declared} == common | settings | {"no_checksums", "no_fsync"}
     else:
         assert taken == {*declared} - {"context"}
     assert all(getattr(parameter, "help", None) for parameter in command.params)
@@ -113,14 +117,14 @@ def test_options_are_called_the_same_in_every_command() -> None:
     assert [options for options in spelled.values() if len(options) > 1] == []
     for option, commands in {
         "as_json": {*COMMANDS} - {"completion"},
-        "limit": {"inspect", "convert", "verify", "diff", "plan", "doctor"},
+        "limit": {"inspect", *WRITING, "verify", "diff", "plan", "doctor"},
         "keep": {"convert", "diff"},
-        "jobs": {"convert", "verify"},
-        "ranks": {"convert", "plan", "doctor"},
+        "jobs": {*WRITING, "verify"},
+        "ranks": {*WRITING, "plan", "doctor"},
         "config": {"convert", "plan"},
         "every_unit": {"plan", "doctor"},
-        "trust": {"inspect", "convert", "verify", "diff"},
-        "reference": {"inspect", "convert", "verify", "diff"},
+        "trust": {"inspect", *WRITING, "verify", "diff"},
+        "reference": {"inspect", *WRITING, "verify", "diff"},
     }.items():
         having = {name for name in COMMANDS if isinstance(parameters(name).get(option), click.Option)}
         assert having == commands, option

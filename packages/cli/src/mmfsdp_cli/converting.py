@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp_cli.console import reporting_errors, say, say_list
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import (
-    PATH,
-    checkpoint_argument,
-    completing,
-    config_file,
-    flag,
-    json_report,
-    keep,
-    limit,
-    option,
-    ranks,
-    several,
-    shapes_from,
-    trust,
-)
-from mmfsdp_cli.progress import byte_progress
+from mmfsdp_cli.options import PATH, checkpoint_argument, config_file, flag, keep, several
+from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport
 
 __all__ = ["convert_command"]
 
-_TAKE, _NAMES, _WRITE, _CARE = "What to take", "Names", "What to write", "How carefully, how fast"
-
-
-def _dtypes() -> Iterable[str]:
-    return ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
-
-
-def _formats(*, written: bool) -> Iterable[str]:
-    from mmfsdp.checkpoint import known_formats
-
-    return [info.name for info in known_formats() if info.writes or not written]
+_TAKE = "What to take"
 
 
 @click.command("convert", cls=Command)
@@ -53,145 +25,19 @@ def _formats(*, written: bool) -> Iterable[str]:
 @config_file("Settings as YAML, JSON or TOML, as --dry-run prints them; options win over them.")
 @keep("everything for dcp and local, else the weights")
 @several("--drop", section=_TAKE, metavar="KEY", help="Take everything but this top-level key, such as optimizer.")
-@several("--include", section=_TAKE, metavar="PATTERN", help="Take only tensors with such names: a glob or re:REGEX.")
-@several("--exclude", section=_TAKE, metavar="PATTERN", help="Leave out tensors and values with such names.")
 @flag("--use-ema", section=_TAKE, help="Take the averaged weights as the model's.")
 @flag("--publish", section=_TAKE, help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
-@option("--strip-prefix", section=_NAMES, metavar="TEXT", help="Remove this prefix from names, before --rename.")
-@several("--rename", section=_NAMES, metavar="REGEX=REPL", help="Rewrite names as Python's re.sub does; in order.")
-@option(
-    "--to",
-    section=_WRITE,
-    metavar="FORMAT",
-    shell_complete=completing(lambda: _formats(written=True)),
-    help="Format to write, if the target's suffix does not say it; see mmfsdp-cli formats.",
-)
-@several(
-    "--dtype",
-    section=_WRITE,
-    metavar="[PATTERN=]DTYPE",
-    shell_complete=completing(_dtypes),
-    help="Cast floating point tensors, all or by name, to float32, bfloat16, float16...",
-)
-@option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each.")
-@ranks(_WRITE, "For dcp and local: number of ranks")
-@option(
-    "--from",
-    "source_format",
-    section="Reading",
-    metavar="FORMAT",
-    shell_complete=completing(lambda: _formats(written=False)),
-    help="Format of the source, if it is not recognised.",
-)
-@trust
-@shapes_from
-@flag("--no-checksums", section=_CARE, help="Do not compare the source with its stored checksums.")
-@flag("--verify-output", section=_CARE, help="Read the output again and compare it with the source.")
-@flag("--no-fsync", section=_CARE, help="Do not wait until the output is on disk.")
-@option(
-    "--jobs",
-    section=_CARE,
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Threads that copy; by default one per processor, four at most.",
-)
-@flag("--force", "overwrite", section="Output", help="Replace an existing target.")
-@flag("--dry-run", section="Output", help="Check everything and show what would be written; write nothing.")
-@limit
-@json_report
-def convert_command(
-    source: Path,
-    target: Path,
-    config: Path | None,
-    reference: Path | None,
-    model: str | None,
-    model_arguments: tuple[str, ...],
-    dry_run: bool,
-    limit: int,
-    as_json: bool,
-    **given: Any,
-) -> None:
+@writing_options
+def convert_command(source: Path, target: Path, config: Path | None, **given: Any) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
 
     Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or cannot be written; 2 a path or argument
     is wrong.
     """
-    settings = _settings(given)
-    with reporting_errors():
+
+    def write(**settings: Any) -> ConversionReport:
         from mmfsdp.checkpoint import Conversion, convert
 
-        conversion = None if config is None else Conversion.from_file(config)
-        with byte_progress(quiet=as_json) as progress:
-            report = convert(
-                source,
-                target,
-                conversion,
-                reference=reference_of(reference, model, model_arguments),
-                dry_run=dry_run,
-                progress=progress,
-                **settings,
-            )
-        if as_json:
-            click.echo(json.dumps(report.describe(), indent=1))
-        else:
-            _print(report, limit)
+        return convert(source, target, None if config is None else Conversion.from_file(config), **settings)
 
-
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Conversion`` that options set."""
-    settings = {name: value for name, value in given.items() if value not in (None, (), False)}
-    for negated, name in (("no_checksums", "verify"), ("no_fsync", "fsync")):
-        if settings.pop(negated, False):
-            settings[name] = False
-    if "rename" in settings:
-        settings["rename"] = [_pair(text, "--rename", "REGEX=REPL") for text in settings["rename"]]
-    match settings.get("dtype"):
-        case (dtype,) if "=" not in dtype:
-            settings["dtype"] = dtype
-        case dtypes if dtypes:
-            settings["dtype"] = dict(_pair(text, "--dtype", "PATTERN=DTYPE") for text in dtypes)
-    return settings
-
-
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    # Split at the last sign: a regular expression may hold others, as in (?=...); a replacement or dtype hardly does.
-    left, sign, right = text.rpartition("=")
-    if not sign or not left:
-        raise click.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
-    return left, right
-
-
-def _print(report: ConversionReport, limit: int) -> None:
-    from mmfsdp.basics import human_bytes, name_list
-
-    what = f"{report.tensors} tensor{'s' * (report.tensors != 1)}, {human_bytes(report.bytes)}"
-    if report.dry_run:
-        say(f"Would write {report.path} ({report.format}): {what}.", bold=True)
-        say_list("Files", [f"{name}: {human_bytes(size)}" for name, size in report.files.items() if name], limit)
-        say(f"To read: {human_bytes(report.bytes_read)}. Free on the disk: {human_bytes(report.free_bytes)}.")
-        say_list("New names", [f"{old} -> {new}" for old, new in report.renamed.items()], limit)
-        say_list("New dtypes", [f"{name}: {dtype}" for name, dtype in report.casts.items()], limit)
-    else:
-        rate = human_bytes(int(report.bytes / report.seconds)) if report.seconds else "?"
-        checked = ", verified" if report.verified else ""
-        say(
-            f"Wrote {report.path} ({report.format}): {what} in {report.seconds:.1f} s ({rate}/s){checked}.",
-            colour="green",
-        )
-        if report.casts:
-            say(f"Cast: {len(report.casts)} tensor{'s' * (len(report.casts) != 1)}.")
-    lost = [
-        f"{count} elements of {name}, to "
-        + ("448, the largest number" if report.casts.get(name) == "float8_e4m3fn" else "infinity")
-        for name, count in report.overflowed.items()
-    ]
-    say_list("warning: too large for the new dtype", lost, limit, colour="magenta", err=True)
-    for note in report.notes:
-        say(f"Note: {note}.")
-    if report.dropped:
-        count = limit or len(report.dropped)
-        hint = " (--limit 0 shows all)" if len(report.dropped) > count else ""
-        say(f"Not written: {name_list(report.dropped, count, quoted=False)}{hint}.")
-    if report.dry_run:
-        say("Settings, for --config:", bold=True)
-        click.echo(json.dumps(report.conversion.to_dict(defaults=False), indent=2))
+    write_checkpoint(write, given)

@@ -68,9 +68,9 @@ class Command(click.Command):
                 formatter.write_dl(rows, col_max=28)
 
 
-def argument(name: str, *, help: str, type: Any = None) -> Decorator:
+def argument(name: str, *, help: str, type: Any = None, **settings: Any) -> Decorator:
     """Take a positional argument with a help text."""
-    return click.argument(name, cls=_Argument, type=type, help=help)
+    return click.argument(name, cls=_Argument, type=type, help=help, **settings)
 
 
 def summary(command: click.Command) -> str:

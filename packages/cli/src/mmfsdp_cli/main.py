@@ -18,6 +18,7 @@ __all__ = ["app", "main"]
 _MODULES = {
     "inspect": "inspecting",
     "convert": "converting",
+    "average": "averaging",
     "verify": "verifying",
     "diff": "differing",
     "formats": "formats",
@@ -39,7 +40,7 @@ class _Commands(click.Group):
         if cmd_name not in _MODULES:
             return None
         module = importlib.import_module(f"mmfsdp_cli.{_MODULES[cmd_name]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def resolve_command(

@@ -8,6 +8,7 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.basics.boxes import Ranks
+    from mmfsdp.checkpoint.arithmetic.averaging import average_checkpoints
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
@@ -35,6 +36,7 @@ __all__ = [
     "TreeNode",
     "ValueDifference",
     "VerifyReport",
+    "average_checkpoints",
     "convert",
     "diff",
     "find_tensor",
@@ -51,6 +53,7 @@ __all__ = [
 _WHERE = {
     "Ranks": "mmfsdp.basics.boxes",
     **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
+    "average_checkpoints": "mmfsdp.checkpoint.arithmetic.averaging",
     "layout_of_model": "mmfsdp.checkpoint.layout",
     "find_tensor": "mmfsdp.checkpoint.tree",
     "Conversion": "mmfsdp.checkpoint.conversion.settings",

@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, Unlocated, row_major_strides, simplified_strides
+from mmfsdp.checkpoint.layout import (
+    Chunk,
+    ComputedEntry,
+    Layout,
+    TensorEntry,
+    Unlocated,
+    row_major_strides,
+    simplified_strides,
+)
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["CastEntry", "Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "cut", "without_repeats"]
+__all__ = ["Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "cut", "without_repeats"]
 
 _BLOCKS = 1 << 20
 
@@ -140,31 +148,16 @@ def _merged(runs: list[Run | StridedRun]) -> Iterator[Run | StridedRun]:
         yield last
 
 
-@dataclass(frozen=True, slots=True)
-class CastEntry(TensorEntry):
-    """A tensor to be written with another dtype; its chunks are those of the source."""
-
-    source: TensorEntry
-    """The tensor as it is stored."""
-    overflow: Callable[[int], None]
-    """Called with the number of elements that were too large for the dtype, if there are any."""
-
-    @classmethod
-    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> CastEntry:
-        """Return a tensor cast to another dtype."""
-        return cls(source.name, dtype, source.shape, source.chunks(), source, overflow)
-
-
 def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> TensorEntry:
     """Return a box of a tensor as a tensor of its own.
 
     Args:
-        entry: The tensor; one that is cast stays so.
+        entry: The tensor; a box of one that is computed is computed, too.
         offsets: Where the box begins, in elements.
         sizes: Its size in elements.
     """
-    if isinstance(entry, CastEntry):
-        return CastEntry.of(cut(entry.source, offsets, sizes), entry.dtype, entry.overflow)
+    if isinstance(entry, ComputedEntry):
+        return entry.cut(offsets, sizes)
     item = itemsize(entry.dtype)
     chunks = tuple(part for chunk in entry.chunks() for part in _cut_chunk(chunk, item, offsets, sizes))
     return TensorEntry(entry.name, entry.dtype, tuple(sizes), chunks)
@@ -203,7 +196,7 @@ def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
 
 
 def _repeats(entry: TensorEntry, dim: int) -> bool:
-    chunks = entry.chunks()
+    chunks = () if isinstance(entry, ComputedEntry) else entry.chunks()
     return len(chunks) == 1 and chunks[0].strides is not None and chunks[0].strides[dim] == 0
 
 
@@ -241,8 +234,7 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
         CorruptCheckpointError: Two chunks overlap, a chunk leaves its tensor, or a file ends too early.
     """
     sizes: dict[Path, int] = {}
-    for name in layout.tensors if names is None else names:
-        entry = layout.tensors[name]
+    for entry in _stored(layout.tensors[name] for name in (layout.tensors if names is None else names)):
         if not look_up and isinstance(entry.stored, Unlocated):
             _check_boxes(layout, entry, entry.stored.boxes)
             continue
@@ -252,6 +244,14 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
             _check_extent(entry, chunk, sizes)
         _check_disjoint(entry, chunks)
         _check_sum(entry, sum(chunk.numel for chunk in chunks), [chunk.file for chunk in chunks], layout)
+
+
+def _stored(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    for entry in entries:
+        if isinstance(entry, ComputedEntry):
+            yield from _stored(entry.parts)
+        else:
+            yield entry
 
 
 def _check_boxes(layout: Layout, entry: TensorEntry, boxes: Boxes) -> None:

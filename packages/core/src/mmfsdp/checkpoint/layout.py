@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chunk",
+    "ComputedEntry",
     "Layout",
     "Piece",
     "PlannedFile",
@@ -148,6 +149,42 @@ class TensorEntry:
         return self.numel * itemsize(self.dtype)
 
 
+def _ignore(_: int) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedEntry(TensorEntry):
+    """A tensor that is computed block by block while it is written; its chunks are those that it is computed from."""
+
+    parts: tuple[TensorEntry, ...]
+    """The tensors that it is computed from."""
+    overflow: Callable[[int], None] = field(default=_ignore, compare=False)
+    """Called with the number of elements that were too large for the dtype, if there are any."""
+
+    @property
+    def formula(self) -> Hashable:
+        """What is computed from the parts; two tensors with equal formulas, parts and dtypes are equal."""
+        return type(self).__name__
+
+    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
+        """Return a box of the tensor as a tensor of its own.
+
+        Args:
+            offsets: Where the box begins, in elements.
+            sizes: Its size in elements.
+        """
+        raise NotImplementedError
+
+    def blocks(self, files: Any) -> Iterator[memoryview]:
+        """Yield the tensor's bytes, packed in row-major order; the next block may overwrite the one before.
+
+        Args:
+            files: The ``OpenFiles`` to read the parts with.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Marks the position of a tensor in a checkpoint's tree."""
@@ -175,6 +212,8 @@ class Layout:
     """Name to tensor, in the order of the tree."""
     tree: Any = field(repr=False)
     """The nested content with each tensor replaced by a ``TensorRef``. Treat it as read-only."""
+    origins: tuple[Layout, ...] = field(default=(), repr=False)
+    """The checkpoints that it is computed from; none if it was read."""
 
     @property
     def nbytes(self) -> int:

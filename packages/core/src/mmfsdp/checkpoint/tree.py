@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ __all__ = [
     "MODEL_KEYS",
     "OPTIMIZER_KEYS",
     "Weights",
+    "common_prefix",
     "find_leaves",
     "find_tensor",
     "find_weights",
@@ -338,6 +339,24 @@ def part_tensors(layout: Layout, keep: str) -> dict[str, TensorEntry]:
         names = named_tensors(weights_of(layout).weights)
         return {name: layout.tensors[stored] for name, stored in names.items()}
     return layout.tensors_below(str(top_level_key(layout, keep)))
+
+
+def common_prefix(names: Collection[str], others: Collection[str]) -> str:
+    """Return the prefix without which most of the names would be among the others; empty if there is none.
+
+    Args:
+        names: Names of tensors, such as ``'module.fc.weight'``.
+        others: Those of another checkpoint, such as ``'fc.weight'``.
+    """
+    known = {*others}
+    first = min((name for name in names), key=len, default="")
+    cuts = [place + 1 for place, char in enumerate(first) if char in "./"]
+    for cut in cuts:
+        prefix = first[:cut]
+        found = sum(name.startswith(prefix) and name[cut:] in known for name in names)
+        if 2 * found > len(names):
+            return prefix
+    return ""
 
 
 def find_tensor(layout: Layout, name: str) -> TensorEntry:

@@ -21,7 +21,7 @@ from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
@@ -129,7 +129,8 @@ def convert(
     intent = intended(layout, kind, chosen, overflowed)
     check_coverage(layout, intent.sources)
     if chosen.verify:
-        _check_save(layout)
+        for origin in layout.origins or (layout,):
+            _check_save(origin)
     free = shutil.disk_usage(located(target).parent).free
     final, written = target, sum(intent.files.values())
     replaces = chosen.overwrite or chosen.publish
@@ -153,7 +154,7 @@ def convert(
         conversion=chosen,
         tensors=len(intent.written),
         bytes=written,
-        bytes_read=sum(layout.tensors[name].nbytes for name in intent.sources),
+        bytes_read=sum(_stored_bytes(layout.tensors[name]) for name in intent.sources),
         files=intent.files,
         free_bytes=free,
         dropped=intent.dropped,
@@ -165,6 +166,10 @@ def convert(
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
     )
+
+
+def _stored_bytes(entry: TensorEntry) -> int:
+    return sum(map(_stored_bytes, entry.parts)) if isinstance(entry, ComputedEntry) else entry.nbytes
 
 
 def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
@@ -191,7 +196,7 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
     target = located(target)
     if not target.exists():
         return
-    files = [layout.path, *layout.files()]
+    files = [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
     # A directory that holds a source file would be replaced together with it.
     inside = target.is_dir() and any(file.resolve().is_relative_to(target.resolve()) for file in files)
     if inside or any(os.path.samefile(target, file) for file in files):

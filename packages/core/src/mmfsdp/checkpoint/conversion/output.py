@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import open_layout
-from mmfsdp.checkpoint.geometry import CastEntry
 from mmfsdp.checkpoint.inspection.verification import verify
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["check_output", "published_path"]
@@ -38,10 +38,10 @@ def check_output(
             found = layout.tensors[name]
             if (found.dtype, found.shape) != (entry.dtype, entry.shape):
                 raise _differs(name, path)
-            there = _Bytes(converted_blocks(files, found))
+            there = _Bytes(tensor_blocks(files, found))
             # What a cast reports, it has reported when it was written.
-            quiet = CastEntry.of(entry.source, entry.dtype, lambda _: None) if isinstance(entry, CastEntry) else entry
-            for block in converted_blocks(files, quiet):
+            quiet = replace(entry, overflow=lambda _: None) if isinstance(entry, ComputedEntry) else entry
+            for block in tensor_blocks(files, quiet):
                 if not there.matches(block):
                     raise _differs(name, path)
                 tracker.advance(len(block))

@@ -14,10 +14,10 @@ from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
+from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.formats.registry import Content, Format
-from mmfsdp.checkpoint.geometry import CastEntry
-from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 
@@ -75,7 +75,9 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
-        named[name] = CastEntry.of(entry, casts[name], partial(_count, overflowed, name)) if name in casts else entry
+        changed = name in casts or isinstance(entry, ComputedEntry)
+        dtype = casts.get(name, entry.dtype)
+        named[name] = CastEntry.of(entry, dtype, partial(_count, overflowed, name)) if changed else entry
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}

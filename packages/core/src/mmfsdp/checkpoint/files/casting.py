@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import small_floats, tensor_blocks, values
-from mmfsdp.checkpoint.geometry import CastEntry
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.geometry import cut
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["cast_block", "converted_blocks"]
+__all__ = ["CastEntry", "cast_block"]
 
 _BLOCK = 1 << 19  # bytes of the source: what is made of it fits the second-level cache too
 
 
-def converted_blocks(files: OpenFiles, entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield a tensor's bytes as they will be written: packed, and cast if it is a ``CastEntry``."""
-    if not isinstance(entry, CastEntry):
-        yield from tensor_blocks(files, entry)
-        return
-    overflowed = 0
-    for block in tensor_blocks(files, entry.source, _BLOCK):
-        data, count = cast_block(block, entry.source.dtype, entry.dtype)
-        overflowed += count
-        yield data
-    if overflowed:
-        entry.overflow(overflowed)
+@dataclass(frozen=True, slots=True)
+class CastEntry(ComputedEntry):
+    """A tensor that is written with another dtype."""
+
+    @classmethod
+    def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
+        """Return a tensor cast to another dtype; one that is computed is rounded to that dtype at once."""
+        if isinstance(source, ComputedEntry):
+            return replace(source, dtype=dtype, overflow=overflow)
+        return cls(source.name, dtype, source.shape, source.chunks(), (source,), overflow)
+
+    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
+        return CastEntry.of(cut(self.parts[0], offsets, sizes), self.dtype, self.overflow)
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        [source], overflowed = self.parts, 0
+        for block in tensor_blocks(files, source, _BLOCK):
+            data, count = cast_block(block, source.dtype, self.dtype)
+            overflowed += count
+            yield data
+        if overflowed:
+            self.overflow(overflowed)
 
 
 def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview, int]:
@@ -53,7 +64,8 @@ def cast_block(block: memoryview, source: str, target: str) -> tuple[memoryview,
             codes, count = _to_float8(given, target)
             return _bytes(codes), count
         cast = given.astype(np.dtype(target).newbyteorder("<"))
-        return _bytes(cast), int((np.isinf(cast) & np.isfinite(given)).sum())
+        infinite = np.isinf(cast)
+        return _bytes(cast), int((infinite & np.isfinite(given)).sum()) if infinite.any() else 0
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:
@@ -68,6 +80,12 @@ def _to_bfloat16(given: NDArray[Any]) -> tuple[NDArray[np.uint16], int]:
 
     if given.dtype == np.float32 and _is_ordinary(given):
         return _rounded(given), 0
+    if given.dtype == np.float64 and _is_ordinary(near := given.astype(np.float32)):
+        words = _rounded(near)
+        # Rounding twice goes wrong only where the first result lies half way between two numbers.
+        halfway = np.flatnonzero((near.view(np.uint32) & np.uint32(0xFFFF)) == 0x8000)
+        words[halfway] = _rounded(_to_odd(given[halfway]))
+        return words, 0
     bits = _single(given).view(np.uint32)
     # Half a unit of the last place that stays, less one where that place is even: ties go to even.
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.casting import converted_blocks
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
-from mmfsdp.checkpoint.geometry import CastEntry, Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Record, TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["BlockWriter", "Copier", "RecordKey", "open_direct", "reserve"]
@@ -69,7 +68,7 @@ class Copier:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
         """
         # Stored checksums stand for the data as long as each run is one whole record.
-        runs = [] if isinstance(entry, CastEntry) else byte_runs(entry)
+        runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
         whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
         stored = {}
         for chunk in entry.chunks():
@@ -77,8 +76,8 @@ class Copier:
                 stored[key] = chunk.crc32
             elif chunk.record is not None:
                 self._check(chunk.record, entry.name)
-        if isinstance(entry, CastEntry):
-            return self._write(converted_blocks(self._files, entry), at)
+        if isinstance(entry, ComputedEntry):
+            return self._write(entry.blocks(self._files), at)
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):

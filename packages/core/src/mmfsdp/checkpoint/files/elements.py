@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
     """
     buffer = memoryview(bytearray(min(block, entry.nbytes)))
     filled = 0
+    if isinstance(entry, ComputedEntry):
+        yield from _recut(entry.blocks(files), buffer)
+        return
     for run in byte_runs(entry):
         if isinstance(run, StridedRun):
             for piece in packed_blocks(files.descriptor(run.file), run, entry.name):
@@ -64,6 +67,20 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
             if count == 0:
                 raise truncated(run.file, entry.name, source)
             source, filled = source + count, filled + count
+            if filled == len(buffer):
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _recut(pieces: Iterable[memoryview], buffer: memoryview) -> Iterator[memoryview]:
+    filled = 0
+    for rest in pieces:
+        while rest:
+            count = min(len(rest), len(buffer) - filled)
+            buffer[filled : filled + count] = rest[:count]
+            rest, filled = rest[count:], filled + count
             if filled == len(buffer):
                 yield buffer
                 filled = 0

@@ -1,0 +1,71 @@
+"""Matches the weights of several checkpoints by name, and reports every name and shape that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.tree import common_prefix, part_tensors
+from mmfsdp.errors import ConfigError
+
+__all__ = ["for_weights", "matched_weights"]
+
+
+def for_weights(conversion: Conversion, command: str) -> Conversion:
+    """Return the conversion of a result that consists of weights.
+
+    Args:
+        conversion: The settings as given.
+        command: What computes the result, for messages.
+
+    Raises:
+        ConfigError: A setting asks for something other than the weights.
+    """
+    for name, value in (("keep", conversion.keep not in (None, "model")), ("drop", conversion.drop)):
+        if value:
+            given = getattr(conversion, name)
+            raise ConfigError(f"{command} works on the weights; leave out {name!r} {given!r}.", config=name)
+    if conversion.use_ema:
+        raise ConfigError(f"{command} works on 'state_dict'; convert each checkpoint with 'use_ema' first.")
+    return conversion.changed({"keep": "model"})
+
+
+def matched_weights(layouts: Sequence[Layout]) -> list[dict[str, TensorEntry]]:
+    """Return the weights of each checkpoint by name; names and shapes are those of the last checkpoint.
+
+    Raises:
+        ConfigError: Names or shapes differ; the message lists them.
+        FormatError: A checkpoint has no weights.
+    """
+    weights = [part_tensors(layout, "model") for layout in layouts]
+    for layout, found in zip(layouts[:-1], weights[:-1], strict=True):
+        _check_names(layouts[-1], weights[-1], layout, found)
+    return weights
+
+
+def _check_names(one: Layout, ours: Mapping[str, TensorEntry], two: Layout, theirs: Mapping[str, TensorEntry]) -> None:
+    problems = []
+    for layout, names, others in ((one, ours, theirs), (two, theirs, ours)):
+        if lone := [name for name in names if name not in others]:
+            problems.append(f"only {str(layout.path)!r} has {name_list(lone, 5)}")
+    shapes = [name for name, entry in ours.items() if name in theirs and theirs[name].shape != entry.shape]
+    for name in shapes[:5]:
+        problems.append(f"{name!r} has shape {list(ours[name].shape)} and {list(theirs[name].shape)}")
+    if not problems:
+        return
+    raise ConfigError(
+        f"{str(one.path)!r} and {str(two.path)!r} do not hold the same weights: {'; '.join(problems)}."
+        + _hint(one, ours, two, theirs),
+        file=str(two.path),
+    )
+
+
+def _hint(one: Layout, ours: Mapping[str, TensorEntry], two: Layout, theirs: Mapping[str, TensorEntry]) -> str:
+    for layout, names, others in ((one, ours, theirs), (two, theirs, ours)):
+        if prefix := common_prefix(names, others):
+            return (
+                f" Without {prefix!r} in {str(layout.path)!r} they would match: convert it with 'strip_prefix' first."
+            )
+    return ""
