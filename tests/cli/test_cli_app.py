@@ -20,7 +20,7 @@ from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
-WRITING = {"convert", "average"}
+WRITING = {"convert", "average", "merge-lora"}
 
 
 def parameters(name: str) -> dict[str, click.Parameter]:

@@ -19,6 +19,7 @@ _MODULES = {
     "inspect": "inspecting",
     "convert": "converting",
     "average": "averaging",
+    "merge-lora": "merging",
     "verify": "verifying",
     "diff": "differing",
     "formats": "formats",

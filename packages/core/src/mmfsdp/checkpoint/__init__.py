@@ -9,6 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.basics.boxes import Ranks
     from mmfsdp.checkpoint.arithmetic.averaging import average_checkpoints
+    from mmfsdp.checkpoint.arithmetic.merging import merge_lora
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
@@ -43,6 +44,7 @@ __all__ = [
     "known_formats",
     "latest_checkpoint",
     "layout_of_model",
+    "merge_lora",
     "open_layout",
     "remove_old_checkpoints",
     "tensor_statistics",
@@ -54,6 +56,7 @@ _WHERE = {
     "Ranks": "mmfsdp.basics.boxes",
     **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
     "average_checkpoints": "mmfsdp.checkpoint.arithmetic.averaging",
+    "merge_lora": "mmfsdp.checkpoint.arithmetic.merging",
     "layout_of_model": "mmfsdp.checkpoint.layout",
     "find_tensor": "mmfsdp.checkpoint.tree",
     "Conversion": "mmfsdp.checkpoint.conversion.settings",

@@ -1,0 +1,47 @@
+"""``mmfsdp-cli merge-lora``: writes a checkpoint with a LoRA adapter merged into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mmfsdp_cli.help import Command, argument
+from mmfsdp_cli.options import PATH, checkpoint_argument, option
+from mmfsdp_cli.writing import write_checkpoint, writing_options
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint import ConversionReport
+
+__all__ = ["merge_lora_command"]
+
+
+@click.command("merge-lora", cls=Command)
+@checkpoint_argument("base")
+@argument("adapter", type=PATH, help="The folder of the adapter, as peft's save_pretrained() writes it.")
+@argument("target", type=PATH, help="The path to write: .safetensors, .pth or .pt, or a directory.")
+@option(
+    "--prefix",
+    section="Adapter",
+    default="",
+    metavar="TEXT",
+    help="What stands before the adapter's module names in the base.",
+)
+@writing_options
+def merge_lora_command(base: Path, adapter: Path, target: Path, prefix: str, **given: Any) -> None:
+    """Merge a LoRA adapter into its base, in constant memory.
+
+    Weights are computed in float64 and rounded once. The base may be sharded and of any format. DoRA and other variants
+    are named and rejected.
+
+    Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or
+    argument is wrong, or the adapter is for another base.
+    """
+
+    def write(**settings: Any) -> ConversionReport:
+        from mmfsdp.checkpoint import merge_lora
+
+        return merge_lora(base, adapter, target, prefix=prefix, **settings)
+
+    write_checkpoint(write, given)

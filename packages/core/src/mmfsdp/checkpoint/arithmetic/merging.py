@@ -1,0 +1,172 @@
+"""Merges a LoRA adapter into the weights of its base, which may be sharded and of any format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mmfsdp.basics.dtypes import is_floating_point
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
+from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
+from mmfsdp.checkpoint.arithmetic.matching import for_weights
+from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
+from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.formats.registry import opened
+from mmfsdp.checkpoint.geometry import check_coverage
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.tree import named_tensors, weights_of
+from mmfsdp.errors import ConfigError
+
+__all__ = ["merge_lora"]
+
+
+def merge_lora(
+    base: str | os.PathLike[str] | Layout,
+    adapter: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    conversion: Conversion | None = None,
+    *,
+    prefix: str = "",
+    reference: str | os.PathLike[str] | Layout | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> ConversionReport:
+    """Write the weights of a base with a LoRA adapter merged into them, in constant memory and without torch.
+
+    A weight becomes ``weight + scale * B @ A``, computed in float64 and rounded once to its dtype or to ``dtype``.
+    ``scale`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA. Every other weight is copied. Tensors that the
+    adapter holds whole (``modules_to_save``, trained biases) take the place of the base's, in the base's dtype; those
+    that the base lacks, such as a new head, are added. Names that share their bytes with a weight that is changed, such
+    as a tied head, change with it.
+
+    Args:
+        base: The base's checkpoint, of any format and sharding.
+        adapter: The folder that peft's ``save_pretrained`` wrote.
+        target: The path to write; see `convert`.
+        conversion: What to write and how.
+        prefix: Stands before the adapter's module names in the base, such as ``'model.'``.
+        reference: A complete checkpoint of the same model, if the base does not hold all shapes; see ``open_layout``.
+        dry_run: Check and report everything that can be known without writing.
+        progress: Called with the bytes written so far and the bytes to write.
+        **settings: Fields of `Conversion`, as for `convert`. Only weights are written: ``keep`` is ``'model'``.
+
+    Raises:
+        ConfigError: The adapter is for another base: the message lists modules and shapes. A setting is wrong, or numpy
+            is missing.
+        FormatError: The adapter is not LoRA, or is of a variant such as DoRA.
+        CheckpointError: As for `convert`.
+
+    Example:
+        >>> merge_lora("llama", "runs/lora", "merged", max_shard_size="5GB")
+    """
+    require_numpy("Merging an adapter")
+    chosen = for_weights((conversion or Conversion()).changed(settings), "Merging an adapter")
+    layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
+    merged, notes = _merged(layout, read_adapter(adapter), prefix)
+    report = convert(merged, target, chosen, dry_run=dry_run, progress=progress)
+    return replace(report, notes=(*notes, *report.notes))
+
+
+def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[str, ...]]:
+    names = named_tensors(weights_of(base).weights)
+    _check_modules(base, names, adapter, prefix)
+    check_coverage(adapter.layout)
+    changed: dict[str, TensorEntry] = {}
+    added: dict[str, TensorEntry] = {}
+    for name, entry in adapter.replaced.items():
+        if prefix + name not in names:
+            added[prefix + name] = replace(entry, name=prefix + name)
+            continue
+        stored = base.tensors[names[prefix + name]]
+        kept = is_floating_point(stored.dtype) and stored.dtype != entry.dtype
+        changed[stored.name] = replace(CastEntry.of(entry, stored.dtype, _ignore) if kept else entry, name=stored.name)
+    wrong = []
+    for module, factors in adapter.factors.items():
+        stored = base.tensors[names[f"{prefix}{module}.weight"]]
+        entry = changed.get(stored.name, stored)
+        left, right = (
+            (factors.b, factors.a) if not factors.transposed else (transposed(factors.a), transposed(factors.b))
+        )
+        shape = (left.shape[0], *right.shape[1:])
+        if shape != entry.shape or not is_floating_point(entry.dtype):
+            wrong.append(f"{module!r} needs a weight of shape {list(shape)}, and the base has {_described(entry)}")
+            continue
+        changed[stored.name] = LowRankSum.of(entry, left, right, factors.scale)
+    if wrong:
+        raise _another_base(base, adapter, wrong)
+    tied = _tied(base, names, changed)
+    resized = [name for name, entry in changed.items() if entry.shape != base.tensors[name].shape]
+    facts = {
+        "Tied to a weight that is merged, and so merged too": [*tied],
+        "Of another shape than in the base, which config.json must say": resized,
+        "Added, because only the adapter has it": [*added],
+    }
+    tensors = {**base.tensors, **changed, **tied, **added}
+    merged = replace(base, tensors=tensors, tree=_with(base, added), origins=(base, adapter.layout))
+    return merged, tuple(f"{what}: {name_list(named, 5)}" for what, named in facts.items() if named)
+
+
+def _with(base: Layout, added: Iterable[str]) -> dict[Any, Any]:
+    """Return the tree of a checkpoint with further tensors among its weights."""
+    found = weights_of(base)
+    tree: dict[Any, Any] = {**found.weights, **{name: TensorRef(name) for name in added}}
+    if not found.where:
+        return {**found.beside, **tree}
+    for depth in range(len(found.where), 0, -1):
+        above = base.tree
+        for key in found.where[: depth - 1]:
+            above = above[key]
+        tree = {**above, found.where[depth - 1]: tree}
+    return tree
+
+
+def _ignore(_: int) -> None:
+    return None
+
+
+def _tied(base: Layout, names: Mapping[str, str], changed: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    by_bytes = {
+        (base.tensors[name].shape, base.tensors[name].chunks()): entry
+        for name, entry in changed.items()
+        if isinstance(entry, LowRankSum)
+    }
+    others = [base.tensors[name] for name in names.values() if name not in changed]
+    return {
+        entry.name: replace(by_bytes[key], name=entry.name)
+        for entry in others
+        if (key := (entry.shape, entry.chunks())) in by_bytes
+    }
+
+
+def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:
+    wanted = [f"{module}.weight" for module in adapter.factors] or [*adapter.replaced]
+    missing = [name for name in wanted if prefix + name not in names]
+    if not missing:
+        return
+    problems = [f"it has no {prefix + name!r}" for name in missing[:5]]
+    if len(missing) > 5:
+        problems.append(f"and {len(missing) - 5} more are missing")
+    ends = {name.removesuffix(wanted[0]) for name in names if name.endswith(wanted[0])}
+    other = next((end for end in sorted(ends, key=len) if all(end + name in names for name in wanted)), None)
+    hint = f" All of them are there below {other!r}: set 'prefix' to it." if other is not None else ""
+    raise _another_base(base, adapter, problems, hint)
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"{list(entry.shape)} of {entry.dtype}"
+
+
+def _another_base(base: Layout, adapter: Adapter, problems: list[str], hint: str = "") -> ConfigError:
+    named = f" It was trained on {adapter.base_name!r}." if adapter.base_name else ""
+    more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return ConfigError(
+        f"The adapter does not fit {str(base.path)!r}: {'; '.join(problems[:8])}{more}.{named}{hint}",
+        file=str(adapter.layout.path),
+    )

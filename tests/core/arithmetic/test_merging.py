@@ -1,0 +1,194 @@
+"""A merged adapter is what peft's own merge gives in float64, rounded once; adapters that do not fit are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmfsdp.checkpoint import convert, merge_lora
+from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError
+
+pytest.importorskip("numpy")
+
+GOLDEN = Path(__file__).parent / "adapters"
+CASES = ("plain", "rslora", "conv1d")
+
+
+def adapter(case: str, folder: Path, **changes: Any) -> Path:
+    """Copy an adapter, and change its config."""
+    copy = Path(shutil.copytree(GOLDEN / case, folder / f"copy_of_{case}"))
+    config = copy / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return copy
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_peft(case: str, tmp_path: Path) -> None:
+    folder = GOLDEN / case
+    merged = load_file(folder / "merged.safetensors")
+    changed = [
+        name for name, tensor in load_file(folder / "base.safetensors").items() if (tensor != merged[name]).any()
+    ]
+    assert len(changed) >= 2
+    merge_lora(folder / "base.safetensors", folder, tmp_path / "wide.safetensors", dtype="float64")
+    merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors", verify_output=True)
+    wide, found = load_file(tmp_path / "wide.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert {*found} == {*merged}
+    for name, tensor in merged.items():
+        torch.testing.assert_close(wide[name], tensor, rtol=1e-14, atol=1e-16)
+        assert torch.equal(found[name], tensor.float())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("to", ["dcp", "local"])
+def test_bases_and_targets_may_be_sharded(case: str, to: str, tmp_path: Path) -> None:
+    folder = GOLDEN / case
+    convert(folder / "base.safetensors", tmp_path / "base", to="dcp", ranks=3)
+    merge_lora(tmp_path / "base", folder, tmp_path / "out", to=to, ranks=5, dtype="float64")
+    convert(tmp_path / "out", tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    for name, tensor in load_file(folder / "merged.safetensors").items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-16)
+
+
+def test_low_precision_is_rounded_once(tmp_path: Path) -> None:
+    base = {name: tensor.bfloat16() for name, tensor in load_file(GOLDEN / "rslora" / "base.safetensors").items()}
+    save_file(base, tmp_path / "base.safetensors")
+    factors = load_file(GOLDEN / "rslora" / "adapter_model.safetensors")
+    merge_lora(tmp_path / "base.safetensors", GOLDEN / "rslora", tmp_path / "wide.safetensors", dtype="float64")
+    merge_lora(tmp_path / "base.safetensors", GOLDEN / "rslora", tmp_path / "out.safetensors")
+    wide, found = load_file(tmp_path / "wide.safetensors"), load_file(tmp_path / "out.safetensors")
+    a, b = (factors[f"base_model.model.head.lora_{side}.weight"].double() for side in "AB")
+    torch.testing.assert_close(
+        wide["head.weight"], base["head.weight"].double() + 8 / 5**0.5 * (b @ a), rtol=1e-14, atol=0
+    )
+    assert found["head.weight"].dtype == torch.bfloat16
+    assert (found["head.weight"].double() - wide["head.weight"]).abs().max() <= 2**-8 * wide["head.weight"].abs().max()
+    assert torch.equal(found["embed.weight"], base["embed.weight"])
+
+
+def test_large_weights_go_through_several_blocks(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(700, 3000, generator=generator)
+    a, b = torch.randn(4, 3000, generator=generator), torch.randn(700, 4, generator=generator)
+    save_file({"fc.weight": base}, tmp_path / "base.safetensors")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    names = {f"base_model.model.fc.lora_{side}.weight": tensor for side, tensor in (("A", a), ("B", b))}
+    save_file(names, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 2}))
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out.safetensors")
+    expected = base.double() + 0.5 * (b.double() @ a.double())
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["fc.weight"], expected.float())
+
+
+def test_tied_names_change_together(tmp_path: Path) -> None:
+    base = load_file(GOLDEN / "plain" / "base.safetensors")
+    base["lm_head.weight"] = base["embed.weight"]
+    torch.save({"state_dict": base, "meta": {"epoch": 1}}, tmp_path / "base.pth")
+    report = merge_lora(tmp_path / "base.pth", GOLDEN / "plain", tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert found["meta"] == {"epoch": 1}
+    assert found["state_dict"]["lm_head.weight"].data_ptr() == found["state_dict"]["embed.weight"].data_ptr()
+    assert torch.equal(
+        found["state_dict"]["embed.weight"], load_file(GOLDEN / "plain" / "merged.safetensors")["embed.weight"].float()
+    )
+    assert any(note.endswith("merged too: 'state_dict/lm_head.weight'") for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("kind", ["flat", "nested"])
+def test_a_new_head_is_added(kind: str, tmp_path: Path) -> None:
+    base = load_file(GOLDEN / "plain" / "base.safetensors")
+    del base["head.weight"], base["head.bias"]
+    torch.save(base if kind == "flat" else {"model": base, "optimizer": {}}, tmp_path / "base.pth")
+    report = merge_lora(tmp_path / "base.pth", GOLDEN / "plain", tmp_path / "out.safetensors", verify_output=True)
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["head.weight"], load_file(GOLDEN / "plain" / "merged.safetensors")["head.weight"].float())
+    assert "Added, because only the adapter has it: 'head.bias', 'head.weight'" in report.notes
+
+
+def test_names_below_a_prefix(tmp_path: Path) -> None:
+    folder = GOLDEN / "rslora"
+    base = {f"model.{name}": tensor for name, tensor in load_file(folder / "base.safetensors").items()}
+    save_file(base, tmp_path / "base.safetensors")
+    with pytest.raises(ConfigError, match=r"All of them are there below 'model.': set 'prefix' to it\."):
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out.safetensors")
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out.safetensors", prefix="model.")
+    found = load_file(tmp_path / "out.safetensors")
+    merged = load_file(folder / "merged.safetensors")
+    assert torch.equal(found["model.head.weight"], merged["head.weight"].float())
+
+
+class TestAdaptersThatDoNotFit:
+    def test_modules(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ConfigError, match=r"does not fit '.*': it has no 'head.weight'; it has no 'layers.0.q_proj"
+        ):
+            merge_lora(GOLDEN / "conv1d" / "base.safetensors", GOLDEN / "rslora", tmp_path / "out.safetensors")
+        assert not (tmp_path / "out.safetensors").exists()
+
+    def test_shapes(self, tmp_path: Path) -> None:
+        folder = adapter("conv1d", tmp_path, fan_in_fan_out=False, base_model_name_or_path="org/gpt")
+        message = (
+            r"'c_attn' needs a weight of shape \[36, 12\], and the base has \[12, 36\] of float32\. It was trained on "
+            "'org/gpt'"
+        )
+        with pytest.raises(ConfigError, match=message):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"peft_type": "LOHA"}, r"of type 'LOHA'; only LoRA and rsLoRA are merged here"),
+            ({"use_dora": True}, r"of DoRA \(it also scales each row\); only LoRA"),
+            ({"target_parameters": ["w"]}, r"of LoRA on single parameters \(target_parameters\)"),
+            (
+                {"init_lora_weights": "pissa_niter_4"},
+                r"init_lora_weights='pissa_niter_4', which changes the base weights",
+            ),
+        ],
+    )
+    def test_methods(self, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path, **changes)
+        with pytest.raises(FormatError, match=message):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    def test_dora(self, tmp_path: Path) -> None:
+        for folder in (GOLDEN / "dora", adapter("dora", tmp_path, use_dora=False)):
+            with pytest.raises(FormatError, match="DoRA"):
+                merge_lora(GOLDEN / "conv1d" / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"r": 6}, r"have shapes \[5, 12\] and \[4, 5\] \(expected rank 6, as adapter_config.json says\)"),
+            ({"lora_alpha": "8"}, r"gives 'head' alpha '8' \(expected a number\)"),
+            ({"rank_pattern": {"(": 1}}, r"the pattern '\(', which is malformed"),
+            ({"alpha_pattern": [1]}, r"adapter_config.json is damaged: alpha_pattern is not a mapping"),
+        ],
+    )
+    def test_damaged_configs(self, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path, **changes)
+        with pytest.raises(CorruptCheckpointError, match=message):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    def test_missing_files(self, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path)
+        (folder / "adapter_model.safetensors").unlink()
+        for path in (folder, tmp_path / "nothing"):
+            with pytest.raises(CheckpointNotFoundError, match=r"There is no LoRA adapter at '.*': adapter_"):
+                merge_lora(folder / "base.safetensors", path, tmp_path / "out.safetensors")
+
+    def test_one_factor(self, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        del tensors["base_model.model.head.lora_B.weight"]
+        save_file(tensors, folder / "adapter_model.safetensors")
+        with pytest.raises(CorruptCheckpointError, match="holds lora_A of 'head' but not the other factor"):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
