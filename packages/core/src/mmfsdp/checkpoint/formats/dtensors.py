@@ -108,7 +108,7 @@ def _mesh_of(mesh: dict[str, Any]) -> Mesh:
             raise ValueError(f"a device mesh has none, or more than {_MOST_RANKS} ranks")
         world = _ranks(mesh["_flatten_rank_map"])
         offsets = [_offsets(step) for step in steps]
-        first = world.index(mesh["_rank"]) - sum(each[at] for each, at in zip(offsets, coordinates, strict=True))
+        first = _place_in_world(mesh, world) - sum(each[at] for each, at in zip(offsets, coordinates, strict=True))
         places = [first + sum(step) for step in itertools.product(*offsets)]
         if not all(0 <= place < len(world) for place in places):
             raise ValueError("a device mesh has ranks that its world lacks")
@@ -117,6 +117,16 @@ def _mesh_of(mesh: dict[str, Any]) -> Mesh:
     if not inside or math.prod(sizes) != len(ranks):
         raise ValueError("a device mesh has another number of ranks than its shape says")
     return sizes, coordinates, ranks
+
+
+def _place_in_world(mesh: dict[str, Any], world: tuple[int, ...]) -> int:
+    """Return where the rank that wrote the mesh stands among the ranks of the world that it lists."""
+    if "_rank" in mesh:
+        return world.index(mesh["_rank"])
+    # torch 2.10 does not name the rank. The mesh that this one is a part of has every rank of the world.
+    root = fields(mesh["_root_mesh"]) if mesh["_root_mesh"] is not None else mesh
+    coordinates = integers(root["_coordinate_on_dim"])
+    return sum(_offsets(step)[at] for step, at in zip(_steps(fields(root["_layout"])), coordinates, strict=True))
 
 
 def _steps(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
