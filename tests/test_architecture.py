@@ -53,7 +53,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("files",),
-    ("formats",),
+    ("formats", "recipes"),
     ("inspection", "keeping"),
     ("conversion",),
     ("arithmetic",),

@@ -181,3 +181,41 @@ def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
     lines = run("formats").stdout.splitlines()
     assert lines[0].split()[:3] == ["format", "reads", "writes"]
     assert len(lines) == len(listed) + 2
+
+
+def test_recipes_are_listed_and_printed() -> None:
+    listed = json.loads(run("recipes", "--json").stdout)
+    assert "meta-llama-to-hf" in [item["name"] for item in listed]
+    lines = run("recipes").stdout.splitlines()
+    assert lines[0].split() == ["recipe", "needs", "what", "it", "does"]
+    assert len(lines) == 2 + len(listed)
+    printed = run("recipes", "meta-llama-to-hf").stdout
+    assert printed == Path(next(item["path"] for item in listed if item["name"] == "meta-llama-to-hf")).read_text()
+    done = run("recipes", "meta-lama-to-hf")
+    assert done.returncode == 2
+    assert "Did you mean 'meta-llama-to-hf'" in done.stderr
+
+
+def test_a_recipe(checkpoint: Path) -> None:
+    recipe = checkpoint.with_name("recipe.toml")
+    recipe.write_text(
+        '[values]\nn = ["n"]\n[[rules]]\nrename = { "head" = "tail" }\n'
+        '[[rules]]\n[rules.split]\nwhole = "backbone.conv"\nparts = ["a", "b"]\ndim = 1\nsizes = ["n", 1]\n'
+    )
+    target = checkpoint.with_name("out.safetensors")
+    done = run("convert", checkpoint, target, "--recipe", recipe)
+    assert done.returncode == 2
+    assert "needs the value 'n'. Give it in --recipe-value, as n=8, or put a config.json" in done.stderr
+    assert run("convert", checkpoint, target, "--recipe", recipe, "--recipe-value", "n").returncode == 2
+    assert "'x' is not a whole number" in run("convert", checkpoint, target, "--recipe-value", "n=x").stderr
+    done = run("convert", checkpoint, target, "--recipe", recipe, "--recipe-value", "n=2")
+    assert done.returncode == 0, done.stderr
+    assert read_safetensors(target) == {
+        "tail": ("BF16", [4], bytes(8)),
+        "a": ("F32", [2, 2], struct.pack("<4f", 0, 1, 3, 4)),
+        "b": ("F32", [2, 1], struct.pack("<2f", 2, 5)),
+    }
+    back = checkpoint.with_name("back.safetensors")
+    done = run("convert", target, back, "--recipe", recipe, "--recipe-value", "n=2", "--inverse")
+    assert done.returncode == 0, done.stderr
+    assert read_safetensors(back)["backbone.conv"] == ("F32", [2, 3], struct.pack("<6f", *range(6)))

@@ -23,6 +23,7 @@ _MODULES = {
     "verify": "verifying",
     "diff": "differing",
     "formats": "formats",
+    "recipes": "recipes",
     "plan": "planning",
     "doctor": "doctoring",
     "completion": "completing",

@@ -27,6 +27,12 @@ def _dtypes() -> Iterable[str]:
     return ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
 
 
+def _recipes() -> Iterable[str]:
+    from mmfsdp.checkpoint import known_recipes
+
+    return [info.name for info in known_recipes()]
+
+
 def _formats(*, written: bool) -> Iterable[str]:
     from mmfsdp.checkpoint import known_formats
 
@@ -40,6 +46,21 @@ _OPTIONS = (
     several("--exclude", section=_TAKE, metavar="PATTERN", help="Leave out tensors and values with such names."),
     option("--strip-prefix", section=_NAMES, metavar="TEXT", help="Remove this prefix from names, before --rename."),
     several("--rename", section=_NAMES, metavar="REGEX=REPL", help="Rewrite names as Python's re.sub does; in order."),
+    option(
+        "--recipe",
+        section=_NAMES,
+        metavar="NAME|FILE",
+        shell_complete=completing(_recipes),
+        help="Then rewrite names and shapes for another library's model; see mmfsdp-cli recipes.",
+    ),
+    flag("--inverse", section=_NAMES, help="Undo the recipe instead."),
+    several(
+        "--recipe-value",
+        "recipe_values",
+        section=_NAMES,
+        metavar="NAME=N",
+        help="A number that the recipe needs, if no config.json beside the source has it.",
+    ),
     option(
         "--to",
         section=_WRITE,
@@ -118,6 +139,9 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
             settings[name] = False
     if "rename" in settings:
         settings["rename"] = [_pair(text, "--rename", "REGEX=REPL") for text in settings["rename"]]
+    if "recipe_values" in settings:
+        pairs = [_pair(text, "--recipe-value", "NAME=N") for text in settings["recipe_values"]]
+        settings["recipe_values"] = {name: _number(number, "--recipe-value") for name, number in pairs}
     match settings.get("dtype"):
         case (dtype,) if "=" not in dtype:
             settings["dtype"] = dtype
@@ -132,6 +156,12 @@ def _pair(text: str, option: str, form: str) -> tuple[str, str]:
     if not sign or not left:
         raise click.BadParameter(f"{text!r} is not of the form {form}.", param_hint=option)
     return left, right
+
+
+def _number(text: str, option: str) -> int:
+    if not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is not a whole number.", param_hint=option)
+    return int(text)
 
 
 def _print(report: ConversionReport, limit: int) -> None:

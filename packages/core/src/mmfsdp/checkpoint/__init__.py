@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, layout_of_model
+    from mmfsdp.checkpoint.recipes.applying import RecipeInfo, apply_recipe, known_recipes
     from mmfsdp.checkpoint.tree import find_tensor
 
 __all__ = [
@@ -31,17 +32,20 @@ __all__ = [
     "Layout",
     "Problem",
     "Ranks",
+    "RecipeInfo",
     "TargetExistsError",
     "TensorEntry",
     "TensorStatistics",
     "TreeNode",
     "ValueDifference",
     "VerifyReport",
+    "apply_recipe",
     "average_checkpoints",
     "convert",
     "diff",
     "find_tensor",
     "known_formats",
+    "known_recipes",
     "latest_checkpoint",
     "layout_of_model",
     "merge_lora",
@@ -66,6 +70,7 @@ _WHERE = {
     "ValueDifference": "mmfsdp.checkpoint.inspection.difference",
     **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),
     **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.summaries"),
+    **dict.fromkeys(("RecipeInfo", "apply_recipe", "known_recipes"), "mmfsdp.checkpoint.recipes.applying"),
     **dict.fromkeys(("TreeNode", "tensor_tree"), "mmfsdp.checkpoint.inspection.summaries"),
     **dict.fromkeys(("Problem", "VerifyReport", "verify"), "mmfsdp.checkpoint.inspection.verification"),
     **dict.fromkeys(("latest_checkpoint", "remove_old_checkpoints"), "mmfsdp.checkpoint.keeping"),

@@ -106,7 +106,7 @@ def convert(
 
     Raises:
         ConfigError: A setting is unknown or malformed, a pattern or rename rule matches nothing, two tensors would get
-            the same name, or the format cannot hold a dtype.
+            the same name, the recipe does not fit the weights, or the format cannot hold a dtype.
         CheckpointNotFoundError: There is no checkpoint at ``source``, or no directory for ``target``.
         TargetExistsError: ``target`` exists, or another process is writing it, and ``overwrite`` is false.
         FormatError, UnsafePickleError: ``source`` cannot be read; see ``open_layout``.
@@ -127,7 +127,7 @@ def convert(
     chosen = _completed(chosen, kind, layout)
     overflowed: Counter[str] = Counter()
     intent = intended(layout, kind, chosen, overflowed)
-    check_coverage(layout, intent.sources)
+    check_coverage(intent.layout, intent.sources)
     if chosen.verify:
         for origin in layout.origins or (layout,):
             _check_save(origin)
@@ -154,7 +154,7 @@ def convert(
         conversion=chosen,
         tensors=len(intent.written),
         bytes=written,
-        bytes_read=sum(_stored_bytes(layout.tensors[name]) for name in intent.sources),
+        bytes_read=sum(_stored_bytes(intent.layout.tensors[name]) for name in intent.sources),
         files=intent.files,
         free_bytes=free,
         dropped=intent.dropped,
@@ -174,7 +174,8 @@ def _stored_bytes(entry: TensorEntry) -> int:
 
 def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
     """Return the conversion with the settings filled in that were left to the target and the source."""
-    by_default = "all" if chosen.drop or (kind.by_rank and not chosen.use_ema) else "model"
+    weights_alone = chosen.use_ema or chosen.recipe is not None
+    by_default = "all" if chosen.drop or (kind.by_rank and not weights_alone) else "model"
     found: dict[str, Any] = {"to": kind.name, "keep": chosen.keep or by_default}
     if kind.by_rank and chosen.ranks is None:
         found["ranks"] = layout.world_size

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
@@ -28,6 +29,8 @@ __all__ = ["Intent", "Selection", "intended", "select"]
 class Intent:
     """The plan of a conversion."""
 
+    layout: Layout
+    """Where ``sources`` are: the source, or what a recipe makes of it."""
     format: str
     """The part of a checkpoint to write."""
     planned: Sequence[PlannedFile]
@@ -70,6 +73,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     selection = select(layout, keep, conversion.drop, rules, use_ema=conversion.use_ema)
     if keep != "model":
         selection = _with_states(selection, layout, target)
+    if conversion.recipe is not None:
+        layout, selection = _through_recipe(layout, selection, conversion)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
@@ -93,6 +98,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
     planned = target.plan_write(content)
     return Intent(
+        layout=layout,
         format=target.name,
         planned=planned,
         save_id=content.save_id,
@@ -105,6 +111,25 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         dropped=dropped,
         notes=selection.notes,
     )
+
+
+def _through_recipe(layout: Layout, selection: Selection, conversion: Conversion) -> tuple[Layout, Selection]:
+    """Return the layout and the selection with the weights that a recipe makes of those selected."""
+    names = named_tensors(selection.part)
+    # Imported by who asks for a recipe: other conversions take no longer for it.
+    recipes = import_module("mmfsdp.checkpoint.recipes.applying")
+    made: dict[str, TensorEntry] = recipes.rewritten(
+        {name: layout.tensors[source] for name, source in names.items()},
+        conversion.recipe,
+        inverse=conversion.inverse,
+        values=conversion.recipe_values,
+        folders=recipes.folders_of(layout),
+    )
+    # What lies beside the weights keeps its name, which must not be one of the new ones.
+    part = {name: TensorRef(f"recipe:{name}") for name in made}
+    tensors = {**layout.tensors, **{part[name].name: entry for name, entry in made.items()}}
+    tree = {key: part if value is selection.part else value for key, value in selection.tree.items()}
+    return replace(layout, tensors=tensors), replace(selection, tree=tree, part=part)
 
 
 _TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")

@@ -51,6 +51,14 @@ class Conversion:
     """Regular expressions and replacements as for ``re.sub``, applied to the names in order; a mapping works too."""
     strip_prefix: str | None = None
     """Remove this prefix from names that have it, before they are renamed."""
+    recipe: str | None = None
+    """Rewrite names and shapes for another library's model: a name that `known_recipes` lists, or the path of a TOML,
+    YAML or JSON file. It sees the weights after the rules above."""
+    inverse: bool = False
+    """Undo the recipe instead."""
+    recipe_values: Mapping[str, int] | None = None
+    """Numbers that the recipe needs, such as ``{'heads': 32}``; by default they are read from ``config.json`` or
+    ``params.json`` beside the source."""
     dtype: str | Mapping[str, str] | None = None
     """Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see the new
     names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest, ties to even;
@@ -113,7 +121,15 @@ class Conversion:
                 "Remove one."
             )
         part = "all" if self.drop else self.keep
-        for name, wanted in (("use_ema", self.use_ema), ("publish", self.publish)):
+        if self.recipe is None and (self.inverse or self.recipe_values):
+            given = "inverse" if self.inverse else "recipe_values"
+            raise ConfigError(f"Conversion: {given!r} needs a 'recipe'. Set it, or remove {given!r}.", config=given)
+        weights_alone = (
+            ("use_ema", self.use_ema),
+            ("publish", self.publish),
+            ("recipe", self.recipe is not None),
+        )
+        for name, wanted in weights_alone:
             if wanted and part not in (None, "model"):
                 given = "'drop'" if self.drop else f"'keep' {part!r}"
                 raise ConfigError(
@@ -186,6 +202,12 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(map(_text, value))
 
 
+def _numbers(value: Any) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not all(type(number) is int and number > 0 for number in value.values()):
+        raise _mistyped("names and positive whole numbers", value)
+    return {_text(name): number for name, number in value.items()}
+
+
 def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
     pairs = [*value.items()] if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not all(
@@ -224,6 +246,8 @@ def _positive(value: Any) -> int:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("keep", "strip_prefix"), _text),
+    "recipe": lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value),
+    "recipe_values": _numbers,
     **dict.fromkeys(("drop", "include", "exclude"), _names),
     "rename": _pairs,
     "dtype": _dtypes,

@@ -1,0 +1,115 @@
+"""A recipe: ordered rules that turn the weights of one model into those of another, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.recipes.rules import Rule, Step
+from mmfsdp.checkpoint.recipes.values import Values
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["Recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Rules, and what they need to know."""
+
+    name: str
+    """Its name, or its file's."""
+    about: str
+    """What it turns into what."""
+    rules: tuple[Rule, ...]
+    """The rules, in order: each sees what those before it made."""
+    values: Mapping[str, Sequence[str | int]]
+    """The numbers that rules use, and where to find them; see ``Values``."""
+    keep_unmatched: bool
+    """Whether tensors that no rule matches stay as they are; otherwise they are an error."""
+
+    def inverse(self) -> Recipe:
+        """Return the recipe that undoes this one.
+
+        Raises:
+            ConfigError: A rule cannot be undone.
+        """
+        undone = [rule.inverse() for rule in reversed(self.rules)]
+        return replace(self, rules=tuple(rule for rule in undone if rule is not None))
+
+    def applied(
+        self, tensors: Mapping[str, TensorEntry], given: Mapping[str, int], configs: Mapping[str, int]
+    ) -> dict[str, TensorEntry]:
+        """Return the tensors that the rules make, by name. Only ``untie`` reads data.
+
+        Args:
+            tensors: The weights.
+            given: Values that the user sets.
+            configs: Numbers of the model's config files.
+
+        Raises:
+            ConfigError: A rule matches nothing or does not fit, two tensors would get one name, one is left over, or
+                a value is not known. The message names the rule, the tensors and their shapes.
+        """
+        if unknown := [name for name in given if name not in self.values]:
+            hint = closest(unknown[0], self.values) or f" It uses {name_list([*self.values]) or 'none'}."
+            raise ConfigError(f"Recipe {self.name} has no value {unknown[0]!r}.{hint}", config="recipe_values")
+        values = Values(self.values, given, configs, equal_data)
+        current = dict(tensors)
+        touched: set[str] = set()
+        for rule in self.rules:
+            steps = [*rule.steps(current, values)]
+            if not steps and not rule.optional:
+                raise self._nothing(rule, current)
+            current = _stepped(rule, steps, current)
+            touched -= {name for step in steps for name in step.taken}
+            touched |= {name for step in steps for name in step.made}
+        left = [name for name in current if name not in touched]
+        if left and not self.keep_unmatched:
+            shapes = ", ".join(f"{name!r} {[*current[name].shape]}" for name in left[:4])
+            raise ConfigError(
+                f"Recipe {self.name} has no rule for {len(left)} of {len(tensors)} tensors: {shapes}"
+                f"{' and others' if len(left) > 4 else ''}. Leave them out with 'exclude', add a rule, or set "
+                '`unmatched = "keep"` in the recipe.',
+                config="recipe",
+            )
+        if not current:
+            raise ConfigError(f"Recipe {self.name} leaves no tensor.", config="recipe")
+        return current
+
+    def _nothing(self, rule: Rule, current: Mapping[str, Any]) -> ConfigError:
+        template = rule.templates()[0]
+        hint = closest(template, current) or f" The names are {name_list([*current], 4)}."
+        return ConfigError(
+            f"{rule.where} matches no tensor: no name is like {template!r}.{hint} Is this the right recipe, and the "
+            "right direction? If such tensors may be absent, add `optional = true` to the rule.",
+            config=rule.where,
+        )
+
+
+def _stepped(rule: Rule, steps: Sequence[Step], tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors with what was made in place of what was taken."""
+    made_at = {step.taken[0]: step.made for step in steps if step.taken}
+    taken = {name for step in steps for name in step.taken}
+    origins: dict[str, str] = {}
+    result: dict[str, TensorEntry] = {}
+
+    def add(name: str, entry: TensorEntry, origin: str) -> None:
+        if name in result:
+            raise ConfigError(
+                f"{rule.where}: {origins[name]!r} and {origin!r} would both be named {name!r}. Change the rule, or "
+                "leave one of them out with 'exclude'.",
+                config=rule.where,
+            )
+        result[name], origins[name] = entry, origin
+
+    for name, entry in tensors.items():
+        for new, made in made_at.get(name, {} if name in taken else {name: entry}).items():
+            add(new, made, name)
+    for step in steps:
+        for new, made in step.made.items() if not step.taken else ():
+            add(new, made, f"{new} of {rule.where}")
+    return result
