@@ -20,7 +20,7 @@ from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
-WRITING = {"convert", "average", "merge-lora"}
+WRITING = {"convert", "average", "merge-lora", "delta", "apply-delta"}
 
 
 def parameters(name: str) -> dict[str, click.Parameter]:

@@ -20,6 +20,8 @@ _MODULES = {
     "convert": "converting",
     "average": "averaging",
     "merge-lora": "merging",
+    "delta": "deltas",
+    "apply-delta": "deltas",
     "verify": "verifying",
     "diff": "differing",
     "formats": "formats",

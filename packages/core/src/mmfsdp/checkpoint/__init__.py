@@ -9,6 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.basics.boxes import Ranks
     from mmfsdp.checkpoint.arithmetic.averaging import average_checkpoints
+    from mmfsdp.checkpoint.arithmetic.deltas import apply_delta, checkpoint_delta
     from mmfsdp.checkpoint.arithmetic.merging import merge_lora
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.settings import Conversion
@@ -40,7 +41,9 @@ __all__ = [
     "ValueDifference",
     "VerifyReport",
     "apply_recipe",
+    "apply_delta",
     "average_checkpoints",
+    "checkpoint_delta",
     "convert",
     "diff",
     "find_tensor",
@@ -60,6 +63,7 @@ _WHERE = {
     "Ranks": "mmfsdp.basics.boxes",
     **dict.fromkeys(("ConversionReport", "convert"), "mmfsdp.checkpoint.conversion.converting"),
     "average_checkpoints": "mmfsdp.checkpoint.arithmetic.averaging",
+    **dict.fromkeys(("apply_delta", "checkpoint_delta"), "mmfsdp.checkpoint.arithmetic.deltas"),
     "merge_lora": "mmfsdp.checkpoint.arithmetic.merging",
     "layout_of_model": "mmfsdp.checkpoint.layout",
     "find_tensor": "mmfsdp.checkpoint.tree",

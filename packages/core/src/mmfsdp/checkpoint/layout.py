@@ -176,6 +176,15 @@ class ComputedEntry(TensorEntry):
         """
         raise NotImplementedError
 
+    def cast(self, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
+        """Return the tensor in another dtype, to which it is rounded at once.
+
+        Args:
+            dtype: The dtype.
+            overflow: Called with the number of elements that were too large for it, if there are any.
+        """
+        return replace(self, dtype=dtype, overflow=overflow)
+
     def blocks(self, files: Any) -> Iterator[memoryview]:
         """Yield the tensor's bytes, packed in row-major order; the next block may overwrite the one before.
 

@@ -10,7 +10,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.errors import ConfigError
 
-__all__ = ["for_weights", "matched_weights"]
+__all__ = ["for_weights", "matched_weights", "refuse_settings"]
 
 
 def for_weights(conversion: Conversion, command: str) -> Conversion:
@@ -30,6 +30,22 @@ def for_weights(conversion: Conversion, command: str) -> Conversion:
     if conversion.use_ema:
         raise ConfigError(f"{command} works on 'state_dict'; convert each checkpoint with 'use_ema' first.")
     return conversion.changed({"keep": "model"})
+
+
+def refuse_settings(conversion: Conversion, names: Sequence[str], why: str) -> None:
+    """Raise if one of some settings of a conversion is not the default.
+
+    Args:
+        conversion: The settings.
+        names: Which ones must not be set.
+        why: Why they must not, for the message.
+
+    Raises:
+        ConfigError: It names the setting.
+    """
+    for name in names:
+        if value := getattr(conversion, name):
+            raise ConfigError(f"{why}: leave out {name!r} {value!r}.", config=name)
 
 
 def matched_weights(layouts: Sequence[Layout]) -> list[dict[str, TensorEntry]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class CastEntry(ComputedEntry):
     def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
         """Return a tensor cast to another dtype; one that is computed is rounded to that dtype at once."""
         if isinstance(source, ComputedEntry):
-            return replace(source, dtype=dtype, overflow=overflow)
+            return source.cast(dtype, overflow)
         return cls(source.name, dtype, source.shape, source.chunks(), (source,), overflow)
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
