@@ -27,7 +27,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 
 @click.command("average", cls=Command)
-@argument("sources", type=PATH, nargs=-1, required=True, help="Two checkpoints or more, of any formats.")
+@argument("sources", type=CHECKPOINT, nargs=-1, required=True, help="Two checkpoints or more, of any formats.")
 @argument("target", type=PATH, help="The path to write: .safetensors, .pth or .pt, or a directory.")
 @option(
     "--weights",

@@ -28,7 +28,7 @@ _TAKE = "What to take"
 @flag("--use-ema", section=_TAKE, help="Take the averaged weights as the model's.")
 @flag("--publish", section=_TAKE, help="Weights and meta only, with a hash in the file name as OpenMMLab does.")
 @writing_options
-def convert_command(source: Path, target: Path, config: Path | None, **given: Any) -> None:
+def convert_command(source: Path | str, target: Path, config: Path | None, **given: Any) -> None:
     """Write a checkpoint in another format, in constant memory. The target appears complete or not at all.
 
     Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or cannot be written; 2 a path or argument

@@ -13,7 +13,7 @@ from mmfsdp_cli.console import reporting_errors, say, say_list
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import (
-    PATH,
+    CHECKPOINT,
     checkpoint_argument,
     flag,
     json_report,
@@ -35,7 +35,7 @@ _EQUAL = "What counts as equal"
 
 @click.command("diff", cls=Command)
 @checkpoint_argument("a")
-@argument("b", type=PATH, help="Another checkpoint, of any format.")
+@argument("b", type=CHECKPOINT, help="Another checkpoint, of any format.")
 @keep("as much as both have")
 @option("--rtol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Relative tolerance.")
 @option("--atol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Absolute tolerance.")
@@ -45,14 +45,14 @@ _EQUAL = "What counts as equal"
 @limit
 @json_report
 def diff_command(
-    a: Path,
-    b: Path,
+    a: Path | str,
+    b: Path | str,
     keep: str | None,
     rtol: float,
     atol: float,
     ignore_dtypes: bool,
     trust: bool,
-    reference: Path | None,
+    reference: Path | str | None,
     model: str | None,
     model_arguments: tuple[str, ...],
     limit: int,

@@ -41,13 +41,13 @@ _VIEW = "What to show"
 @limit
 @json_report
 def inspect_command(
-    path: Path,
+    path: Path | str,
     tree: bool,
     depth: int,
     tensor: str | None,
     stats: bool,
     trust: bool,
-    reference: Path | None,
+    reference: Path | str | None,
     model: str | None,
     model_arguments: tuple[str, ...],
     limit: int,

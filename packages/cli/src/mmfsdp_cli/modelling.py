@@ -56,7 +56,9 @@ def model_of(name: str, arguments: Sequence[str]) -> tuple[nn.Module, ReadConfig
         return build_model(name, given)
 
 
-def reference_of(reference: Path | None, model: str | None, arguments: Sequence[str]) -> Path | Layout | None:
+def reference_of(
+    reference: Path | str | None, model: str | None, arguments: Sequence[str]
+) -> Path | str | Layout | None:
     """Return the checkpoint or model that gives the shapes, or None."""
     if reference is not None and model is not None:
         raise click.BadParameter("give --reference or --model, not both", param_hint="--model")

@@ -12,6 +12,7 @@ import click
 from mmfsdp_cli.help import Option, argument
 
 __all__ = [
+    "CHECKPOINT",
     "PATH",
     "checkpoint_argument",
     "completing",
@@ -45,12 +46,23 @@ class _LocalPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and (scheme := _REMOTE.match(value)):
-            self.fail(f"{scheme[0]} is not supported yet: copy {value!r} to a local directory first.", param, ctx)
+            self.fail(f"{scheme[0]} is only read, and not here: give a path on this machine.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _AnyPath(_LocalPath):
+    """A path on this machine, or a URL."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and _REMOTE.match(value):
+            return value
         return super().convert(value, param, ctx)
 
 
 PATH = _LocalPath()
-"""Type of all paths."""
+"""Type of paths on this machine."""
+CHECKPOINT = _AnyPath()
+"""Type of checkpoints that are read: paths and URLs."""
 
 
 def option(*names: str, section: str, **settings: Any) -> Decorator:
@@ -61,7 +73,9 @@ def option(*names: str, section: str, **settings: Any) -> Decorator:
 def checkpoint_argument(name: str) -> Decorator:
     """Take the checkpoint that a command reads."""
     return argument(
-        name, type=PATH, help="A .pth, .pt or .safetensors file, an index of several, or a directory: rank files, DCP."
+        name,
+        type=CHECKPOINT,
+        help="A .pth, .pt or .safetensors file, an index of several, or a directory: rank files, DCP. URLs, too.",
     )
 
 
@@ -142,7 +156,7 @@ def shapes_from(command: Function) -> Function:
         option(
             "--reference",
             section=_READING,
-            type=PATH,
+            type=CHECKPOINT,
             metavar="PATH",
             help="A complete checkpoint of the same model, for MMEngine's rank files without shapes.",
         ),

@@ -32,9 +32,9 @@ __all__ = ["verify_command"]
 @limit
 @json_report
 def verify_command(
-    path: Path,
+    path: Path | str,
     trust: bool,
-    reference: Path | None,
+    reference: Path | str | None,
     model: str | None,
     model_arguments: tuple[str, ...],
     jobs: int,
@@ -67,7 +67,7 @@ def verify_command(
             say_list("Not checked", [*report.unchecked], limit, colour="magenta")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
             say(
-                f"{path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
+                f"{report.path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
                 f"{human_bytes(report.bytes)} compared with checksums"
                 f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s.",
                 colour="green" if report.ok else "red",

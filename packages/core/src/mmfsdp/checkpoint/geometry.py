@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,7 +304,7 @@ def _check_box(entry: TensorEntry, chunk: Chunk) -> None:
 def _check_extent(entry: TensorEntry, chunk: Chunk, sizes: dict[Path, int]) -> None:
     if chunk.file not in sizes:
         try:
-            sizes[chunk.file] = os.stat(chunk.file).st_size
+            sizes[chunk.file] = chunk.file.stat().st_size
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"{chunk.file.name}, which holds part of tensor {entry.name!r}, is missing.", file=str(chunk.file)

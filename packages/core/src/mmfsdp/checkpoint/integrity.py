@@ -6,7 +6,6 @@ isal computes checksums several times as fast as zlib, which is used where isal 
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from mmfsdp.basics.descriptors import expect, read_into, size_of
 from mmfsdp.errors import FormatError
 
 __all__ = [
@@ -74,7 +74,7 @@ def crc32_of_stretch(
     buffer = memoryview(bytearray(max(0, min(_BLOCK, end - begin)))) if buffer is None else buffer
     while begin < end:
         view = buffer[: min(len(buffer), end - begin)]
-        count = os.preadv(descriptor, [view], begin)
+        count = read_into(descriptor, view, begin)
         if count == 0:
             break
         value = crc32(view[:count], value)
@@ -118,6 +118,7 @@ def scan_file(
     joined, position = 0, 0
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
+        expect(descriptor, [(0, size_of(descriptor))] if whole else (extents[index] for index in order))
 
         def read(begin: int, end: int, crc: int = 0) -> int | None:
             crc, stop = crc32_of_stretch(descriptor, begin, end, crc, advance=advance, buffer=buffer)
@@ -129,7 +130,7 @@ def scan_file(
             found = crcs[index] = read(begin, begin + length)
             if between is not None and found is not None:
                 joined, position = crc32_combine(between, found, length), begin + length
-        end = read(position, os.fstat(descriptor).st_size, joined) if whole else None
+        end = read(position, size_of(descriptor), joined) if whole else None
     return Scanned(tuple(crcs), end)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import size_of
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch, inside, parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -192,7 +192,7 @@ def check_manifest(directory: Path, *, checksums: bool = True, manifest: Manifes
 def checksum_file(path: Path) -> int:
     """Return the CRC-32 of a file, reading it in blocks."""
     with path.open("rb", buffering=0) as file:
-        return crc32_of_stretch(file.fileno(), 0, os.fstat(file.fileno()).st_size)[0]
+        return crc32_of_stretch(file.fileno(), 0, size_of(file.fileno()))[0]
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:

@@ -7,16 +7,17 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import RemoteLike, prefetch, size_of
 from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
-from mmfsdp.checkpoint.files.disk import located, refuse_missing_parent, write_errors
+from mmfsdp.checkpoint.files.disk import located, present, refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -197,7 +198,8 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
     target = located(target)
     if not target.exists():
         return
-    files = [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
+    paths = [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
+    files = [path for path in paths if not isinstance(path, RemoteLike)]
     # A directory that holds a source file would be replaced together with it.
     inside = target.is_dir() and any(file.resolve().is_relative_to(target.resolve()) for file in files)
     if inside or any(os.path.samefile(target, file) for file in files):
@@ -211,7 +213,7 @@ def _check_save(layout: Layout) -> None:
     save is detected by reading a few kilobytes; the records' own data is checked when it is copied.
     """
     directory = layout.path
-    if not os.path.lexists(directory / MANIFEST_NAME):
+    if not directory.is_dir() or not present(directory / MANIFEST_NAME):
         return
     manifest = check_manifest(directory, checksums=False)
     records: dict[Path, dict[int, Record]] = {}
@@ -252,10 +254,21 @@ def _crc_of_file(path: Path, records: Iterable[Record]) -> int:
     crc = position = 0
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
-        for record in sorted(records, key=lambda record: record.offset):
+        records = sorted(records, key=lambda record: record.offset)
+        prefetch(descriptor, _between(records, size_of(descriptor)))
+        for record in records:
             if record.offset < position:
                 continue  # overlapping views of one file
             crc, _ = crc32_of_stretch(descriptor, position, record.offset, crc)
             crc = crc32_combine(crc, record.crc32 or 0, record.nbytes)
             position = record.offset + record.nbytes
-        return crc32_of_stretch(descriptor, position, os.fstat(descriptor).st_size, crc)[0]
+        return crc32_of_stretch(descriptor, position, size_of(descriptor), crc)[0]
+
+
+def _between(records: Sequence[Record], size: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of what lies between records."""
+    position = 0
+    for record in records:
+        yield position, max(0, record.offset - position)
+        position = max(position, record.offset + record.nbytes)
+    yield position, size - position

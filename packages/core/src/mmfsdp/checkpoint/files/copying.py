@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmfsdp.basics.descriptors import read_into
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
@@ -47,6 +48,10 @@ class Copier:
         self._verified = verified
         self._files = OpenFiles()
         self._buffer = memoryview(bytearray(_BLOCK))
+
+    def expect(self, extents: Iterable[tuple[Path, int, int]]) -> None:
+        """Say what will be read; see `OpenFiles.expect`."""
+        self._files.expect(extents)
 
     def __enter__(self) -> Copier:
         return self
@@ -105,7 +110,7 @@ class Copier:
         while done < run.length:
             view = self.writer.room(at + done, run.length - done)
             with read_errors(run.file):
-                size = os.preadv(source, [view], run.source + done)
+                size = read_into(source, view, run.source + done)
             if size == 0:
                 raise truncated(run.file, name, run.source + done)
             if count:

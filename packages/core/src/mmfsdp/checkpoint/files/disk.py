@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
+from mmfsdp.basics import descriptors
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,6 +31,8 @@ __all__ = [
     "nearest",
     "not_written",
     "of_file",
+    "place",
+    "present",
     "read_errors",
     "refuse_missing_parent",
     "remove",
@@ -37,6 +43,7 @@ __all__ = [
     "write_errors",
 ]
 
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ROOM = "Make room on that disk, or choose a path on another."
 _PLACE = "Choose a directory that you may write to."
 _ADVICE = {
@@ -50,6 +57,28 @@ _ADVICE = {
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.EMFILE: "Raise the limit that `ulimit -n` shows.",
 }
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a checkpoint that is read: on this machine, or on a server if it is a URL.
+
+    Raises:
+        ConfigError: A URL is malformed, or what it needs is not installed.
+    """
+    if isinstance(path, RemoteLike):
+        return cast(Path, path)
+    text = os.fspath(path)
+    if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
+        return Path(path)
+    found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text)
+    return found
+
+
+def present(path: Path) -> bool:
+    """Tell whether there is anything at a path, a link that leads nowhere included; on a server only a file counts."""
+    if isinstance(path, RemoteLike):
+        return path.is_offered()
+    return path.exists() or path.is_symlink()
 
 
 def not_written(target: Path, error: BaseException, *, rank: int | None = None) -> CheckpointError:
@@ -136,6 +165,8 @@ class OpenFiles:
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
         self._identities: dict[Path, tuple[int, ...]] = {}
+        self._expected: Iterable[tuple[Path, int, int]] = ()
+        self._ahead: object = None
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -146,7 +177,15 @@ class OpenFiles:
     def close(self) -> None:
         """Close all files; ``descriptor`` opens them again."""
         while self._files:
-            os.close(self._files.popitem()[1])
+            descriptors.close(self._files.popitem()[1])
+
+    def expect(self, extents: Iterable[tuple[Path, int, int]]) -> None:
+        """Say what will be read, so that servers are asked for it in time; it means nothing for files of this machine.
+
+        Args:
+            extents: Path, offset and end of each, in the order in which they will be read.
+        """
+        self._expected, self._ahead = extents, None
 
     def descriptor(self, file: Path) -> int:
         """Return a descriptor of the file for reading. It stays valid until 64 other files have been asked for.
@@ -160,8 +199,12 @@ class OpenFiles:
             self._files.move_to_end(file)
             return self._files[file]
         if len(self._files) >= _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
+            descriptors.close(self._files.popitem(last=False)[1])
         try:
+            if isinstance(file, RemoteLike):  # whether it changes is found out where it is read
+                self._ahead = self._ahead or file.read_ahead(self._expected)
+                descriptor = self._files[file] = file.descriptor(self._ahead)
+                return descriptor
             with read_errors(file):
                 descriptor = self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -236,6 +279,8 @@ def sync(path: Path) -> None:
 def nearest(path: Path) -> str:
     """Return a sentence for a path that does not exist: which names in its directory are near, if there are any."""
     parent = path.absolute().parent
+    if isinstance(path, RemoteLike):
+        return " Check its spelling."
     if not parent.is_dir():
         return f" Its directory {str(parent)!r} does not exist either."
     return closest(path.name, [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from mmfsdp.basics.descriptors import read_into, size_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
@@ -73,7 +74,7 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
             view = buffer[filled : filled + min(end - source, len(buffer) - filled)]
             descriptor = files.descriptor(run.file)
             with read_errors(run.file):
-                count = os.preadv(descriptor, [view], source)
+                count = read_into(descriptor, view, source)
             if count == 0:
                 raise truncated(run.file, entry.name, source)
             source, filled = source + count, filled + count
@@ -111,12 +112,15 @@ def packed_blocks(source: int, run: StridedRun, name: str) -> Iterator[bytes]:
     """
     item, sizes, strides = _simplified(run)
     span = item * (1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)))
-    if os.fstat(source).st_size < run.source + span:
+    if size_of(source) < run.source + span:
         raise truncated(run.file, name, run.source)
     # Mapped pages are the kernel's to drop again: memory use stays that of the page cache.
     begin = run.source - run.source % mmap.ALLOCATIONGRANULARITY
     # Not closed by hand: slices of it may still be alive if the caller stops early.
-    mapped = mmap.mmap(source, run.source + span - begin, prot=mmap.PROT_READ, offset=begin)
+    if source < 0:
+        mapped = _copy_to_map(source, begin, run.source + span, run, name)
+    else:
+        mapped = mmap.mmap(source, run.source + span - begin, prot=mmap.PROT_READ, offset=begin)
     block = bytearray()
     for piece in _pieces(memoryview(mapped)[run.source - begin :], item, sizes, strides):
         block += piece
@@ -125,6 +129,20 @@ def packed_blocks(source: int, run: StridedRun, name: str) -> Iterator[bytes]:
             block.clear()
     if block:
         yield bytes(block)
+
+
+def _copy_to_map(source: int, begin: int, end: int, run: StridedRun, name: str) -> mmap.mmap:
+    """Return bytes of a file on a server as a mapped file without a name, to be read in any order."""
+    with tempfile.TemporaryFile() as copy:
+        copy.truncate(end - begin)
+        mapped = mmap.mmap(copy.fileno(), end - begin)
+    view, at = memoryview(mapped), run.source
+    while at < end:
+        count = read_into(source, view[at - begin :][:BLOCK], at)
+        if count == 0:
+            raise truncated(run.file, name, at)
+        at += count
+    return mapped
 
 
 def _simplified(run: StridedRun) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

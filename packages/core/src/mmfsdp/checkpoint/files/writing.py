@@ -8,9 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
 from mmfsdp.checkpoint.files.disk import write_all
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
@@ -61,12 +64,18 @@ def write_files(
     # No more than there is work for: each thread has its own buffers.
     count = max(1, min(jobs or min(_MOST_JOBS, os.cpu_count() or 1), sum(map(len, batches))))
     entries = {}
+    # A server is asked for what one thread will read, in its order; many threads ask it.
+    remote = _any_remote(files)
+    count = 1 if remote else count
     with ExitStack() as stack:
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
         for _ in range(count):
             writer = BlockWriter(direct=fsync)
-            idle.put(stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None)))
+            copier = stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None))
+            if remote:
+                copier.expect(_expecting().copied_extents(files, verify=verify))
+            idle.put(copier)
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         with tracker.stopping(pool):
             copies = [
@@ -77,6 +86,17 @@ def write_files(
                 crcs = [crc for part in parts for crc in part.result()]
                 entries[file.name] = _complete(path, file, crcs)
     return entries
+
+
+def _expecting() -> Any:
+    return import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
+
+
+def _any_remote(files: Iterable[PlannedFile]) -> bool:
+    """Tell whether any data of files that will be written comes from a server."""
+    return any(
+        isinstance(chunk.file, RemoteLike) for file in files for piece in file.pieces for chunk in piece.entry.chunks()
+    )
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:

@@ -8,16 +8,17 @@ with the bytes of one already read needs no second parse (docs/adr/0006-mechanis
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.boxes import Bounds
+from mmfsdp.basics.descriptors import RemoteLike, prefetch, read_at
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.formats.registry import looks_like_safetensors
 from mmfsdp.checkpoint.formats.safetensors import box_offsets, read_entries
@@ -30,6 +31,8 @@ from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpo
 __all__ = ["DcpItems", "Location", "Locations"]
 
 _AT_ONCE = 16 << 10  # bytes; shorter archives are read whole
+_ITEMS = 512  # items of a file on a server that are looked at together
+_SURROUNDING = 4096  # bytes before and after the data of an item that torch.save writes, and some more
 _EDGE = 64 << 10  # bytes; what has more around its data is no archive of one tensor
 _KNOWN = 4096  # archives that are remembered
 _IDENTIFIER = "/.data/serialization_id"  # a hash of the data
@@ -68,6 +71,7 @@ class DcpItems:
         self._directory, self._trust = directory, trust
         self._files: dict[str, Path] = {}
         self._prepare()
+        self._remote = _RemoteItems(locations) if isinstance(directory, RemoteLike) else None
         sizes: dict[str, int] = {}
         for (name, _), location in locations.items():
             if location.file not in self._files:
@@ -95,6 +99,7 @@ class DcpItems:
         self._directory, self._trust = state
         self._files = {}
         self._prepare()
+        self._remote = None
 
     def chunks(self, name: str, dtype: str, boxes: Mapping[Bounds, Location]) -> tuple[Chunk, ...]:
         """Locate the chunk of each box of a tensor, and remember it. Threads may call this at the same time.
@@ -140,6 +145,8 @@ class DcpItems:
     def _chunk(self, name: str, dtype: str, box: Bounds, location: Location) -> Chunk:
         path = self._path(location.file)
         begin, end = location.offset, location.offset + location.length
+        if self._remote is not None:
+            self._remote.prefetch(self._open.descriptor(path), location)
         known = self._similar.find(self._open.descriptor(path), path, begin, end)
         if known is not None:
             chunk, found = known.chunk(box[0]), known.dtype
@@ -166,7 +173,7 @@ class DcpItems:
     def _is_safetensors(self, path: Path, offset: int) -> bool:
         if (path, offset) in self._appended:
             return True
-        return looks_like_safetensors(os.pread(self._open.descriptor(path), 9, offset))
+        return looks_like_safetensors(read_at(self._open.descriptor(path), 9, offset))
 
     def _in_safetensors(self, path: Path, name: str, box: Bounds, location: Location) -> tuple[Chunk, str]:
         key = path, location.offset
@@ -205,6 +212,28 @@ class DcpItems:
                     raise CorruptCheckpointError(
                         f"{name!r} and {neighbour!r} overlap in {path.name}.", file=str(path), offset=other
                     )
+
+
+class _RemoteItems:
+    """Asks a server for the beginnings and ends of many items at once: each alone would take its latency."""
+
+    def __init__(self, locations: Locations) -> None:
+        self._order: dict[str, list[Location]] = {}
+        for location in sorted({*locations.values()}):
+            self._order.setdefault(location.file, []).append(location)
+        self._asked: set[Location] = set()
+
+    def prefetch(self, source: int, location: Location) -> None:
+        """Ask for what surrounds the data of an item and of those that follow it, unless that was done before."""
+        if location in self._asked:
+            return
+        order = self._order[location.file]
+        first = bisect_left(order, location)
+        near = [item for item in order[first : first + _ITEMS] if item not in self._asked]
+        self._asked.update(near)
+        heads = [(item.offset, min(_SURROUNDING, item.length)) for item in near]
+        tails = [(max(item.offset, item.offset + item.length - _SURROUNDING), _SURROUNDING) for item in near]
+        prefetch(source, [*heads, *tails])
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +298,11 @@ def _edges(source: int, begin: int, end: int, anatomy: _Anatomy) -> tuple[bytes,
     """Return what surrounds the data, without what may differ, and the data's CRC-32."""
     gap = anatomy.end - anatomy.data
     if end - begin <= _AT_ONCE:
-        edges = bytearray(os.pread(source, end - begin, begin))
+        edges = bytearray(read_at(source, end - begin, begin))
         del edges[anatomy.data : anatomy.end]
     else:
-        edges = bytearray(os.pread(source, anatomy.data, begin))
-        edges += os.pread(source, end - begin - anatomy.end, begin + anatomy.end)
+        edges = bytearray(read_at(source, anatomy.data, begin))
+        edges += read_at(source, end - begin - anatomy.end, begin + anatomy.end)
     if len(edges) != end - begin - gap:  # the file has become shorter
         return b"", None
     crc = struct.unpack_from("<L", edges, anatomy.crc - gap)[0]

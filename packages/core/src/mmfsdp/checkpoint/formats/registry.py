@@ -20,7 +20,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.files.disk import nearest, of_file
+from mmfsdp.checkpoint.files.disk import nearest, of_file, place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry
@@ -344,7 +344,7 @@ def open_layout(
         IncompleteCheckpointError: Parts of the checkpoint are missing.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    path = Path(path)
+    path = place(path)
     path = interrupted(path) or path
     source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
     try:

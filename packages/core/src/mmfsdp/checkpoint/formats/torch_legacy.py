@@ -7,11 +7,13 @@ data: https://github.com/pytorch/pytorch/blob/main/torch/serialization.py (``_le
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmfsdp.basics.descriptors import prefetch
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import Storage, StorageClass, TensorBuilder, whole_layout
@@ -94,6 +96,8 @@ def _locate(file: BinaryIO, path: Path, keys: Any, found: Mapping[str, tuple[str
     size = path.stat().st_size
     records = {}
     position = file.tell()
+    lengths = itertools.accumulate((_LENGTH.size + _nbytes(*found[str(key)]) for key in keys), initial=position)
+    prefetch(file.fileno(), ((at, _LENGTH.size) for at in lengths))
     for key in map(str, keys):
         file.seek(position)
         header = file.read(_LENGTH.size)

@@ -7,12 +7,12 @@ An archive holds ``<root>/data.pkl`` (a pickle whose persistent ids name storage
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.registry import Source
@@ -116,7 +116,7 @@ def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, t
 
 
 def _read(path: Path, source: int, record: ZipRecord) -> bytes:
-    data = os.pread(source, record.nbytes, record.offset)
+    data = read_at(source, record.nbytes, record.offset)
     if len(data) != record.nbytes or record.crc32 not in (None, crc32(data)):
         raise CorruptCheckpointError(
             f"Entry {record.name!r} of {path.name} is damaged: its CRC-32 does not match.",

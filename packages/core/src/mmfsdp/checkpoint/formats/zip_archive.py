@@ -7,12 +7,12 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mmfsdp.basics.descriptors import prefetch, read_at, size_of
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
@@ -54,6 +54,7 @@ DESCRIPTOR_CRC = 4
 
 _DESCRIPTOR = 0x8
 _TAIL = 4096  # bytes: the end records, and all of a small archive's directory
+_ENDING = 1 << 16  # bytes that are asked of a server at once: the directory, and the small entries before it
 _NEAR = 4096  # bytes from one local header to the next up to which many of them are read at once
 _BLOCK = 1 << 17  # bytes
 
@@ -93,7 +94,9 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
     if source is None:
         with path.open("rb", buffering=0) as file:
             return read_records(path, begin, end, file.fileno())
-    size = os.fstat(source).st_size if end is None else end
+    size = size_of(source) if end is None else end
+    if end is None:
+        prefetch(source, [(max(begin, size - _ENDING), _ENDING)])
     try:
         start, directory = _read_directory(source, begin, size)
         entries = list(_entries(directory))
@@ -103,6 +106,7 @@ def read_records(path: Path, begin: int = 0, end: int | None = None, source: int
         ) from error
     records: dict[str, ZipRecord] = {}
     last, ordered = begin, True
+    prefetch(source, ((begin + entry.header, LOCAL.size) for entry in entries))
     headers = _Headers(source, size, near=size - begin < _NEAR * len(entries))
     for entry in entries:
         name, at = entry.name, begin + entry.header
@@ -146,7 +150,7 @@ class _Headers:
         begin = at - self._first
         if not 0 <= begin <= len(self._block) - LOCAL.size:
             ahead = self._near and at >= self._reach
-            self._block = os.pread(self._source, min(_BLOCK if ahead else LOCAL.size, self._end - at), at)
+            self._block = read_at(self._source, min(_BLOCK if ahead else LOCAL.size, self._end - at), at)
             self._first, begin = at, 0
             self._reach = max(self._reach, at + len(self._block))
         return self._block[begin : begin + LOCAL.size]
@@ -167,14 +171,14 @@ def _read_directory(source: int, begin: int, end: int) -> tuple[int, bytes]:
     stop = first + at
     if at >= LOCATOR.size and tail.startswith(b"PK\x06\x07", at - LOCATOR.size):
         place = begin + LOCATOR.unpack_from(tail, at - LOCATOR.size)[2]
-        record = os.pread(source, END64.size, place) if place <= stop - LOCATOR.size - END64.size else b""
+        record = read_at(source, END64.size, place) if place <= stop - LOCATOR.size - END64.size else b""
         if not record.startswith(b"PK\x06\x06"):
             raise ValueError("its zip64 end record is damaged")
         *_, count, size, start = END64.unpack(record)
         stop = place
     if begin + start + size != stop or CENTRAL.size * count > size:
         raise ValueError(f"it does not lie where its end record says, at byte {start}")
-    directory = os.pread(source, size, begin + start)
+    directory = read_at(source, size, begin + start)
     if len(directory) != size:
         raise ValueError("it is truncated")
     return begin + start, directory
@@ -184,7 +188,7 @@ def _end_record(source: int, begin: int, end: int) -> tuple[int, bytes, int]:
     """Return the last bytes of an archive: where they begin in the file, they, and where its end record is in them."""
     for span in (_TAIL, _TAIL + 0xFFFF):  # at the very end, unless the archive has a comment
         first = max(begin, end - span)
-        tail = os.pread(source, max(end - first, 0), first)
+        tail = read_at(source, max(end - first, 0), first)
         at = tail.rfind(b"PK\x05\x06")
         if at >= 0 and len(tail) == end - first and len(tail) - at >= END.size:
             comment = END.unpack_from(tail, at)[-1]

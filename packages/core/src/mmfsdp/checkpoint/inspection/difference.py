@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import has_numpy, raw, require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
@@ -193,6 +194,7 @@ def _compared(
 ) -> tuple[ValueDifference, ...]:
     advance = Tracker(sum(entry.numel for entry, _ in pairs.values()), progress).advance
     with OpenFiles() as files:
+        files.expect(compared_extents(pairs.values()))
         found = (
             compare_tensors(files, name, one, two, rtol=rtol, atol=atol, advance=advance)
             for name, (one, two) in pairs.items()

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.text import human_bytes
+from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.formats.zip_archive import read_records
@@ -96,7 +98,7 @@ def verify(
         raise ConfigError(f"jobs={jobs} is not a number of threads; use 1 or more.")
     began = time.perf_counter()
     problems: list[Problem] = []
-    root = path.path if isinstance(path, Layout) else Path(path)
+    root = path.path if isinstance(path, Layout) else place(path)
     layout: Layout | None = None
     try:
         layout = opened(path, trust=trust, reference=reference)
@@ -141,7 +143,7 @@ def _problem(error: MmfsdpError) -> Problem:
 def _manifest(directory: Path, root: Path, layout: Layout | None, problems: list[Problem]) -> Manifest | None:
     # A manifest beside a single file is that of its directory, which is another checkpoint, unless an index was opened.
     several = layout is not None and any(file != root for file in layout.files())
-    if not (root.is_dir() or several) or not os.path.lexists(directory / MANIFEST_NAME):
+    if not (root.is_dir() or several) or not present(directory / MANIFEST_NAME):
         return None
     try:
         return read_manifest(directory)
@@ -317,5 +319,5 @@ def _archives(layout: Layout) -> Iterator[Path]:
     files = [layout.path] if layout.path.is_file() else sorted(layout.path.glob("rank*.pth"))
     for file in dict.fromkeys([*files, *layout.files()]):
         with file.open("rb") as opened:
-            if os.pread(opened.fileno(), 4, 0) == b"PK\x03\x04":
+            if read_at(opened.fileno(), 4, 0) == b"PK\x03\x04":
                 yield file

@@ -35,6 +35,7 @@ __all__ = [
     "shown",
 ]
 
+_FIRST_PART, _MOST = 1 << 20, 1 << 26  # bytes of a file on a server that are looked at for the end of a pickle
 _DIMENSIONS = 64  # no tensor has more; the product of thousands of sizes takes for ever
 
 
@@ -153,9 +154,21 @@ def read_pickle(
     """
     if isinstance(data, bytes):
         check_limits(data, file)
+    elif data.fileno() < 0:
+        return _read_beginning(data, file, trust, functions, persistent)
     else:
         with mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             check_limits(mapped, file, data.tell())
+    return _loaded(data, file, trust, functions, persistent)
+
+
+def _loaded(
+    data: bytes | BinaryIO,
+    file: Path,
+    trust: bool,
+    functions: Mapping[str, Callable[..., Any]] | None,
+    persistent: Callable[[Any], Any] | None,
+) -> Any:
     reader = _Unpickler(data, file, trust, functions or {}, persistent)
     try:
         return reader.load()
@@ -167,6 +180,26 @@ def read_pickle(
         raise CorruptCheckpointError(
             f"The pickle in {file.name} cannot be read: {type(error).__name__}: {error}.", file=str(file)
         ) from error
+
+
+def _read_beginning(data: BinaryIO, file: Path, *rest: Any) -> Any:
+    """Read a pickle at the beginning of what a server holds, where nothing says how long it is."""
+    begin, most = data.tell(), _FIRST_PART
+    while True:
+        data.seek(begin)
+        part = data.read(most)
+        stream = io.BytesIO(part)
+        try:
+            check_limits(part, file)
+            # It sees no byte that has not been checked.
+            found = _loaded(stream, file, *rest)
+        except CorruptCheckpointError:
+            if len(part) < most or most >= _MOST:
+                raise
+            most *= 8
+            continue
+        data.seek(begin + stream.tell())
+        return found
 
 
 def integers(values: Any) -> tuple[int, ...]:

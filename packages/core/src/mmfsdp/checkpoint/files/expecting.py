@@ -1,0 +1,75 @@
+"""Predicts which bytes a `Copier` reads, in its order, so that a server is asked for them in time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.layout import ComputedEntry, PlannedFile, TensorEntry
+
+__all__ = ["compared_extents", "copied_extents", "read_extents"]
+
+_PART = 4 << 20  # bytes; more than the blocks that are compared
+
+Extent = tuple[Path, int, int]
+"""A file, the first byte that is read of it, and the byte after the last."""
+
+
+def copied_extents(files: Iterable[PlannedFile], *, verify: bool) -> Iterator[Extent]:
+    """Yield what one `Copier` reads to write files.
+
+    Args:
+        files: The files.
+        verify: Whether it compares records with their checksums.
+    """
+    checked: set[tuple[Path, int, int]] = set()
+    for file in files:
+        for piece in file.pieces:
+            if verify:
+                yield from _records(piece.entry, checked)
+            yield from read_extents(piece.entry)
+
+
+def read_extents(entry: TensorEntry) -> Iterator[Extent]:
+    """Yield what is read of a tensor in row-major order."""
+    if isinstance(entry, ComputedEntry):
+        yield from _alternating(entry.parts)
+        return
+    for run in byte_runs(entry):
+        span = run.length
+        if isinstance(run, StridedRun):
+            span = run.item * (1 + sum((size - 1) * step for size, step in zip(run.sizes, run.strides, strict=True)))
+        yield run.file, run.source, run.source + span
+
+
+def compared_extents(pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> Iterator[Extent]:
+    """Yield what is read to compare tensors block by block, each with another one."""
+    for pair in pairs:
+        yield from _alternating(pair)
+
+
+def _alternating(entries: Iterable[TensorEntry]) -> Iterator[Extent]:
+    """Yield what is read of tensors whose blocks are used together."""
+    for extents in itertools.zip_longest(*map(_parts, entries)):
+        yield from (extent for extent in extents if extent is not None)
+
+
+def _parts(entry: TensorEntry) -> Iterator[Extent]:
+    for file, begin, end in read_extents(entry):
+        yield from ((file, at, min(at + _PART, end)) for at in range(begin, end, _PART))
+
+
+def _records(entry: TensorEntry, checked: set[tuple[Path, int, int]]) -> Iterator[Extent]:
+    """Yield the records that are compared before a tensor is copied, since they are not copied as they are."""
+    runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
+    whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+    for chunk in entry.chunks():
+        if (chunk.file, chunk.offset, chunk.nbytes) in whole and chunk.crc32 is not None:
+            checked.add((chunk.file, chunk.offset, chunk.nbytes))
+        elif (record := chunk.record) is not None and record.crc32 is not None:
+            key = record.file, record.offset, record.nbytes
+            if key not in checked:
+                checked.add(key)
+                yield record.file, record.offset, record.offset + record.nbytes

@@ -1,0 +1,81 @@
+"""Takes URLs apart, puts names of files to them, and shows them without what is secret in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from urllib.parse import quote, unquote
+
+from mmfsdp.errors import ConfigError
+
+__all__ = ["WEB", "Url", "shown"]
+
+WEB = ("http", "https")
+"""The schemes that are read without fsspec."""
+
+# pathlib makes one slash of the two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A URL in its parts. It is shown without login, password and query, which may hold a signature."""
+
+    scheme: str
+    """Such as ``'https'`` or ``'s3'``, in lower case."""
+    login: str
+    """``'user:password@'``, or empty."""
+    host: str
+    """The server, or the bucket."""
+    path: str
+    """What follows, as it was given, without a slash at the end."""
+    query: str
+    """What follows a question mark; every file below the URL keeps it."""
+
+    @classmethod
+    def of(cls, text: str) -> Url:
+        """Take a URL apart.
+
+        Raises:
+            ConfigError: It is malformed.
+        """
+        match = _URL.fullmatch(text)
+        if match is None or not match[2] or any(ord(letter) <= 32 for letter in match[2]):
+            raise ConfigError(f"{text!r} is not a URL. Write one such as 'https://host/model.safetensors'.")
+        scheme, (login, sign, host) = match[1].lower(), match[2].rpartition("@")
+        if scheme not in WEB and ":" not in login:  # abfs://container@account
+            login, sign, host = "", "", match[2]
+        return cls(scheme, login + sign, host, match[3].rstrip("/"), match[4] or "")
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host}{self.path}" + ("?..." if self.query else "")
+
+    def __repr__(self) -> str:
+        return f"Url({str(self)!r})"
+
+    @property
+    def full(self) -> str:
+        """All of it, to open it with; never to be shown."""
+        return f"{self.scheme}://{self.login}{self.host}{self.path}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def name(self) -> str:
+        """The name of the file or directory."""
+        last = self.path.rpartition("/")[2] or self.host
+        return unquote(last) if self.scheme in WEB else last
+
+    @property
+    def parent(self) -> Url:
+        """The directory that holds it; itself at the top."""
+        return replace(self, path=self.path.rpartition("/")[0])
+
+    def child(self, name: str) -> Url:
+        """Return the URL of a file below this directory, by its path relative to it."""
+        name = name.strip("/")
+        return replace(self, path=f"{self.path}/{quote(name) if self.scheme in WEB else name}")
+
+
+def shown(text: str) -> str:
+    """Return text, such as the message of an error, without queries and logins of the URLs in it."""
+    text = re.sub(r"(?<=://)[^/@\s'\"]*@", "", text)
+    return re.sub(r"\?[^\s'\"<>)]*(?:=|%3D)[^\s'\"<>)]*", "?...", text)
