@@ -49,7 +49,7 @@ MOST_ROOMS = 14
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("integrity", "layout"),
+    ("integrity", "layout", "remote"),
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("files",),

@@ -131,13 +131,17 @@ def test_options_are_called_the_same_in_every_command() -> None:
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run/epoch_1", "gs://b/x.pth", "hf://org/model", "https://host/x.pth"])
-def test_remote_paths_are_not_supported_yet(path: str, tmp_path: Path) -> None:
-    for words in (["inspect", path], ["convert", path, tmp_path / "x.pth"], ["convert", tmp_path, path]):
+def test_urls_are_only_read(path: str, tmp_path: Path) -> None:
+    for words in (["convert", tmp_path, path], ["average", tmp_path, path], ["convert", path, "x", "--config", path]):
         result = invoke(*words)
         assert result.exit_code == 2
-        said = " ".join(result.stderr.split())
-        assert f"is not supported yet: copy '{path}' to a local directory first." in said
-    assert "is not supported yet" in invoke("diff", tmp_path, path).stderr
+        assert "is only read, and not here: give a path on this machine." in " ".join(result.stderr.split())
+
+
+def test_a_driver_that_is_not_installed() -> None:
+    result = invoke("inspect", "nonsense://bucket/x.pth")
+    assert result.exit_code == 2
+    assert "nonsense://" in result.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -116,8 +116,9 @@ class Handler(SimpleHTTPRequestHandler):
             self.close_connection = True
 
     def _answer_directory(self, directory: Path, request: Request) -> None:
-        if not urlsplit(request.path).path.endswith("/"):
-            self.reply(301, b"", {"Location": f"{request.path}/"})
+        parts = urlsplit(request.path)
+        if not parts.path.endswith("/"):
+            self.reply(301, b"", {"Location": parts._replace(path=f"{parts.path}/").geturl()})
         elif not self.web.listing:
             self.reply(403, b"no listing")
         else:

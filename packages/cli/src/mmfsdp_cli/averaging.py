@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.options import PATH, option
+from mmfsdp_cli.options import CHECKPOINT, PATH, option
 from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @writing_options
 def average_command(
-    sources: tuple[Path, ...], target: Path, weights: tuple[float, ...] | None, ema: float | None, **given: Any
+    sources: tuple[Path | str, ...], target: Path, weights: tuple[float, ...] | None, ema: float | None, **given: Any
 ) -> None:
     """Write the average of the weights of several checkpoints, in constant memory.
 

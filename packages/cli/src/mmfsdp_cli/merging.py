@@ -29,7 +29,7 @@ __all__ = ["merge_lora_command"]
     help="What stands before the adapter's module names in the base.",
 )
 @writing_options
-def merge_lora_command(base: Path, adapter: Path, target: Path, prefix: str, **given: Any) -> None:
+def merge_lora_command(base: Path | str, adapter: Path, target: Path, prefix: str, **given: Any) -> None:
     """Merge a LoRA adapter into its base, in constant memory.
 
     Weights are computed in float64 and rounded once. The base may be sharded and of any format. DoRA and other variants

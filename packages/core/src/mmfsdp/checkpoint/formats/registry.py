@@ -326,7 +326,7 @@ def open_layout(
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
             directory: of a file per rank (``rank{i}.pth`` of mmfsdp or MMEngine, or DTensors under any name that ends
             with the rank), of torch's distributed checkpoint (DCP), or of safetensors or ``torch.save`` files with
-            their index.
+            their index. Or the URL of one of these: ``https://``, or what fsspec reads, such as ``s3://``.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
             the file. They are not imported even then.
         reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not
