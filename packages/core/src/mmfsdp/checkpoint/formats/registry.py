@@ -55,6 +55,7 @@ INDEX_SUFFIX = ".index.json"
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
 _RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
+_OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
 
 
@@ -166,6 +167,12 @@ def _has_index(source: Source) -> bool:
     return source.head.lstrip().startswith(b"{") or any(name.endswith(INDEX_SUFFIX) for name in source.names)
 
 
+def _is_of_deepspeed(source: Source) -> bool:
+    if any(name.endswith(_OF_DEEPSPEED) for name in source.names):
+        return True
+    return any((source.path / name).is_file() for name in source.names if name in ("latest", "latest_universal"))
+
+
 # The first whose `sniff` says yes reads a path: a directory may hold several.
 FORMATS: tuple[Format, ...] = (
     Format(
@@ -243,6 +250,13 @@ FORMATS: tuple[Format, ...] = (
         "mmengine_local",
         "a directory with a file per rank as stock MMEngine 0.8 to 0.10 saves it from FSDP1",
         "mmengine_local",
+        directory=True,
+    ),
+    Format(
+        "deepspeed",
+        "a directory of DeepSpeed: ZeRO stages 0 to 3, a universal checkpoint, or the one with its file latest",
+        "deepspeed",
+        _is_of_deepspeed,
         directory=True,
     ),
     Format(
@@ -325,8 +339,8 @@ def open_layout(
     Args:
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
             directory: of a file per rank (``rank{i}.pth`` of mmfsdp or MMEngine, or DTensors under any name that ends
-            with the rank), of torch's distributed checkpoint (DCP), or of safetensors or ``torch.save`` files with
-            their index. Or the URL of one of these: ``https://``, or what fsspec reads, such as ``s3://``.
+            with the rank), of torch's distributed checkpoint (DCP), of DeepSpeed, or of safetensors or ``torch.save``
+            files with their index. Or the URL of one of these: ``https://``, or what fsspec reads, such as ``s3://``.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
             the file. They are not imported even then.
         reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not

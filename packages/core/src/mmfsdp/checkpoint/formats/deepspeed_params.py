@@ -1,0 +1,190 @@
+"""Gives the weights and the optimizer's state of parameters that ZeRO divides among the files of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mmfsdp.basics.boxes import ListedBoxes
+from mmfsdp.checkpoint.formats.deepspeed_check import check_ranks_agree, check_slices
+from mmfsdp.checkpoint.formats.deepspeed_files import Files, RankState, shapes_of
+from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes, boxes_of, by_parameter, by_stretch, even_pieces
+from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
+from mmfsdp.checkpoint.layout import TensorEntry, Unlocated
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields
+from mmfsdp.errors import CorruptCheckpointError
+
+__all__ = ["FrozenParams", "ShardedParams", "plain"]
+
+_PLAIN = bool | int | float | str | None
+_SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+class ShardedParams:
+    """The parameters that are trained, in the flat tensors of ranks.
+
+    Args:
+        files: The files.
+        look_up: Read those of all ranks now, and check that they belong together.
+
+    Raises:
+        CheckpointError: Files are missing, of another save, or damaged.
+    """
+
+    def __init__(self, files: Files, *, look_up: bool) -> None:
+        self._files, self._look_up = files, look_up
+        self._first = first = files.state(min(files.states))
+        self.ranks = first.ranks
+        """Number of ranks that share them."""
+        self.groups = shapes_of(files)
+        """The parameters by group of the optimizer, or by sub-group in stage 3."""
+        self.shapes: Shapes = {name: shape for shapes in self.groups for name, shape in shapes.items()}
+        """Their shapes."""
+        files.check_ranks(first.ranks)
+        self._pieces = _pieces(first, self.groups)
+        if look_up:
+            check_ranks_agree(files, first)
+            if first.stage != 3:
+                check_slices(files, first.ranks, self._pieces)
+
+    def weights(self, name: str) -> TensorEntry:
+        """Return the weights of a parameter in full precision."""
+        return self._entry(name, "fp32", self._first.flats[self._flat(name)].dtype)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter: a ``TensorEntry`` where each element has a value of its own."""
+        if not self._first.states:
+            return {}
+        flat = self._flat(name)
+        return {
+            key: self._entry(name, key, value.dtype) if _is_flat(key, value, self._first.flats[flat]) else value
+            for key, value in self._first.states[flat].items()
+        }
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with names of parameters; with nothing but these if DeepSpeed kept no more."""
+        held = self._first.optimizer.get("param_groups")
+        if not held:
+            return [{"params": [*shapes]} for shapes in self.groups] if self._first.states else []
+        return grouped(held, self.groups, self._first.stage)
+
+    def undivided(self) -> list[Any] | None:
+        """Return the optimizer's state by rank, as stored, if it cannot be told which values are whose; else ``None``.
+
+        Optimizers in 8 bits keep scales that belong to neither one element nor all.
+        """
+        first = self._first
+        for flat, entries in zip(first.flats, first.states, strict=False):
+            for key, value in entries.items():
+                odd = isinstance(value, PickledTensor) and value.shape not in ((), (1,))
+                if odd and not _is_flat(key, value, flat):
+                    states = [self._files.state(rank).states for rank in range(first.ranks)]
+                    return [[dict(each) for each in state] for state in states]
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what DeepSpeed keeps beside the optimizer's state, such as the loss scale."""
+        return {key: plain(self._first.content[key]) for key in _SETTINGS if key in self._first.content}
+
+    def _flat(self, name: str) -> int:
+        pieces = self._pieces[name]
+        return pieces[0].flat if pieces else 0
+
+    def _entry(self, name: str, key: str, dtype: str) -> TensorEntry:
+        return _entry(self._files, name, key, dtype, self.shapes[name], self._pieces[name], look_up=self._look_up)
+
+
+class FrozenParams:
+    """The frozen parameters that stage 3 divides among the files of the model.
+
+    Args:
+        files: The files.
+        look_up: Read those of all ranks now.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+
+    def __init__(self, files: Files, *, look_up: bool) -> None:
+        self._files, self._look_up = files, look_up
+        given, fragments = (files.model().get(f"frozen_param_{part}") for part in ("shapes", "fragments"))
+        divided = files.is_partitioned and isinstance(given, dict) and isinstance(fragments, dict)
+        [self.shapes] = shapes_of(files, [given]) if divided else [{}]
+        """Their shapes; empty if they lie with the buffers."""
+
+    def weights(self, name: str) -> TensorEntry:
+        """Return the weights of a parameter as they are stored."""
+        files, shape = self._files, self.shapes[name]
+        held, _ = files.tensor(f"frozen/{name}", min(files.models), 0)
+        pieces = even_pieces(math.prod(shape), len(files.models))
+        return _entry(files, name, f"frozen/{name}", held.dtype, shape, pieces, look_up=self._look_up)
+
+
+def _entry(
+    files: Files,
+    name: str,
+    key: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    pieces: Sequence[Piece],
+    *,
+    look_up: bool,
+) -> TensorEntry:
+    boxes = {box: files.place(key, piece, at) for box, piece, at in boxes_of(shape, pieces)}
+    locate = partial(files.locate, name, key, dtype)
+    return TensorEntry(name, dtype, shape, locate(boxes) if look_up else Unlocated(ListedBoxes(boxes), locate))
+
+
+def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[Piece]]:
+    """Return where every parameter is, going by the file of one rank."""
+    lengths = [flat.shape[0] if len(flat.shape) == 1 else 0 for flat in first.flats]
+    if first.stage == 3:
+        found = by_parameter(groups, lengths, first.ranks)
+    else:
+        gaps = first.content.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in groups]
+        if not len(groups) == len(lengths) == len(gaps) or [*map(len, gaps)] != [*map(len, groups)]:
+            raise _odd(first, f"it has {len(lengths)} groups of weights (expected {len(groups)})")
+        found = {}
+        for place, (shapes, stretch, own) in enumerate(zip(groups, lengths, gaps, strict=True)):
+            found |= by_stretch(place, shapes, stretch, own)
+            reached = stretch * first.ranks
+            wanted = sum(math.prod(shape) for shape in shapes.values())
+            if wanted > reached:
+                raise _odd(first, f"its group {place} is of {reached} weights on all ranks (expected {wanted})")
+    for name, numel in ((name, math.prod(shape)) for shapes in groups for name, shape in shapes.items()):
+        held = sum(piece.stop - piece.start for piece in found[name])
+        if held != numel:
+            raise _odd(first, f"by its size, {held} of the {numel} elements of {name!r} are stored")
+    return found
+
+
+def grouped(held: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], stage: int) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with names of parameters for the numbers of flat tensors."""
+    flats: Iterator[Shapes] = iter(groups)
+    named = []
+    for group in held:
+        own = [next(flats, {}) for _ in (group["params"] if stage == 3 else (0,))]
+        named.append({**group, "params": [name for shapes in own for name in shapes]})
+    return named
+
+
+def _is_flat(key: str, value: Any, flat: PickledTensor) -> bool:
+    """Tell whether a value has an element for each of a flat tensor of weights; there may be padding at the end."""
+    return (
+        isinstance(value, PickledTensor) and key != "step" and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return the attributes of an object, such as DeepSpeed's loss scaler, that need no class to be read."""
+    if not isinstance(value, PickledObject):
+        return value
+    return {key: inner for key, inner in fields(value).items() if isinstance(inner, _PLAIN)}
+
+
+def _odd(first: RankState, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{first.path.name} does not belong to the file of the model beside it: {reason}.", file=str(first.path)
+    )
