@@ -130,7 +130,10 @@ def configs(session: nox.Session, extra: str) -> None:
     session.install("-r", "tests/configs/requirements.txt", TORCH)  # has another transformers than constraints.txt
     if extra == "mmengine":
         session.install("--no-deps", "-r", "tests/configs/packages_mmengine.txt")
-    session.install("--no-deps", "torchvision")  # must not bring another torch
+    session.install("--no-deps", "torchvision", "timm")  # must not bring another torch
+    if extra == "mmengine":  # recipes from mmpretrain
+        session.install("pytest", "pytest-timeout", *TEST_TRUTHS, TORCH)
+        session.run("python", "-W", "ignore", "-m", "pytest", "tests/models/test_shipping.py", "-k", "mmpretrain")
     out = f"work_dirs/configs_{extra}"
     session.run("python", "-W", "ignore", "tests/configs/sweep.py", "--out", out, *session.posargs)
 

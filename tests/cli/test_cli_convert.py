@@ -171,10 +171,13 @@ def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
     listed = {item["name"]: item for item in json.loads(run("formats", "--json").stdout)}
     assert {"dcp", "rank_local", "torch_legacy", "torch_index", "mmengine_local"} <= {*listed}
     written = {name for name, item in listed.items() if item["writes"]}
-    assert written == {"safetensors", "torch_zip", "safetensors_index", "dcp", "rank_local"}
+    assert written == {"safetensors", "torch_zip", "safetensors_index", "huggingface", "dcp", "rank_local"}
+    (like := checkpoint.with_name("like")).mkdir()
+    (like / "config.json").write_text("{}")
     for name in written:
         target = checkpoint.with_name(f"as_{name}")
-        report = json.loads(run("convert", checkpoint, target, "--to", name, "--json").stdout)
+        more = ["--like", like] if name == "huggingface" else []
+        report = json.loads(run("convert", checkpoint, target, "--to", name, "--json", *more).stdout)
         assert report["format"] == name == json.loads(run("inspect", target, "--json").stdout)["format"]
         assert run("verify", target).returncode == 0
         assert run("diff", checkpoint, target, "--keep", "model").returncode == 0

@@ -104,7 +104,7 @@ def test_choosing_among_everything(source: Path) -> None:
         ({"drop": "optimizer", "publish": True}, r"'publish' writes the weights; it cannot be combined with 'drop'"),
         (
             {"to": "pth", "max_shard_size": 5},
-            r"'max_shard_size' applies only to the format 'safetensors_index', not to 'pth'",
+            r"'max_shard_size' applies only to the format 'safetensors_index' or 'huggingface', not to 'pth'",
         ),
     ],
 )

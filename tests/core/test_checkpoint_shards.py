@@ -90,7 +90,7 @@ def test_safetensors_are_preferred_where_both_are(tmp_path: Path) -> None:
 def test_a_single_file_in_a_directory(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert (open_layout(tmp_path).format, len(open_layout(tmp_path).tensors)) == ("safetensors", 4)
+    assert (open_layout(tmp_path).format, len(open_layout(tmp_path).tensors)) == ("huggingface", 4)
     save_file(weights(), tmp_path / "more.safetensors")
     with pytest.raises(FormatError, match=r"one of several safetensors files without an index"):
         open_layout(tmp_path)

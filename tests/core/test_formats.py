@@ -62,7 +62,12 @@ def test_the_names_listed_are_those_accepted(source: Path) -> None:
 def test_what_is_written_is_recognised_without_and_with_its_name(source: Path, item: object) -> None:
     name = item.name  # type: ignore[attr-defined]
     target = source.with_name("out")
-    assert convert(source, target, to=name, fsync=False).format == name
+    settings = {}
+    if name == "huggingface":
+        (like := source.with_name("like")).mkdir()
+        (like / "config.json").write_text("{}")
+        settings = {"like": like}
+    assert convert(source, target, to=name, fsync=False, **settings).format == name
     assert open_layout(target).format == name
     assert all(open_layout(target, format=spelling).format == name for spelling in accepted(name))
 

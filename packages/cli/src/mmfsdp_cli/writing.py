@@ -68,6 +68,12 @@ _OPTIONS = (
         shell_complete=completing(lambda: _formats(written=True)),
         help="Format to write, if the target's suffix does not say it; see mmfsdp-cli formats.",
     ),
+    option(
+        "--like",
+        section=_WRITE,
+        metavar="FOLDER",
+        help="For hf: a folder of the same model, for its config and tokenizer files.",
+    ),
     several(
         "--dtype",
         section=_WRITE,

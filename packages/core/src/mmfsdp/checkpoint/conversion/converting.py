@@ -7,8 +7,9 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ def convert(
     with write_errors(target):
         _refuse_own_files(layout, target)
     chosen = _completed(chosen, kind, layout)
+    beside: Mapping[str, Path] = {}
+    if kind.name == "huggingface":
+        folders = import_module("mmfsdp.checkpoint.conversion.model_folders")
+        chosen = chosen.changed({"like": folders.like_folder(chosen.like, layout.path, target)})
+        beside = folders.companions(Path(chosen.like or ""), target if chosen.overwrite else None)
     overflowed: Counter[str] = Counter()
     intent = intended(layout, kind, chosen, overflowed)
     check_coverage(intent.layout, intent.sources)
@@ -140,10 +146,12 @@ def convert(
     if not dry_run:
         _check_space(target, written, free)
         with write_errors(target):
-            _check_replaceable(target)
+            _check_replaceable(target, beside)
             temporary = temporary_sibling(target, exclusive=not replaces)
             try:
                 _write(temporary, intent, kind, chosen, progress)
+                for name, file in beside.items():
+                    shutil.copyfile(file, temporary / name)
                 final = published_path(target, temporary) if chosen.publish else target
                 commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either
@@ -235,12 +243,14 @@ def _check_space(target: Path, needed: int, free: int) -> None:
         )
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raise if replacing a directory would remove files that are not part of a checkpoint."""
+def _check_replaceable(target: Path, kept: Container[str]) -> None:
+    """Raise if replacing a directory would remove files that are neither part of a checkpoint nor kept."""
     if not target.is_dir() or target.is_symlink():
         return
     foreign = sorted(
-        entry.name for entry in target.iterdir() if entry.is_dir() or not _OF_CHECKPOINTS.fullmatch(entry.name)
+        entry.name
+        for entry in target.iterdir()
+        if entry.is_dir() or not (entry.name in kept or _OF_CHECKPOINTS.fullmatch(entry.name))
     )
     if foreign:
         raise CheckpointError(

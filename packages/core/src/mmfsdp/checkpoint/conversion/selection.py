@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
@@ -56,7 +57,7 @@ class Intent:
 
 
 def intended(layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str]) -> Intent:
-    """Decide what a conversion writes; touches no file.
+    """Decide what a conversion writes; reads data only to prove that weights are tied.
 
     Args:
         layout: The source.
@@ -75,6 +76,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         selection = _with_states(selection, layout, target)
     if conversion.recipe is not None:
         layout, selection = _through_recipe(layout, selection, conversion)
+    if target.name == "huggingface":
+        selection = _for_folder(layout, selection, Path(conversion.like or ""))
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
@@ -83,6 +86,9 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         changed = name in casts or isinstance(entry, ComputedEntry)
         dtype = casts.get(name, entry.dtype)
         named[name] = CastEntry.of(entry, dtype, partial(_count, overflowed, name)) if changed else entry
+    if target.name == "huggingface":
+        notes = _model_folders().dtype_notes(named, Path(conversion.like or ""))
+        selection = replace(selection, notes=(*selection.notes, *notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
@@ -123,13 +129,30 @@ def _through_recipe(layout: Layout, selection: Selection, conversion: Conversion
         conversion.recipe,
         inverse=conversion.inverse,
         values=conversion.recipe_values,
-        folders=recipes.folders_of(layout),
+        folders=[*recipes.folders_of(layout), *([Path(conversion.like)] if conversion.like else [])],
     )
     # What lies beside the weights keeps its name, which must not be one of the new ones.
     part = {name: TensorRef(f"recipe:{name}") for name in made}
     tensors = {**layout.tensors, **{part[name].name: entry for name, entry in made.items()}}
+    return replace(layout, tensors=tensors), _with_part(selection, part)
+
+
+def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
+    """Return the selection with the tensors that a Hugging Face folder gets."""
+    names = named_tensors(selection.part)
+    stored = {name: layout.tensors[source] for name, source in names.items()}
+    kept, notes = _model_folders().without_ties(stored, like)
+    part = {name: TensorRef(names[name]) for name in kept}
+    return replace(_with_part(selection, part), notes=(*selection.notes, *notes))
+
+
+def _model_folders() -> Any:
+    return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
+
+
+def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:
     tree = {key: part if value is selection.part else value for key, value in selection.tree.items()}
-    return replace(layout, tensors=tensors), replace(selection, tree=tree, part=part)
+    return replace(selection, tree=tree, part=part)
 
 
 _TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")

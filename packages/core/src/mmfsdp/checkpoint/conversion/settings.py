@@ -72,6 +72,10 @@ class Conversion:
     index. A number counts bytes; text needs a unit."""
     to: str | None = None
     """The format to write, by a name that `known_formats` lists; by default the suffix of the target says it."""
+    like: str | None = None
+    """For ``huggingface``: a folder of the same model, whose configuration and tokenizer files are copied and whose
+    weights, if it has any, say which names and shapes are right. By default the source, if it is such a folder, or
+    what is at the target."""
     ranks: int | str | None = None
     """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas
     of four shards. By default as many as wrote the source."""
@@ -246,7 +250,9 @@ def _positive(value: Any) -> int:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("keep", "strip_prefix"), _text),
-    "recipe": lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value),
+    **dict.fromkeys(
+        ("recipe", "like"), lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    ),
     "recipe_values": _numbers,
     **dict.fromkeys(("drop", "include", "exclude"), _names),
     "rename": _pairs,
@@ -278,7 +284,7 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     elif conversion.max_shard_size is None:
         raise ConfigError(
             f"The suffix {path.suffix!r} of {path.name!r} does not name a format. Use .safetensors, .pth or .pt, or "
-            "set 'to' to 'safetensors', 'pth', 'dcp' or 'local'."
+            "set 'to' to 'safetensors', 'pth', 'hf', 'dcp' or 'local'."
         )
     elif by_suffix is not None:
         raise ConfigError(
@@ -288,13 +294,17 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     else:
         target = find_format("safetensors_index")
     for setting, fits, needed in (
-        ("max_shard_size", target.name == "safetensors_index", "'safetensors_index'"),
+        ("max_shard_size", target.name in ("safetensors_index", "huggingface"), "'safetensors_index' or 'huggingface'"),
+        ("like", target.name == "huggingface", "'huggingface'"),
         ("publish", not target.directory, "of a single file"),
         ("ranks", target.by_rank, "'dcp' or 'local'"),
     ):
         if getattr(conversion, setting) and not fits:
             given = conversion.to or target.name
             raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {given!r}.")
+    if target.name == "huggingface" and (conversion.drop or conversion.keep not in (None, "model")):
+        given = f"'keep' {conversion.keep!r}" if conversion.keep else "'drop'"
+        raise ConfigError(f"A Hugging Face folder holds the weights; it cannot be combined with {given}. Remove it.")
     return target
 
 

@@ -37,6 +37,7 @@ from mmfsdp.errors import (
 __all__ = [
     "FORMATS",
     "INDEX_SUFFIX",
+    "MODEL_FILE",
     "Content",
     "Format",
     "FormatInfo",
@@ -51,6 +52,9 @@ __all__ = [
 
 INDEX_SUFFIX = ".index.json"
 """What the name of Hugging Face's index of several files ends with."""
+
+MODEL_FILE = "model.safetensors"
+"""The weights of a Hugging Face folder, if one file holds them."""
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
@@ -173,6 +177,10 @@ def _is_of_deepspeed(source: Source) -> bool:
     return any((source.path / name).is_file() for name in source.names if name in ("latest", "latest_universal"))
 
 
+def _is_model_folder(source: Source) -> bool:
+    return "config.json" in source.names and bool({MODEL_FILE, MODEL_FILE + INDEX_SUFFIX} & {*source.names})
+
+
 # The first whose `sniff` says yes reads a path: a directory may hold several.
 FORMATS: tuple[Format, ...] = (
     Format(
@@ -214,6 +222,16 @@ FORMATS: tuple[Format, ...] = (
         by_rank=True,
         flat=True,
         optimizer_names=True,
+    ),
+    Format(
+        "huggingface",
+        "a folder that from_pretrained of transformers loads: safetensors, config and tokenizer",
+        "huggingface",
+        _is_model_folder,
+        writer="huggingface",
+        aliases=("hf",),
+        directory=True,
+        tensors_only=True,
     ),
     Format(
         "safetensors_index",

@@ -1,0 +1,184 @@
+"""Makes a Hugging Face folder: the files beside the weights, tied weights written once, names as its model has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["companions", "dtype_notes", "like_folder", "without_ties"]
+
+CONFIG = "config.json"
+_WEIGHTS = re.compile(
+    r".+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|ot|tflite|distcp|npz|mlmodel)|.+\.index\.json"
+    r"|manifest\.json|\.metadata|\..+\.mmfsdp-\w+"
+)
+# In the order in which transformers prefers them.
+_OWN_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+# What transformers ties when config.json does not say otherwise: `_tied_weights_keys` of its models.
+_INPUTS = r"(.*\.)?(shared|wte|embed_tokens|word_embeddings|embed_in|tok_embeddings|embeddings?)\.weight"
+_TIES = (
+    (r"(.*\.)?(lm_head|embed_out|lm_head\.decoder|cls\.predictions\.decoder|predictions\.decoder)\.weight", _INPUTS),
+    (r"(.*\.)?(lm_head|(cls\.)?predictions)\.decoder\.bias", r"(.*\.)?(lm_head|predictions)\.bias"),
+    (r"(.*\.)?(encoder|decoder)\.embed_tokens\.weight", r"(.*\.)?shared\.weight"),
+)
+
+
+def like_folder(given: str | None, source: Path, target: Path) -> Path:
+    """Return the folder whose files a Hugging Face folder gets: the given one, the source, or what is at the target.
+
+    Raises:
+        ConfigError: None of them has a ``config.json``.
+    """
+    for folder in [Path(given)] if given is not None else [source, target]:
+        if (folder / CONFIG).is_file():
+            return folder
+    if given is not None:
+        raise ConfigError(f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.", config="like")
+    raise ConfigError(
+        f"A Hugging Face folder needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same "
+        "model as 'like'; its configuration and tokenizer are copied.",
+        config="like",
+    )
+
+
+def companions(like: Path, target: Path | None) -> dict[str, Path]:
+    """Return the files beside the weights that the folder gets, by name: those of ``like``, and what is there already.
+
+    Args:
+        like: A folder of the same model.
+        target: What is replaced, if anything.
+
+    Raises:
+        ConfigError: The target holds a folder, which would be lost.
+    """
+    found = {}
+    if target is not None and target.is_dir():
+        for path in sorted(target.iterdir()):
+            if path.is_dir():
+                raise ConfigError(
+                    f"The directory {str(target)!r} is not replaced: it also holds the directory {path.name!r}. Move "
+                    "it away, or choose another path."
+                )
+            if not _WEIGHTS.fullmatch(path.name):
+                found[path.name] = path
+    for path in sorted(like.iterdir()):
+        # The hub's cache holds links. Hidden files belong to where they are.
+        if path.is_file() and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
+            found[path.name] = path
+    return found
+
+
+def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors to write, and notes: tied weights once, under the names that the folder's model has.
+
+    Args:
+        tensors: The weights by name.
+        like: A folder of the same model. Where it has weights, names and shapes must be theirs.
+
+    Raises:
+        ConfigError: Names or shapes are not those of the model, or weights that its config ties differ.
+    """
+    config = _config(like)
+    expected = _weights(like)
+    kept = dict(tensors)
+    notes = []
+    for name, first in _ties(tensors, expected, config.get("tie_word_embeddings")):
+        if not equal_data(tensors[name], tensors[first]):
+            if config.get("tie_word_embeddings") is True or (expected and name not in expected):
+                raise ConfigError(
+                    f"{CONFIG} of {like.name} ties {name!r} to {first!r}, but they differ: a model loaded from the "
+                    f'folder would lose the first. Set "tie_word_embeddings" to false in its {CONFIG}.',
+                    file=str(like / CONFIG),
+                )
+            continue
+        del kept[name]
+        notes.append(f"{name} is tied to {first} and written once")
+    if expected:
+        _check_names(kept, expected, {*tensors}, like)
+    return kept, tuple(notes)
+
+
+def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
+    """Return what to know about the dtypes of the weights, which the folder's config states, too."""
+    config = _config(like)
+    stated = config.get("dtype", config.get("torch_dtype"))
+    floats = {entry.dtype for entry in tensors.values() if "float" in entry.dtype}
+    if not isinstance(stated, str) or not floats or stated in floats:
+        return []
+    return [
+        f"{CONFIG} says {stated}, and the weights are {name_list(sorted(floats), quoted=False)}: transformers may "
+        "cast them"
+    ]
+
+
+def _ties(
+    tensors: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry] | None, tied: Any
+) -> Iterator[tuple[str, str]]:
+    """Yield names that may be second names, and the first name of each."""
+    if tied is False:
+        return
+    dropped: set[str] = set()
+    for second, first in _TIES:
+        for name, entry in tensors.items():
+            if name in dropped or not re.fullmatch(second, name) or (expected and name in expected):
+                continue
+            same = [
+                other
+                for other, its in tensors.items()
+                if other not in (name, *dropped)
+                and re.fullmatch(first, other)
+                and (its.shape, its.dtype) == (entry.shape, entry.dtype)
+            ]
+            if same:
+                dropped.add(name)
+                yield name, same[0]
+
+
+def _check_names(
+    kept: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry], given: set[str], like: Path
+) -> None:
+    missing = [name for name in expected if name not in given]
+    unexpected = [name for name in kept if name not in expected]
+    shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]
+    problems = [
+        *([f"it lacks {name_list(missing, 4)}"] if missing else []),
+        *([f"it has {name_list(unexpected, 4)} besides{closest(unexpected[0], missing)}"] if unexpected else []),
+        *(f"{name!r} has shape {[*kept[name].shape]} (expected {[*expected[name].shape]})" for name in shapes[:2]),
+    ]
+    if problems:
+        raise ConfigError(
+            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}. Use a 'recipe', "
+            "'strip_prefix' or 'rename' for other names and 'exclude' for what is too much. If the model has changed "
+            "on purpose, give a folder without weights as 'like'.",
+            config="like",
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / CONFIG).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG} is not valid JSON: {error}.", file=str(folder / CONFIG)) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _weights(folder: Path) -> Mapping[str, TensorEntry]:
+    for name in _OWN_WEIGHTS:
+        if (folder / name).is_file():
+            return open_layout(folder / name).tensors
+    return {}

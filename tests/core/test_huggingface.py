@@ -1,0 +1,164 @@
+"""Hugging Face folders: weights under the model's names, tied ones once, the files beside them, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmfsdp.checkpoint import TargetExistsError, convert, open_layout, verify
+from mmfsdp.errors import CheckpointError, ConfigError
+
+EMBEDDING = "transformer.wte.weight"
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    state = {EMBEDDING: torch.randn(6, 4, generator=generator), "transformer.h.0.mlp.weight": torch.ones(4, 4)}
+    return {**state, "lm_head.weight": state[EMBEDDING]}
+
+
+def folder(path: Path, *, with_weights: bool = False, **config: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "merges.txt").symlink_to(path / "tokenizer.json")  # the hub's cache holds links
+    (path / ".gitattributes").write_text("")
+    (path / "training_args.bin").write_bytes(b"")
+    if with_weights:
+        save_file({name: value for name, value in weights().items() if "head" not in name}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.save({"state_dict": weights(), "optimizer": {"state": {}}}, tmp_path / "epoch_1.pth")
+    return tmp_path / "epoch_1.pth"
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+@pytest.mark.parametrize("by_copy", [False, True])
+def test_one_file_with_tied_weights_once(source: Path, tmp_path: Path, by_copy: bool, with_weights: bool) -> None:
+    if by_copy:  # safetensors cannot tie: both are there
+        convert(source, tmp_path / "dcp", to="dcp", keep="model", ranks=2)
+        source = tmp_path / "dcp"
+    like = folder(tmp_path / "like", with_weights=with_weights)
+    report = convert(source, tmp_path / "out", to="hf", like=like, verify_output=True)
+    assert names(tmp_path / "out") == [
+        "config.json",
+        "manifest.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert not (tmp_path / "out/merges.txt").is_symlink()
+    assert report.notes == (f"lm_head.weight is tied to {EMBEDDING} and written once",)
+    assert (report.tensors, report.bytes) == (2, 160)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in weights().items() if name != "lm_head.weight"
+    }
+    assert verify(tmp_path / "out").ok
+
+
+def test_several_files_and_their_index(source: Path, tmp_path: Path) -> None:
+    like = folder(tmp_path / "like")
+    convert(source, tmp_path / "out", to="hf", like=like, max_shard_size="100B")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert index == {
+        "metadata": {"total_size": 160},
+        "weight_map": {EMBEDDING: files[0], "transformer.h.0.mlp.weight": files[1]},
+    }
+    assert {*files, "config.json"} <= {*names(tmp_path / "out")}
+    assert open_layout(tmp_path / "out", format="hf").tensors.keys() == index["weight_map"].keys()
+
+
+def test_weights_that_are_not_tied_stay(source: Path, tmp_path: Path) -> None:
+    like = folder(tmp_path / "like", tie_word_embeddings=False)
+    assert convert(source, tmp_path / "out", to="hf", like=like).tensors == 3
+    state = weights()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    torch.save(state, source)
+    assert convert(source, tmp_path / "two", to="hf", like=folder(tmp_path / "silent")).tensors == 3
+    with pytest.raises(ConfigError, match=rf"ties 'lm_head\.weight' to '{EMBEDDING}', but they differ.*to false"):
+        convert(source, tmp_path / "three", to="hf", like=folder(tmp_path / "tied", tie_word_embeddings=True))
+    assert not (tmp_path / "three").exists()
+
+
+def test_a_folder_keeps_its_files(source: Path, tmp_path: Path) -> None:
+    like = folder(tmp_path / "like", dtype="float32")
+    convert(source, tmp_path / "out", to="hf", like=like, max_shard_size="100B")
+    report = convert(tmp_path / "out", tmp_path / "half", to="hf", dtype="bf16")
+    assert names(tmp_path / "half") == [
+        "config.json",
+        "manifest.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert report.notes == ("config.json says float32, and the weights are bfloat16: transformers may cast them",)
+
+    (tmp_path / "out/README.md").write_text("mine")
+    (tmp_path / "out/.gitattributes").write_text("mine")
+    with pytest.raises(TargetExistsError):
+        convert(source, tmp_path / "out", to="hf")
+    convert(source, tmp_path / "out", to="hf", overwrite=True, fsync=False)  # its own config.json says which model
+    kept = [".gitattributes", "README.md", "config.json", "manifest.json", "merges.txt", "model.safetensors"]
+    assert names(tmp_path / "out") == [*kept, "tokenizer.json"]
+    (tmp_path / "out/onnx").mkdir()
+    with pytest.raises(ConfigError, match="it also holds the directory 'onnx'"):
+        convert(source, tmp_path / "out", to="hf", overwrite=True)
+    shutil.rmtree(tmp_path / "out/onnx")
+    with pytest.raises(CheckpointError, match=r"'\.gitattributes', which is not part of a checkpoint"):
+        convert(source, tmp_path / "out", max_shard_size="1MB", overwrite=True)
+
+
+def test_a_recipe_and_its_numbers(tmp_path: Path) -> None:
+    like = folder(tmp_path / "like", num_attention_heads=2, num_key_value_heads=1)
+    shapes = {"q": (8, 4), "k": (4, 4), "v": (4, 4)}
+    state = {f"model.layers.0.self_attn.{x}_proj.weight": torch.randn(shape) for x, shape in shapes.items()}
+    state |= {f"model.layers.0.mlp.{x}_proj.weight": torch.randn(6, 4) for x in ("gate", "up")}
+    torch.save(state, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "out", to="hf", like=like, recipe="hf-llama-to-fused")
+    fused = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(fused["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([*state.values()][:3]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "needs a config.json, and there is none in"),
+        ({"like": "nowhere"}, "'like' is 'nowhere', which holds no config.json"),
+        ({"like": "full", "exclude": ["**.mlp.*"]}, "it lacks 'transformer.h.0.mlp.weight'"),
+        ({"like": "full", "strip_prefix": "transformer."}, "it has 'wte.weight', 'h.0.mlp.weight'"),
+        ({"like": "full", "rename": [("mlp", "mpl")]}, "Did you mean 'transformer.h.0.mlp.weight'?"),
+        ({"like": "other"}, "'transformer.h.0.mlp.weight' has shape [4, 4] (expected [2, 4])"),
+        ({"like": "plain", "keep": "all"}, "holds the weights; it cannot be combined with 'keep' 'all'"),
+        ({"like": "plain", "to": "pth"}, "'like' applies only to the format 'huggingface', not to 'pth'"),
+        ({"like": "broken"}, "config.json is not valid JSON"),
+    ],
+)
+def test_what_does_not_fit(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(Path("plain"))
+    folder(Path("full"), with_weights=True)
+    state = load_file("full/model.safetensors")
+    save_file({**state, "transformer.h.0.mlp.weight": torch.ones(2, 4)}, folder(Path("other")) / "model.safetensors")
+    (folder(Path("broken")) / "config.json").write_text("{")
+    before = names(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        convert(source, "out", **{"to": "hf", **settings})
+    assert said in str(caught.value)
+    assert names(tmp_path) == before

@@ -1,0 +1,203 @@
+"""Weights that recipes and Hugging Face folders ship: the models of other libraries load them and compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mmfsdp.checkpoint import convert, open_layout, verify
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
+BART = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "vocab_size": 32,
+}
+TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32},
+    ),
+    "BertForMaskedLM": ("BertConfig", SMALL),
+    "BartForConditionalGeneration": ("BartConfig", BART),
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
+}
+IDS = torch.arange(20).reshape(2, 10) % 32
+
+
+def built(name: str, config: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def logits(model: Any, given: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(given).logits
+    return found
+
+
+@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_from_pretrained_loads_a_folder(name: str, with_weights: bool, tmp_path: Path) -> None:
+    model = built(name, TEXT[name][0], **TEXT[name][1])
+    model.save_pretrained(tmp_path / "own")
+    like = tmp_path / "own" if with_weights else tmp_path / "config"
+    model.config.save_pretrained(tmp_path / "config")
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "dcp", to="dcp", ranks=3, keep="model")
+    for settings in ({}, {"max_shard_size": "4kB"}):
+        folder = tmp_path / f"out{len(settings)}"
+        convert(tmp_path / "dcp", folder, to="hf", like=like, **settings)
+        assert verify(folder).ok
+        # transformers' own folder has the same tensors: the same tied ones are left out.
+        assert open_layout(folder).tensors.keys() == open_layout(tmp_path / "own/model.safetensors").tensors.keys()
+        loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+def test_fused_llama_is_phi3(tmp_path: Path) -> None:
+    model = built("LlamaForCausalLM", "LlamaConfig", **LLAMA)
+    model.save_pretrained(tmp_path / "llama")
+    convert(tmp_path / "llama", tmp_path / "fused.safetensors", recipe="hf-llama-to-fused")
+    phi = built("Phi3ForCausalLM", "Phi3Config", **LLAMA, rms_norm_eps=1e-6)
+    phi.load_state_dict(load_file(tmp_path / "fused.safetensors"))
+    assert torch.allclose(logits(phi, IDS), logits(model, IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Qwen3Moe"])
+def test_stacked_experts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = built(f"{name}ForCausalLM", f"{name}Config", **LLAMA, **EXPERTS)
+    model.save_pretrained(tmp_path / "moe")  # a tensor per expert
+    convert(tmp_path / "moe", tmp_path / "stacked.safetensors", recipe="hf-qwen-moe-to-stacked")
+    found, state = load_file(tmp_path / "stacked.safetensors"), model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in found)
+    # What ranks train and save has the stacked names; a folder has those of files.
+    torch.save(state, tmp_path / "trained.pth")
+    convert(
+        tmp_path / "trained.pth",
+        tmp_path / "out",
+        to="hf",
+        like=tmp_path / "moe",
+        recipe="hf-qwen-moe-to-stacked",
+        inverse=True,
+    )
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
+
+
+def randomised(model: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def timm_vit() -> Any:
+    vision_transformer = pytest.importorskip("timm.models.vision_transformer")
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    return randomised(vision_transformer.VisionTransformer(**sizes, num_classes=7))
+
+
+def timm_swin() -> Any:
+    swin_transformer = pytest.importorskip("timm.models.swin_transformer")
+    sizes = {"img_size": 128, "patch_size": 4, "window_size": 4, "embed_dim": 8, "always_partition": True}
+    return randomised(swin_transformer.SwinTransformer(**sizes, **STAGES, num_classes=7))
+
+
+STAGES = {"depths": (2, 1, 1, 1), "num_heads": (2,) * 4}
+ARCH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+IMAGES = {
+    "vit": ("ViTForImageClassification", "ViTConfig", {**ARCH, "image_size": 32, "patch_size": 8}),
+    "swin": (
+        "SwinForImageClassification",
+        "SwinConfig",
+        {"embed_dim": 8, "window_size": 4, "image_size": 128, "depths": [2, 1, 1, 1], "num_heads": [2] * 4},
+    ),
+}
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "vit": {
+        "backbone": {
+            "type": "VisionTransformer",
+            "arch": {"embed_dims": 32, "num_layers": 2, "num_heads": 2, "feedforward_channels": 64},
+            "img_size": 32,
+            "patch_size": 8,
+        },
+        "head": {"type": "VisionTransformerClsHead", "num_classes": 7, "in_channels": 32},
+    },
+    "swin": {
+        "backbone": {
+            "type": "SwinTransformer",
+            "arch": {"embed_dims": 8, "depths": [2, 1, 1, 1], "num_heads": [2] * 4},
+            "img_size": 128,
+            "window_size": 4,
+        },
+        "neck": {"type": "GlobalAveragePooling"},
+        "head": {"type": "LinearClsHead", "num_classes": 7, "in_channels": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_models_of_timm_in_transformers(kind: str, tmp_path: Path) -> None:
+    model = {"vit": timm_vit, "swin": timm_swin}[kind]()
+    name, config, settings = IMAGES[kind]
+    eps = {"layer_norm_eps": 1e-6} if kind == "vit" else {}
+    built(name, config, **settings, **eps, num_labels=7).config.save_pretrained(tmp_path / "like")
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "out", to="hf", like=tmp_path / "like", recipe=f"timm-{kind}-to-hf")
+    loaded = getattr(transformers, name).from_pretrained(tmp_path / "out").eval()
+    size = settings["image_size"]
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(logits(loaded, x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_models_of_mmpretrain_in_timm(kind: str, tmp_path: Path) -> None:
+    mmpretrain = pytest.importorskip("mmpretrain", reason="`nox -s configs` has it, with another transformers")
+    mmpretrain.utils.register_all_modules()
+    model = {"vit": timm_vit, "swin": timm_swin}[kind]()
+    classifier = randomised(mmpretrain.models.build_classifier({"type": "ImageClassifier", **CLASSIFIERS[kind]}))
+    torch.save(classifier.state_dict(), tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", recipe=f"mmpretrain-{kind}-to-timm")
+    model.load_state_dict(load_file(tmp_path / "b.safetensors"))
+    size = IMAGES[kind][2]["image_size"]
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(classifier(x, mode="tensor"), model(x), atol=1e-5)
