@@ -92,6 +92,8 @@ def test_a_single_file_in_a_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert (open_layout(tmp_path).format, len(open_layout(tmp_path).tensors)) == ("huggingface", 4)
     save_file(weights(), tmp_path / "more.safetensors")
+    assert open_layout(tmp_path).format == "huggingface"  # transformers loads that file alone
+    (tmp_path / "config.json").unlink()
     with pytest.raises(FormatError, match=r"one of several safetensors files without an index"):
         open_layout(tmp_path)
 
