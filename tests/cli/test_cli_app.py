@@ -119,7 +119,7 @@ def test_options_are_called_the_same_in_every_command() -> None:
         "as_json": {*COMMANDS} - {"completion"},
         "limit": {"inspect", *WRITING, "verify", "diff", "plan", "doctor"},
         "keep": {"convert", "diff"},
-        "jobs": {*WRITING, "verify"},
+        "jobs": {*WRITING, "verify", "diff"},
         "ranks": {*WRITING, "plan", "doctor"},
         "config": {"convert", "plan"},
         "every_unit": {"plan", "doctor"},

@@ -20,7 +20,7 @@ from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import Layout, convert, diff, open_layout
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
-from mmfsdp.checkpoint.inspection import difference
+from mmfsdp.checkpoint.inspection import comparing
 from mmfsdp.errors import ConfigError, IncompleteCheckpointError
 
 
@@ -157,7 +157,7 @@ def test_blocks_are_full_but_for_the_last(tmp_path: Path, monkeypatch: pytest.Mo
         assert {len(block) for block in blocks[:-1]} == {64}
         expected = weight if item is entry else weight.t().contiguous()
         assert b"".join(blocks) == expected.numpy().tobytes()
-    monkeypatch.setattr(difference, "_ELEMENTS", 5)
+    monkeypatch.setattr(comparing, "_ELEMENTS", 5)
     seen: list[tuple[int, int]] = []
     other = save(tmp_path / "other.pth", w=weight + 1)
     [found] = diff(source, other, progress=lambda *numbers: seen.append(numbers)).values
@@ -173,3 +173,53 @@ def test_incomplete_tensors_are_an_error_and_not_a_difference(tmp_path: Path) ->
     broken = Layout(source, "torch_zip", 1, {entry.name: half}, layout.tree)
     with pytest.raises(IncompleteCheckpointError):
         diff(broken, broken)
+
+
+class TestNames:
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        state = {"fc.weight": torch.ones(3, 2), "fc.bias": torch.ones(3)}
+        save_file(state, folder / "a.safetensors")
+        save_file({f"module.{name}": tensor for name, tensor in state.items()}, folder / "b.safetensors")
+        return folder / "a.safetensors", folder / "b.safetensors"
+
+    def test_a_prefix_is_named_and_bridged(self, tmp_path: Path) -> None:
+        a, b = self.save(tmp_path)
+        for one, two in ((a, b), (b, a)):
+            report = diff(one, two)
+            assert (report.prefix, report.compared, report.same) == ("module.", 0, False)
+            bridged = diff(one, two, strip_prefix="module.")
+            assert (bridged.prefix, bridged.compared, bridged.same) == ("", 2, True)
+
+    def test_a_prefix_that_nothing_has(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"strip_prefix='modul_.' is the beginning of no name .* 'module\.'"):
+            diff(*self.save(tmp_path), strip_prefix="modul_.")
+
+    def test_names_that_would_meet(self, tmp_path: Path) -> None:
+        a, b = self.save(tmp_path)
+        save_file({"module.x": torch.ones(1), "x": torch.zeros(1)}, b)
+        with pytest.raises(ConfigError, match=r"Without 'module.' the name 'module.x' would be that of another tensor"):
+            diff(a, b, strip_prefix="module.")
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float16")])
+@pytest.mark.parametrize("finite", [False, True])
+def test_tolerance_is_that_of_numpy_for_special_values_too(
+    tmp_path: Path, dtypes: tuple[str, str], finite: bool
+) -> None:
+    special = [0.0, -0.0, 1.0, -1.0, 1.01, 3e38, -3e38, math.inf, -math.inf, math.nan, 1e-40, 65504.0, 1e-3]
+    special = [number for number in special if finite is False or abs(number) < 7e4]
+    grid = torch.tensor(list(itertools.product(special, special)), dtype=torch.float64)
+    a, b = (grid[:, side].to(to_torch(dtypes[side])).contiguous() for side in (0, 1))
+    save_file({"w": a}, tmp_path / "a")
+    save_file({"w": b}, tmp_path / "b")
+    for rtol, atol in ((1e-2, 0.0), (0.0, 1e-3), (0.5, 2.0), (0.0, 0.0)):
+        wide_a, wide_b = a.double(), b.double()
+        close = torch.isclose(wide_a, wide_b, rtol=rtol, atol=atol, equal_nan=True)
+        ordinary = [index for index in range(len(grid)) if wide_a[index].isfinite() and wide_b[index].isfinite()]
+        gap, limit = (wide_a - wide_b).abs(), atol + rtol * wide_b.abs()
+        expected = sum(bool(gap[index] > limit[index]) for index in ordinary)
+        expected += sum(not close[index] for index in range(len(grid)) if index not in ordinary)
+        if dtypes[0] == dtypes[1] and not (rtol or atol):  # bits count: 0.0 and -0.0 differ, each NaN is itself
+            expected += 2
+        report = diff(tmp_path / "a", tmp_path / "b", rtol=rtol, atol=atol, ignore_dtypes=True, jobs=2)
+        assert [item.differing for item in report.values] == [expected]

@@ -16,6 +16,7 @@ from mmfsdp_cli.options import (
     CHECKPOINT,
     checkpoint_argument,
     flag,
+    jobs,
     json_report,
     keep,
     limit,
@@ -40,8 +41,12 @@ _EQUAL = "What counts as equal"
 @option("--rtol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Relative tolerance.")
 @option("--atol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Absolute tolerance.")
 @flag("--ignore-dtypes", section=_EQUAL, help="Compare tensors of different dtypes as numbers.")
+@option("--strip-prefix", section="Names", metavar="TEXT", help="Remove this prefix from names that have it.")
 @trust
 @shapes_from
+@jobs
+@option("--html", section="Output", type=PATH, metavar="FILE", help="Write a page that shows what changed, per module.")
+@flag("--force", "overwrite", section="Output", help="Replace an existing target.")
 @limit
 @json_report
 def diff_command(
@@ -51,10 +56,14 @@ def diff_command(
     rtol: float,
     atol: float,
     ignore_dtypes: bool,
+    strip_prefix: str | None,
     trust: bool,
     reference: Path | str | None,
     model: str | None,
     model_arguments: tuple[str, ...],
+    jobs: int | None,
+    html: Path | None,
+    overwrite: bool,
     limit: int,
     as_json: bool,
 ) -> None:
@@ -65,7 +74,7 @@ def diff_command(
     Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
     """
     with reporting_errors():
-        from mmfsdp.checkpoint import diff
+        from mmfsdp.checkpoint import diff, diff_page, write_page
 
         with count_progress(quiet=as_json) as progress:
             report = diff(
@@ -74,11 +83,16 @@ def diff_command(
                 rtol=rtol,
                 atol=atol,
                 keep=keep,
+                strip_prefix=strip_prefix,
                 ignore_dtypes=ignore_dtypes,
                 trust=trust,
                 progress=progress,
                 reference=reference_of(reference, model, model_arguments),
+                jobs=jobs,
+                histogram=html is not None,
             )
+        if html is not None:
+            write_page(diff_page(report), html, overwrite=overwrite)
         if as_json:
             click.echo(json.dumps(report.describe(), indent=1))
         else:
@@ -90,6 +104,8 @@ def diff_command(
 def _print(report: DiffReport, limit: int) -> None:
     say_list(f"Only in {report.a}", report.only_in_a, limit)
     say_list(f"Only in {report.b}", report.only_in_b, limit)
+    if report.prefix:
+        say(f"  Most names match without {report.prefix!r}: add --strip-prefix {report.prefix}")
     say_list("Shapes", [f"{item.name}: {item.a} and {item.b}" for item in report.shapes], limit)
     say_list("Dtypes", [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes], limit)
     if report.dtypes:

@@ -18,6 +18,7 @@ __all__ = [
     "completing",
     "config_file",
     "flag",
+    "jobs",
     "json_report",
     "keep",
     "limit",
@@ -100,6 +101,13 @@ def completing(values: Callable[[], Iterable[str]]) -> Callable[[click.Context, 
 
 
 json_report = flag("--json", "as_json", section=_OUTPUT, help="Print JSON, and no progress.")
+jobs = option(
+    "--jobs",
+    section="How carefully, how fast",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Threads; by default one per processor, four at most.",
+)
 limit = option(
     "--limit",
     section=_OUTPUT,

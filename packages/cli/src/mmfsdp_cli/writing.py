@@ -10,7 +10,7 @@ import click
 
 from mmfsdp_cli.console import reporting_errors, say, say_list
 from mmfsdp_cli.modelling import reference_of
-from mmfsdp_cli.options import completing, flag, json_report, limit, option, ranks, several, shapes_from, trust
+from mmfsdp_cli.options import completing, flag, jobs, json_report, limit, option, ranks, several, shapes_from, trust
 from mmfsdp_cli.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -96,13 +96,7 @@ _OPTIONS = (
     flag("--no-checksums", section=_CARE, help="Do not compare the source with its stored checksums."),
     flag("--verify-output", section=_CARE, help="Read the output again and compare it with the source."),
     flag("--no-fsync", section=_CARE, help="Do not wait until the output is on disk."),
-    option(
-        "--jobs",
-        section=_CARE,
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Threads that copy; by default one per processor, four at most.",
-    ),
+    jobs,
     flag("--force", "overwrite", section="Output", help="Replace an existing target."),
     flag("--dry-run", section="Output", help="Check everything and show what would be written; write nothing."),
     limit,

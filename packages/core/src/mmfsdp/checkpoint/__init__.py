@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
     from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats, open_layout
-    from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, ValueDifference, diff
+    from mmfsdp.checkpoint.inspection.comparing import ValueDifference
+    from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, diff
+    from mmfsdp.checkpoint.inspection.page import diff_page, write_page
     from mmfsdp.checkpoint.inspection.summaries import TensorStatistics, TreeNode, tensor_statistics, tensor_tree
     from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
@@ -46,6 +48,7 @@ __all__ = [
     "checkpoint_delta",
     "convert",
     "diff",
+    "diff_page",
     "find_tensor",
     "known_formats",
     "known_recipes",
@@ -57,6 +60,7 @@ __all__ = [
     "tensor_statistics",
     "tensor_tree",
     "verify",
+    "write_page",
 ]
 
 _WHERE = {
@@ -71,7 +75,8 @@ _WHERE = {
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
     "open_layout": "mmfsdp.checkpoint.formats.registry",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
-    "ValueDifference": "mmfsdp.checkpoint.inspection.difference",
+    **dict.fromkeys(("diff_page", "write_page"), "mmfsdp.checkpoint.inspection.page"),
+    "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",
     **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),
     **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.summaries"),
     **dict.fromkeys(("RecipeInfo", "apply_recipe", "known_recipes"), "mmfsdp.checkpoint.recipes.applying"),

@@ -5,43 +5,28 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from queue import SimpleQueue
+from typing import Any
 
-from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import has_numpy, raw, require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import opened
-from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
+from mmfsdp.checkpoint.geometry import check_coverage
+from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import leaves, part_tensors, weights_of
-from mmfsdp.errors import ConfigError, FormatError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from mmfsdp.checkpoint.tree import common_prefix, leaves, part_tensors, weights_of
+from mmfsdp.errors import ConfigError, FormatError, closest
 
 __all__ = ["DiffReport", "Difference", "ValueDifference", "diff"]
 
-_ELEMENTS = 1 << 19  # per block
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """How the elements of a tensor differ."""
-
-    name: str
-    """The tensor."""
-    elements: int
-    """Number of elements."""
-    differing: int | None
-    """Number of elements that differ by more than is tolerated; ``None`` without numpy, which counts them."""
-    max_abs: float | None
-    """Largest absolute difference among those; ``None`` without numpy, or where only NaNs differ."""
-    max_rel: float | None
-    """Largest difference relative to the element of the second tensor, likewise."""
+_MOST_JOBS = 4  # more hardly help, because memory is the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +69,10 @@ class DiffReport:
     """Top-level keys of either that were not compared, such as ``'a: optimizer'``."""
     seconds: float
     """Wall time."""
+    prefix: str = ""
+    """A prefix without which most names would match, if less than half do; empty if there is none."""
+    elements: Mapping[str, int] = field(default_factory=dict)
+    """Number of elements of each tensor whose values were compared."""
 
     @property
     def same(self) -> bool:
@@ -94,6 +83,7 @@ class DiffReport:
     def describe(self) -> dict[str, Any]:
         """Return what ``diff --json`` prints: plain values only; infinities are the string ``'inf'``."""
         content = {"same": self.same, **asdict(self)}
+        del content["elements"]
         for item in content["values"]:
             for key in ("max_abs", "max_rel"):
                 item[key] = "inf" if item[key] == math.inf else item[key]
@@ -108,10 +98,13 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     keep: str | None = None,
+    strip_prefix: str | None = None,
     ignore_dtypes: bool = False,
     trust: bool = False,
     progress: Progress | None = None,
     reference: str | os.PathLike[str] | Layout | None = None,
+    jobs: int | None = None,
+    histogram: bool = False,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints of any formats and shardings.
 
@@ -123,24 +116,30 @@ def diff(
         atol: Absolute tolerance.
         keep: What to compare: ``'model'``, ``'all'`` or a top-level key. By default all, or the weights alone where
             one of the two is a bare state dict, such as a safetensors file.
+        strip_prefix: Remove this prefix from the names of either that have it, such as ``'module.'``.
         ignore_dtypes: Compare values of different dtypes as numbers instead of reporting the dtypes. Needs numpy.
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
         progress: Called with the elements compared so far and the elements to compare.
         reference: A whole checkpoint of the same model, where one of them does not say all shapes; see ``open_layout``.
+        jobs: Threads that compare; by default one per processor, four at most.
+        histogram: Count the differences of each tensor by their size, for `diff_page`. Needs numpy.
 
     Raises:
-        ConfigError: A tolerance is negative, or numpy is needed and not there, or ``keep`` is unknown.
+        ConfigError: A tolerance is negative, or numpy is needed and not there, or ``keep`` is unknown, or no name has
+            the prefix.
         CheckpointNotFoundError, FormatError, UnsafePickleError: One of them cannot be opened; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: One of them lacks data.
     """
     if not (rtol >= 0 and atol >= 0):
         raise ConfigError(f"A tolerance cannot be negative, got rtol={rtol} and atol={atol}.")
-    if rtol or atol or ignore_dtypes:
+    if rtol or atol or ignore_dtypes or histogram:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
     one, two = (opened(given, trust=trust, reference=reference) for given in (a, b))
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
+    if strip_prefix:
+        ours, theirs = _stripped(strip_prefix, ours, theirs)
     shared = [name for name in ours if name in theirs]
     shapes = tuple(
         Difference(name, list(ours[name].shape), list(theirs[name].shape))
@@ -165,11 +164,29 @@ def diff(
         tuple(name for name in theirs if name not in ours),
         shapes,
         dtypes,
-        _compared(pairs, rtol, atol, progress),
+        _compared(pairs, rtol, atol, progress, jobs or min(_MOST_JOBS, os.cpu_count() or 1), histogram),
         _others(one, two) if scope == "all" and not one.is_flat and not two.is_flat else (),
         (*_left_out("a", one, scope), *_left_out("b", two, scope)),
         time.perf_counter() - began,
+        _prefix(ours, theirs) if 2 * len(shared) < min(len(ours), len(theirs)) else "",
+        {name: entry.numel for name, (entry, _) in pairs.items()},
     )
+
+
+def _stripped(prefix: str, *sides: Mapping[str, TensorEntry]) -> list[dict[str, TensorEntry]]:
+    if not any(name.startswith(prefix) for side in sides for name in side):
+        hint = closest(prefix, {name[: len(prefix)] for side in sides for name in side})
+        raise ConfigError(f"strip_prefix={prefix!r} is the beginning of no name in either checkpoint.{hint}")
+    found = [{name.removeprefix(prefix): entry for name, entry in side.items()} for side in sides]
+    for side, renamed in zip(sides, found, strict=True):
+        if len(renamed) < len(side):
+            twice = next(name for name in side if name.startswith(prefix) and name.removeprefix(prefix) in side)
+            raise ConfigError(f"Without {prefix!r} the name {twice!r} would be that of another tensor.")
+    return found
+
+
+def _prefix(ours: Mapping[str, TensorEntry], theirs: Mapping[str, TensorEntry]) -> str:
+    return common_prefix(ours, theirs) or common_prefix(theirs, ours)
 
 
 def _common_scope(one: Layout, two: Layout) -> str:
@@ -190,16 +207,43 @@ def _left_out(side: str, layout: Layout, scope: str) -> tuple[str, ...]:
 
 
 def _compared(
-    pairs: Mapping[str, tuple[TensorEntry, TensorEntry]], rtol: float, atol: float, progress: Progress | None
+    pairs: Mapping[str, tuple[TensorEntry, TensorEntry]],
+    rtol: float,
+    atol: float,
+    progress: Progress | None,
+    jobs: int,
+    histogram: bool,
 ) -> tuple[ValueDifference, ...]:
-    advance = Tracker(sum(entry.numel for entry, _ in pairs.values()), progress).advance
-    with OpenFiles() as files:
-        files.expect(compared_extents(pairs.values()))
-        found = (
-            compare_tensors(files, name, one, two, rtol=rtol, atol=atol, advance=advance)
-            for name, (one, two) in pairs.items()
-        )
-        return tuple(item for item in found if item is not None)
+    tracker = Tracker(sum(entry.numel for entry, _ in pairs.values()), progress)
+    idle: SimpleQueue[OpenFiles] = SimpleQueue()
+
+    def compared(name: str, one: TensorEntry, two: TensorEntry) -> ValueDifference | None:
+        files = idle.get()
+        try:
+            return compare_tensors(
+                files, name, one, two, rtol=rtol, atol=atol, advance=tracker.advance, histogram=histogram
+            )
+        except BaseException as error:
+            tracker.stop(error)
+            raise
+        finally:
+            idle.put(files)
+
+    # A server is asked for what one thread will read, in its order; many threads ask it.
+    remote = any(
+        isinstance(chunk.file, RemoteLike) for pair in pairs.values() for one in pair for chunk in one.chunks()
+    )
+    jobs = 1 if remote else jobs
+    with ExitStack() as stack:
+        for _ in range(jobs):
+            files = stack.enter_context(OpenFiles())
+            if remote:
+                files.expect(compared_extents(pairs.values()))
+            idle.put(files)
+        pool = stack.enter_context(ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-diff"))
+        with tracker.stopping(pool):
+            done = [pool.submit(compared, name, one, two) for name, (one, two) in pairs.items()]
+            return tuple(item for item in (one.result() for one in done) if item is not None)
 
 
 class _Missing:
@@ -222,101 +266,3 @@ def _others(one: Layout, two: Layout) -> tuple[Difference, ...]:
 
 def _plain(layout: Layout) -> dict[str, Any]:
     return {path: leaf for path, leaf in leaves(layout.tree) if not isinstance(leaf, TensorRef)}
-
-
-def compare_tensors(
-    files: OpenFiles,
-    name: str,
-    one: TensorEntry,
-    two: TensorEntry,
-    *,
-    rtol: float,
-    atol: float,
-    advance: Callable[[int], None],
-) -> ValueDifference | None:
-    """Return how two tensors of the same shape differ, or ``None`` if they do not.
-
-    Without tolerance and with one dtype, elements are equal if their bits are. Otherwise they are equal if
-    ``abs(a - b) <= atol + rtol * abs(b)``, or if both are NaN.
-
-    Args:
-        files: The open files to read with.
-        name: What to call the tensor.
-        one: The first.
-        two: The second; it may be of another dtype.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-        advance: Called with the number of elements after each block.
-    """
-    elements = one.numel
-    [one, two], times = without_repeats(one, two)
-    differing, largest, relative, counted = 0, -1.0, -1.0, True
-    blocks = zip(
-        tensor_blocks(files, one, _ELEMENTS * itemsize(one.dtype)),
-        tensor_blocks(files, two, _ELEMENTS * itemsize(two.dtype)),
-        strict=True,
-    )
-    for a, b in blocks:
-        if one.dtype != two.dtype or a != b:
-            if one.dtype == two.dtype and not has_numpy():
-                differing, counted = 1, False
-                break
-            count, absolute, ratio = _differences(a, b, one.dtype, two.dtype, rtol, atol)
-            differing, largest, relative = differing + count, max(largest, absolute), max(relative, ratio)
-        advance(len(a) // itemsize(one.dtype) * times)
-    if not differing:
-        return None
-    known = counted and largest >= 0
-    return ValueDifference(
-        name,
-        elements,
-        differing * times if counted else None,
-        largest if known else None,
-        relative if known and relative >= 0 else None,
-    )
-
-
-def _differences(
-    a: memoryview, b: memoryview, a_dtype: str, b_dtype: str, rtol: float, atol: float
-) -> tuple[int, float, float]:
-    import numpy as np
-
-    x, y = values(a, a_dtype), values(b, b_dtype)
-    exact = a_dtype == b_dtype
-    if exact:
-        unequal = raw(a, a_dtype) != raw(b, b_dtype)
-        where = np.flatnonzero(unequal.any(axis=1) if unequal.ndim == 2 else unequal)
-        x, y = x[where], y[where]
-    distance, scale = _distance(x, y)
-    if not exact or rtol or atol:
-        with np.errstate(all="ignore"):
-            within = np.isfinite(distance) & (distance <= atol + rtol * scale)
-            close = within | (x == y) | (_nan(x) & _nan(y))
-        distance, scale = distance[~close], scale[~close]
-    known = ~np.isnan(distance)
-    distance, scale = distance[known], scale[known]
-    count = len(known)
-    with np.errstate(all="ignore"):
-        ratio = distance / scale
-    ratio = ratio[~np.isnan(ratio)]
-    return count, float(distance.max(initial=-1.0)), float(ratio.max(initial=-1.0))
-
-
-def _distance(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return ``abs(x - y)`` and ``abs(y)`` as float64, exact for integers before they are rounded."""
-    import numpy as np
-
-    if x.dtype == y.dtype and x.dtype.kind in "iu":
-        unsigned = np.dtype(f"u{x.dtype.itemsize}")
-        with np.errstate(all="ignore"):
-            gap = np.where(x > y, x - y, y - x).astype(x.dtype).view(unsigned)
-        return gap.astype(np.float64), np.abs(y.astype(np.float64))
-    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
-    with np.errstate(all="ignore"):
-        return np.abs(x.astype(wide) - y.astype(wide)), np.abs(y.astype(wide))
-
-
-def _nan(x: NDArray[Any]) -> NDArray[Any]:
-    import numpy as np
-
-    return np.isnan(x) if x.dtype.kind in "fc" else np.zeros(len(x), bool)

@@ -1,0 +1,276 @@
+"""Draws the differences of two checkpoints as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from mmfsdp.checkpoint.files.atomic import atomic_output
+from mmfsdp.checkpoint.files.disk import refuse_missing_parent, write_errors
+from mmfsdp.checkpoint.inspection.comparing import ValueDifference
+from mmfsdp.checkpoint.inspection.difference import DiffReport
+
+__all__ = ["diff_page", "write_page"]
+
+_ROWS = 5000  # of tensors that differ; a browser shows them at once
+_LISTED = 200  # names in each list
+_LABELS = ("<1e-8", *(f"1e{power}" for power in range(-8, 0)), "1", "\u226510")
+
+
+def diff_page(report: DiffReport) -> str:
+    """Return a page of HTML that shows which modules differ, in how many elements, and by how much.
+
+    The page has no scripts and loads nothing. It follows the reader's light or dark theme, and fits phones.
+
+    Args:
+        report: What `diff` returned, with ``histogram=True`` for the histograms.
+    """
+    root = _tree(report)
+    changed = {item.name for item in report.values}
+    total = sum(report.elements.values())
+    differing = sum(item.differing or 0 for item in report.values)
+    cards = [
+        ("tensors equal", report.compared - len(changed), ""),
+        ("tensors changed", len(changed), "changed"),
+        ("only in A", len(report.only_in_a), "lone"),
+        ("only in B", len(report.only_in_b), "lone"),
+        ("other shapes", len(report.shapes), "lone"),
+        ("other dtypes", len(report.dtypes), "lone"),
+    ]
+    shown = [f'<li class="{kind if count else ""}"><b>{count:,}</b> {text}</li>' for text, count, kind in cards]
+    lists = [
+        ("Only in A", report.only_in_a),
+        ("Only in B", report.only_in_b),
+        ("Other shapes", [f"{item.name}: {item.a} and {item.b}" for item in report.shapes]),
+        ("Other dtypes", [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes]),
+        ("Not tensors", [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other]),
+        ("Not compared", report.left_out),
+    ]
+    verdict = "the same" if report.same else "different"
+    hint = f"<p>Most names match without <code>{escape(report.prefix)}</code>.</p>" if report.prefix else ""
+    parts = [
+        f"<header><h1>Two checkpoints: {verdict}</h1>",
+        f"<p><b>A</b> <code>{escape(report.a)}</code><br><b>B</b> <code>{escape(report.b)}</code></p></header>",
+        f"<ul class=cards>{''.join(shown)}</ul>{hint}",
+        f"<p>{differing:,} of {total:,} elements differ ({_share(differing, total)}).</p>" if total else "",
+        _large_histogram(_added(item.decades for item in report.values)),
+        _modules(root),
+        *(_list(title, names) for title, names in lists if names),
+        f"<footer>{report.compared:,} tensors compared ({escape(report.scope)}) in {report.seconds:.1f} s.</footer>",
+    ]
+    return _PAGE.replace("{style}", _STYLE).replace("{body}", "\n".join(part for part in parts if part))
+
+
+def write_page(page: str, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a page to a file, which appears complete or not at all.
+
+    Args:
+        page: What `diff_page` returned.
+        path: The file.
+        overwrite: Replace it if it exists.
+
+    Raises:
+        TargetExistsError: The file exists, and ``overwrite`` is false.
+        CheckpointError: It cannot be written.
+    """
+    target = Path(path)
+    refuse_missing_parent(target)
+    with write_errors(target), atomic_output(target, overwrite=overwrite) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+
+
+@dataclass
+class _Node:
+    """A module: what its tensors sum up to."""
+
+    name: str
+    tensors: int = 0
+    changed: int = 0
+    elements: int = 0
+    differing: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+    decades: tuple[int, ...] = ()
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def add(self, elements: int, item: ValueDifference | None) -> None:
+        self.tensors, self.elements = self.tensors + 1, self.elements + elements
+        if item is not None:
+            self.changed, self.differing = self.changed + 1, self.differing + (item.differing or 0)
+            self.largest = max(self.largest, item.max_abs or 0.0)
+            self.relative = max(self.relative, item.max_rel or 0.0)
+            self.decades = _added([self.decades, item.decades])
+
+
+def _tree(report: DiffReport) -> _Node:
+    found = {item.name: item for item in report.values}
+    root = _Node("")
+    for name, elements in report.elements.items():
+        node, item = root, found.get(name)
+        root.add(elements, item)
+        for part in re.findall(r"[^/.]*[/.]|[^/.]+$", name) or [name]:
+            node = node.children.setdefault(part, _Node(part))
+            node.add(elements, item)
+    return root
+
+
+def _modules(root: _Node) -> str:
+    if not root.tensors:
+        return ""
+    rows: list[str] = []
+    left, budget = max(0, root.changed - _ROWS), [_ROWS]
+    for child in root.children.values():
+        rows += _rows(child, "", budget)
+    more = f"<p>{left:,} more tensors differ, which are not shown.</p>" if left else ""
+    head = (
+        '<div class="row head"><span>module</span><span>elements that differ</span>'
+        "<span>largest change</span><span>changes by size</span></div>"
+    )
+    return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}"
+
+
+def _rows(node: _Node, above: str, budget: list[int]) -> Iterator[str]:
+    name = above + node.name
+    while len(node.children) == 1:  # lone children are joined
+        [node] = node.children.values()
+        name += node.name
+    if not node.children:
+        if node.changed:
+            budget[0] -= 1
+        if budget[0] >= 0:
+            yield f'<div class="row">{_cells(node, name)}</div>'
+    elif not node.changed:
+        yield f'<div class="row">{_cells(node, name)}</div>'
+    elif budget[0] > 0:
+        yield f'<details><summary class="row">{_cells(node, name)}</summary>'
+        for child in node.children.values():
+            yield from _rows(child, "", budget)
+        yield "</details>"
+
+
+def _cells(node: _Node, name: str) -> str:
+    tensors = f" <small>{node.tensors:,} tensors</small>" if node.children else ""
+    if not node.changed:
+        return f"<span class=name>{escape(name)}{tensors}</span><span class=same>equal</span><span></span><span></span>"
+    share = _share(node.differing, node.elements)
+    width = max(100 * node.differing / max(node.elements, 1), 1)
+    relative = f" <small>{_number(node.relative)} of the value</small>" if node.relative else ""
+    return (
+        f"<span class=name>{escape(name)}{tensors}</span>"
+        f'<span class=share><i><b style="width:{width:.1f}%"></b></i> {share}</span>'
+        f"<span>{_number(node.largest)}{relative}</span><span>{_small_histogram(node.decades)}</span>"
+    )
+
+
+def _small_histogram(decades: Sequence[int]) -> str:
+    if not any(decades):
+        return ""
+    highest = max(decades)
+    bars = "".join(
+        f'<rect x="{6 * place}" y="{20 - height}" width="5" height="{height}">'
+        f"<title>{_bar_text(place, number)}</title></rect>"
+        for place, number in enumerate(decades)
+        if (height := max(1, round(20 * number / highest)) if number else 0)
+    )
+    return f'<svg viewBox="0 0 {6 * len(decades)} 20" width="{6 * len(decades)}" height="20" role=img>{bars}</svg>'
+
+
+def _large_histogram(decades: Sequence[int]) -> str:
+    if not any(decades):
+        return ""
+    highest, total = max(decades), sum(decades)
+    bars = "".join(
+        f'<li title="{_bar_text(place, number)}"><em>{_share(number, total) if number else ""}</em>'
+        f'<b style="height:{100 * number / highest:.1f}%"></b><span>{_LABELS[place]}</span></li>'
+        for place, number in enumerate(decades)
+    )
+    return (
+        f"<h2>Changes by size</h2><ol class=chart>{bars}</ol>"
+        "<p class=note>How many elements differ by how much, relative to B. A bar counts from its label to the "
+        "next.</p>"
+    )
+
+
+def _bar_text(place: int, number: int) -> str:
+    if place == 0:
+        return f"{number:,} elements: less than 1e-8 of the value"
+    if place == len(_LABELS) - 1:
+        return f"{number:,} elements: 10 times the value or more"
+    return f"{number:,} elements: 1e{place - 9} to 1e{place - 8} of the value"
+
+
+def _list(title: str, names: Sequence[str]) -> str:
+    items = "".join(f"<li><code>{escape(name)}</code></li>" for name in names[:_LISTED])
+    more = f"<li>and {len(names) - _LISTED:,} more</li>" if len(names) > _LISTED else ""
+    return f"<details class=list><summary><h2>{title} ({len(names):,})</h2></summary><ul>{items}{more}</ul></details>"
+
+
+def _added(many: Sequence[Sequence[int]] | Iterator[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(one for one in many if one), strict=True)))
+
+
+def _share(part: int, whole: int) -> str:
+    share = 100 * part / max(whole, 1)
+    return "<0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" if 0 < share < 100 else f"{share:.0f} %"
+
+
+def _number(value: float) -> str:
+    return "infinite" if math.isinf(value) else f"{value:.2g}"
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Two checkpoints</title>
+<style>{style}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --dim: #5f6b7a; --line: #dde2e8; --page: #fff; --soft: #f4f6f8;
+  --mark: #2868c8; --warn: #a04a00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --dim: #9aa5b3; --line: #323a45; --page: #14181d;
+  --soft: #1d232a; --mark: #6ea8ff; --warn: #ffb06a; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
+small, footer, .note, .same { color: var(--dim); } footer { margin-top: 2rem; }
+.cards { display: flex; flex-wrap: wrap; gap: .5rem; list-style: none; padding: 0; }
+.cards li { background: var(--soft); border-radius: .5rem; padding: .5rem .9rem; color: var(--dim); }
+.cards b { display: block; font-size: 1.4rem; color: var(--ink); line-height: 1.2; }
+.cards .changed b { color: var(--mark); } .cards .lone b { color: var(--warn); }
+.chart { display: flex; gap: 3px; height: 11rem; padding: 0; margin: 0; list-style: none; max-width: 44rem; }
+.chart li { flex: 1; display: flex; flex-direction: column; justify-content: flex-end; text-align: center;
+  min-width: 0; }
+.chart b { background: var(--mark); border-radius: 3px 3px 0 0; min-height: 0; }
+.chart span { font-size: .75rem; color: var(--dim); border-top: 1px solid var(--line); padding-top: .2rem; }
+.chart em { font-size: .7rem; font-style: normal; color: var(--dim); white-space: nowrap; }
+.row { display: grid; grid-template-columns: minmax(0, 1fr) 13rem 13rem 5rem; gap: .2rem 1rem; align-items: center;
+  padding: .3rem .5rem; border-bottom: 1px solid var(--line); }
+.head { color: var(--dim); font-size: .85rem; }
+.name { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
+.name small { font-family: system-ui, sans-serif; white-space: nowrap; }
+summary.row { cursor: pointer; } summary.row .name::before { content: "\25b8\00a0"; color: var(--dim); }
+details[open] > summary.row .name::before { content: "\25be\00a0"; }
+details > .row, details > details { margin-left: 1rem; }
+.list summary { cursor: pointer; } .list h2 { display: inline-block; }
+.share i { display: inline-block; width: 6rem; height: .6rem; background: var(--line); border-radius: .3rem;
+  overflow: hidden; }
+.share i b { display: block; height: 100%; background: var(--mark); }
+svg { fill: var(--mark); display: block; }
+@media (max-width: 48rem) { .row { grid-template-columns: minmax(0, 1fr) auto; } .head { display: none; }
+  .row .name { grid-column: 1 / -1; } .share i { width: 4rem; } .row span:empty { display: none; } }
+"""
