@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.options import PATH, checkpoint_argument
+from mmfsdp_cli.options import CHECKPOINT, PATH, checkpoint_argument
 from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _TARGET = "The path to write: .safetensors, .pth or .pt, or a directory."
 
 @click.command("delta", cls=Command)
 @checkpoint_argument("a")
-@argument("b", type=PATH, help="The second checkpoint, of any format.")
+@argument("b", type=CHECKPOINT, help="The second checkpoint, of any format.")
 @argument("target", type=PATH, help=_TARGET)
 @writing_options
 def delta_command(a: Path, b: Path, target: Path, **given: Any) -> None:
@@ -41,7 +41,7 @@ def delta_command(a: Path, b: Path, target: Path, **given: Any) -> None:
 
 @click.command("apply-delta", cls=Command)
 @checkpoint_argument("base")
-@argument("delta", type=PATH, help="What mmfsdp-cli delta wrote.")
+@argument("delta", type=CHECKPOINT, help="What mmfsdp-cli delta wrote.")
 @argument("target", type=PATH, help=_TARGET)
 @writing_options
 def apply_delta_command(base: Path, delta: Path, target: Path, **given: Any) -> None:

@@ -14,6 +14,7 @@ from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import (
     CHECKPOINT,
+    PATH,
     checkpoint_argument,
     flag,
     jobs,

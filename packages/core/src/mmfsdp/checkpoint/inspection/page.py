@@ -19,6 +19,7 @@ __all__ = ["diff_page", "write_page"]
 
 _ROWS = 5000  # of tensors that differ; a browser shows them at once
 _LISTED = 200  # names in each list
+_DEPTH = 30  # levels of modules
 _LABELS = ("<1e-8", *(f"1e{power}" for power in range(-8, 0)), "1", "\u226510")
 
 
@@ -113,7 +114,8 @@ def _tree(report: DiffReport) -> _Node:
     for name, elements in report.elements.items():
         node, item = root, found.get(name)
         root.add(elements, item)
-        for part in re.findall(r"[^/.]*[/.]|[^/.]+$", name) or [name]:
+        parts = re.findall(r"[^/.]*[/.]|[^/.]+$", name) or [name]
+        for part in (*parts[:_DEPTH], *["".join(parts[_DEPTH:])] * (len(parts) > _DEPTH)):
             node = node.children.setdefault(part, _Node(part))
             node.add(elements, item)
     return root
@@ -125,7 +127,7 @@ def _modules(root: _Node) -> str:
     rows: list[str] = []
     left, budget = max(0, root.changed - _ROWS), [_ROWS]
     for child in root.children.values():
-        rows += _rows(child, "", budget)
+        rows += _rows(child, " open", budget)
     more = f"<p>{left:,} more tensors differ, which are not shown.</p>" if left else ""
     head = (
         '<div class="row head"><span>module</span><span>elements that differ</span>'
@@ -134,8 +136,8 @@ def _modules(root: _Node) -> str:
     return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}"
 
 
-def _rows(node: _Node, above: str, budget: list[int]) -> Iterator[str]:
-    name = above + node.name
+def _rows(node: _Node, state: str, budget: list[int]) -> Iterator[str]:
+    name = node.name
     while len(node.children) == 1:  # lone children are joined
         [node] = node.children.values()
         name += node.name
@@ -147,7 +149,7 @@ def _rows(node: _Node, above: str, budget: list[int]) -> Iterator[str]:
     elif not node.changed:
         yield f'<div class="row">{_cells(node, name)}</div>'
     elif budget[0] > 0:
-        yield f'<details><summary class="row">{_cells(node, name)}</summary>'
+        yield f'<details{state}><summary class="row">{_cells(node, name)}</summary>'
         for child in node.children.values():
             yield from _rows(child, "", budget)
         yield "</details>"
@@ -159,7 +161,7 @@ def _cells(node: _Node, name: str) -> str:
         return f"<span class=name>{escape(name)}{tensors}</span><span class=same>equal</span><span></span><span></span>"
     share = _share(node.differing, node.elements)
     width = max(100 * node.differing / max(node.elements, 1), 1)
-    relative = f" <small>{_number(node.relative)} of the value</small>" if node.relative else ""
+    relative = f" <small>{_number(node.relative)} \u00d7 the value</small>" if node.relative else ""
     return (
         f"<span class=name>{escape(name)}{tensors}</span>"
         f'<span class=share><i><b style="width:{width:.1f}%"></b></i> {share}</span>'
@@ -186,7 +188,7 @@ def _large_histogram(decades: Sequence[int]) -> str:
     highest, total = max(decades), sum(decades)
     bars = "".join(
         f'<li title="{_bar_text(place, number)}"><em>{_share(number, total) if number else ""}</em>'
-        f'<b style="height:{100 * number / highest:.1f}%"></b><span>{_LABELS[place]}</span></li>'
+        f'<b style="height:{75 * number / highest:.1f}%"></b><span>{_LABELS[place]}</span></li>'
         for place, number in enumerate(decades)
     )
     return (
@@ -263,10 +265,10 @@ small, footer, .note, .same { color: var(--dim); } footer { margin-top: 2rem; }
 .head { color: var(--dim); font-size: .85rem; }
 .name { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 .name small { font-family: system-ui, sans-serif; white-space: nowrap; }
-summary.row { cursor: pointer; } summary.row .name::before { content: "\25b8\00a0"; color: var(--dim); }
-details[open] > summary.row .name::before { content: "\25be\00a0"; }
-details > .row, details > details { margin-left: 1rem; }
-.list summary { cursor: pointer; } .list h2 { display: inline-block; }
+summary.row { cursor: pointer; } summary.row .name::before { content: "\u25b8\u00a0"; color: var(--dim); }
+details[open] > summary.row .name::before { content: "\u25be\u00a0"; }
+details > .row:not(summary), details > details { margin-left: 1rem; }
+.list summary { cursor: pointer; } .list h2 { display: inline-block; margin: .4rem 0; }
 .share i { display: inline-block; width: 6rem; height: .6rem; background: var(--line); border-radius: .3rem;
   overflow: hidden; }
 .share i b { display: block; height: 100%; background: var(--mark); }
