@@ -25,7 +25,7 @@ from mmfsdp.testing import run_ranks
 
 def toy() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Linear(6, 3, bias=False))
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 6), nn.Linear(6, 3, bias=False))
 
 
 def sharded(kind: str) -> nn.Module:

@@ -8,6 +8,7 @@ with the bytes of one already read needs no second parse (docs/adr/0006-mechanis
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import threading
 import weakref
@@ -36,6 +37,11 @@ _SURROUNDING = 4096  # bytes before and after the data of an item that torch.sav
 _EDGE = 64 << 10  # bytes; what has more around its data is no archive of one tensor
 _KNOWN = 4096  # archives that are remembered
 _IDENTIFIER = "/.data/serialization_id"  # a hash of the data
+_STRIDED = (
+    " Up to torch 2.9, DCP writes only one rank's part of a tensor that a rank holds in several pieces (_StridedShard, "
+    "such as a fused projection under tensor parallelism), and the other parts are lost. If this tensor was sharded "
+    "so, save it again with such tensors redistributed to Shard or Replicate first."
+)
 
 
 class Location(NamedTuple):
@@ -162,9 +168,10 @@ class DcpItems:
                 )
             chunk, found = stored.chunk(box[0]), stored.dtype
         if found != dtype or chunk.box_sizes != box[1]:
+            smaller = found == dtype and len(box[1]) == len(chunk.box_sizes) and chunk.numel < math.prod(box[1])
             raise CorruptCheckpointError(
                 f"{path.name} holds {found} of size {list(chunk.box_sizes)} for tensor {name!r} at {list(box[0])} "
-                f"(expected {dtype} of size {list(box[1])}).",
+                f"(expected {dtype} of size {list(box[1])}).{_STRIDED if smaller else ''}",
                 file=str(path),
                 offset=location.offset,
             )
