@@ -22,7 +22,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, ListedBoxes
 from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.registry import Source, find_format
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
@@ -36,7 +36,7 @@ from mmfsdp.errors import (
     MmfsdpError,
 )
 
-__all__ = ["DcpMetadata", "TensorInfo", "read", "read_dcp_metadata"]
+__all__ = ["DcpMetadata", "TensorInfo", "read", "read_as_stored", "read_dcp_metadata"]
 
 _ELEMENTS = 1 << 62  # more is damage, or malice
 _DEPTH = 100  # of nested keys
@@ -55,10 +55,25 @@ class TensorInfo:
 
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
+_FLAT = "_flat_param"  # the end of the name of FSDP1's flat parameters
 
 
 def read(source: Source) -> Layout:
     """Read the layout of a DCP directory. Tensors in its files are located only when their chunks are asked for.
+
+    What FSDP1's ``LOCAL_STATE_DICT`` leaves is put together by the reader of ``dcp_flat``.
+
+    Raises:
+        IncompleteCheckpointError, CorruptCheckpointError, FormatError, UnsafePickleError: See `read_as_stored`.
+    """
+    layout = read_as_stored(source)
+    if any(name.endswith(_FLAT) for name in layout.tensors):
+        return find_format("dcp_flat").read(source)
+    return layout
+
+
+def read_as_stored(source: Source) -> Layout:
+    """Read the layout of a DCP directory with the tensors as they are stored.
 
     Raises:
         IncompleteCheckpointError: A file is missing. ``check_coverage`` finds tensors that lack chunks.
@@ -146,7 +161,7 @@ class DcpMetadata:
     tensors: Mapping[str, TensorInfo]
     """Flat name to tensor."""
     names: tuple[str, ...]
-    """All flat names, in order."""
+    """All flat names, in the order of the state dict if it is known."""
     locations: Locations
     """Flat name and offsets of the chunk (``None`` for an object) to where it is stored."""
     paths: Mapping[str, tuple[str | int, ...]]
@@ -223,8 +238,12 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
         if key in locations:
             raise ValueError(f"{name!r} at {key[1]} is stored twice")
         locations[key] = _location(path, name, value)
-    paths = {name: _path(name, (content.get("planner_data") or {}).get(name)) for name in described}
-    return DcpMetadata(tensors, tuple(described), locations, paths)
+    planned = content.get("planner_data") or {}
+    # In the order of the state dict, if it is known: the other is that in which ranks write.
+    paths = {
+        name: _path(name, planned.get(name)) for name in dict.fromkeys([*planned, *described]) if name in described
+    }
+    return DcpMetadata(tensors, tuple(paths), locations, paths)
 
 
 def _tensor_info(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:

@@ -142,31 +142,43 @@ def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[Pick
     return spans
 
 
-def spans_in_order(unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Span] | None:
-    """Divide a flat parameter into parameters that follow each other (``use_orig_params=False``).
+def spans_in_order(
+    unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]], *, aligned: bool = False, ranks: int = 1
+) -> dict[str, Span] | None:
+    """Divide a flat parameter into parameters that follow each other.
+
+    Args:
+        unit: The flat parameter.
+        shapes: Name to shape, in order.
+        aligned: Whether each begins at a multiple of 16 bytes, and the end is padded to a multiple of the number of
+            ranks (``use_orig_params=True``).
+        ranks: Their number.
 
     Returns:
         Name to parameter; ``None`` if their sizes do not add up to that of the flat parameter.
     """
-    if sum(map(math.prod, shapes.values())) != unit.numel:
-        return None
-    spans = {}
-    begin, item = 0, itemsize(unit.dtype)
+    step = max(16 // itemsize(unit.dtype), 1) if aligned else 1
+    spans, end = {}, 0
     for name, shape in shapes.items():
+        begin = -(-end // step) * step
         end = begin + math.prod(shape)
-        ranges = tuple(
-            FlatRange(
-                max(held.start, begin) - begin,
-                min(held.stop, end) - begin,
-                held.offset + (max(held.start, begin) - held.start) * item,
-                held.record,
-            )
-            for held in unit.ranges
-            if max(held.start, begin) < min(held.stop, end)
+        spans[name] = _span(unit, begin, end)
+    padded = -(-end // ranks) * ranks if aligned else end
+    return spans if unit.numel in (end, padded) else None
+
+
+def _span(unit: FlatUnit, begin: int, end: int) -> Span:
+    ranges = tuple(
+        FlatRange(
+            max(held.start, begin) - begin,
+            min(held.stop, end) - begin,
+            held.offset + (max(held.start, begin) - held.start) * itemsize(unit.dtype),
+            held.record,
         )
-        spans[name] = Span(unit.dtype, end - begin, ranges, (unit.prefix, begin))
-        begin = end
-    return spans
+        for held in unit.ranges
+        if max(held.start, begin) < min(held.stop, end)
+    )
+    return Span(unit.dtype, end - begin, ranges, (unit.prefix, begin))
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmfsdp.checkpoint.formats.flat_parameters import (
@@ -49,7 +50,7 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
             groups.update(dict.fromkeys(name for name in names if isinstance(name, str)))
         for name, values in state["state"].items():
             held = values.values() if isinstance(values, dict) else ()
-            candidates = {value.shape for value in held if isinstance(value, PickledShards)}
+            candidates = {value.shape for value in held if isinstance(value, PickledShards | TensorEntry)} - {()}
             if len(candidates) == 1:  # factored state has other shapes than its parameter
                 shapes[name] = candidates.pop()
     found: dict[str, TensorEntry] = {}
@@ -59,13 +60,19 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
     return Known(shapes, tuple(groups), found, reference is not None and not reference.format.startswith("safetensors"))
 
 
-def resolve_section(parts: Sequence[Mapping[Any, Any]], files: Sequence[Path], known: Known) -> dict[Any, Any]:
+def resolve_section(
+    parts: Sequence[Mapping[Any, Any]],
+    files: Sequence[Path],
+    known: Known,
+    found: Mapping[str, Span] = MappingProxyType({}),
+) -> dict[Any, Any]:
     """Return a state dict with whole tensors: a ``TensorEntry`` for each parameter that was in parts.
 
     Args:
         parts: The state dict as each rank saved it, all with the same keys.
         files: The file of each rank.
         known: Facts about parameters.
+        found: Parameters that the caller has found in flat parameters.
 
     Raises:
         IncompleteCheckpointError: The shapes of parameters are not known.
@@ -80,7 +87,7 @@ def resolve_section(parts: Sequence[Mapping[Any, Any]], files: Sequence[Path], k
             units[key] = flat_unit(key, held, files)
     plain = [key for key in parts[0] if key not in units]
     pieces = {key: [part[key] if isinstance(part[key], PickledTensor) else None for part in parts] for key in plain}
-    spans = spans_of_views(list(units.values()), pieces)
+    spans = {**spans_of_views(list(units.values()), pieces), **found}
     shapes = _shapes_of_places(spans, known)
     spans.update(_spans_of_copies(pieces, spans, known, [unit.prefix for unit in units.values()]))
     split = {span.place[0] for span in spans.values()}  # units whose parameters have keys of their own
@@ -90,9 +97,9 @@ def resolve_section(parts: Sequence[Mapping[Any, Any]], files: Sequence[Path], k
         if key not in units and key not in spans:
             result[key] = value  # the same on all ranks
         elif key in spans or units[key].prefix not in split:
-            found = {key: spans[key]} if key in spans else _cut(units[key], list(units.values()), plain, known)
-            unknown += [key] if found is None else []
-            for name, span in (found or {}).items():
+            cut = {key: spans[key]} if key in spans else _cut(units[key], list(units.values()), plain, known)
+            unknown += [key] if cut is None else []
+            for name, span in (cut or {}).items():
                 shape = shapes.get(name, _shape(name, known))
                 if shape is None:
                     unknown.append(name)

@@ -278,6 +278,12 @@ FORMATS: tuple[Format, ...] = (
         directory=True,
     ),
     Format(
+        "dcp_flat",
+        "a DCP directory of FSDP1's local state dicts: parts of flat parameters",
+        "dcp_flat",
+        directory=True,
+    ),
+    Format(
         "torch_legacy",
         "a file of torch.save before version 1.6",
         "torch_legacy",
@@ -361,9 +367,9 @@ def open_layout(
             files with their index. Or the URL of one of these: ``https://``, or what fsspec reads, such as ``s3://``.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
             the file. They are not imported even then.
-        reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine that do not
-            hold the shapes of all parameters: those saved without an optimizer, from plain SGD or with frozen
-            parameters.
+        reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine and DCP
+            directories of FSDP1's ``LOCAL_STATE_DICT`` that do not hold the shapes of all parameters: those saved
+            without an optimizer, from plain SGD or with frozen parameters.
         format: Name of the format as `known_formats` lists it, if a directory holds several or the content misleads.
         look_up: Read the files of all ranks now. Otherwise a rank's file is read only when a chunk in it is asked for,
             provided that the first file describes the others.

@@ -199,6 +199,7 @@ def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: li
     return tracker.done
 
 
+_DCP = ("dcp", "dcp_flat")
 _BATCH = 128 << 20  # bytes of records that are one piece of work
 
 
@@ -290,7 +291,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
             f"{layout.format} stores no checksum for it, and no {MANIFEST_NAME} has one"
         )
     # The metadata of DCP says where things lie, which is the same for every step.
-    several = layout.format == "dcp" or len(list(layout.files())) > 1
+    several = layout.format in _DCP or len(list(layout.files())) > 1
     if not listed and layout.format != "rank_local" and several:
         unchecked.append(f"whether all files are of one save: there is no {MANIFEST_NAME}")
     return checks, unchecked
@@ -314,7 +315,7 @@ def _checks(file: Path, marks: Mapping[Extent, Mark], entry: FileEntry | None) -
 
 def _archives(layout: Layout) -> Iterator[Path]:
     """Yield the files that are one archive of ``torch.save`` each."""
-    if layout.format == "dcp":  # a file of archives: those of its tensors are in the layout
+    if layout.format in _DCP:  # a file of archives: those of its tensors are in the layout
         return
     files = [layout.path] if layout.path.is_file() else sorted(layout.path.glob("rank*.pth"))
     for file in dict.fromkeys([*files, *layout.files()]):

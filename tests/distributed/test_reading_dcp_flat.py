@@ -1,0 +1,106 @@
+"""FSDP1's LOCAL_STATE_DICT saved with DCP: put together to what torch gathers, or refused with what is missing."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+import mmfsdp
+from mmfsdp.checkpoint import convert, layout_of_model, open_layout, verify
+from mmfsdp.errors import IncompleteCheckpointError
+from mmfsdp.testing import run_ranks, single_rank
+
+KINDS = ("plain", "tied", "frozen")
+
+
+class Model(nn.Module):
+    """Nested units, uneven sizes, bfloat16, and buffers; a tied or a frozen parameter on request."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False)
+        self.small = nn.Linear(3, 5).bfloat16()
+        self.twin = nn.Linear(5, 7)
+        if kind == "tied":
+            self.twin.weight = self.first.weight
+        if kind == "frozen":
+            self.twin.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.last(self.norm(self.first(x) + self.twin(x))).bfloat16()).float()
+
+
+def save(rank: int, directory: Path, original: bool) -> None:
+    warnings.simplefilter("ignore")
+    for kind in KINDS if original else KINDS[:2]:  # a flat parameter is frozen whole or not at all
+        model = Model(kind)
+        for name in ("small", "last"):
+            setattr(model, name, wrapped(getattr(model, name), original))
+        whole = wrapped(model, original)
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1, foreach=False)
+        whole(torch.randn(4, 5)).sum().backward()
+        optimizer.step()
+        with FullyShardedDataParallel.state_dict_type(whole, StateDictType.LOCAL_STATE_DICT):
+            weights = whole.state_dict()
+            state = FullyShardedDataParallel.optim_state_dict(whole, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=directory / kind)
+        dcp.save(weights, checkpoint_id=directory / f"{kind}_alone")
+        with FullyShardedDataParallel.state_dict_type(whole, StateDictType.FULL_STATE_DICT):
+            full = whole.state_dict()
+        buffers = [full[name].float() for name in full if "running" in name]
+        for buffer in buffers:  # DCP keeps those of any rank
+            dist.broadcast(buffer, 0)
+        if rank == 0:
+            torch.save(full, directory / f"{kind}.pth")
+
+
+def wrapped(module: nn.Module, original: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, use_orig_params=original, device_id=torch.device("cpu"))
+
+
+def check(source: Path, full: Path, target: Path, **options: object) -> None:
+    convert(source, target, keep="model", overwrite=True, fsync=False, **options)
+    found, expected = torch.load(target)["state_dict"], torch.load(full)
+    assert {*found} == {*expected}
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        if "running" not in name:
+            assert torch.equal(found[name], tensor), name
+    assert verify(source, reference=options.get("reference")).ok
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("original", "ranks"), [(True, 3), (False, 2)])
+def test_equals_what_torch_gathers(tmp_path: Path, original: bool, ranks: int) -> None:
+    run_ranks(save, ranks, tmp_path, original)
+    target = tmp_path / "out.pth"
+    for kind in KINDS if original else KINDS[:2]:
+        full, start = tmp_path / f"{kind}.pth", tmp_path / "start.pth"
+        torch.save(Model(kind).state_dict(), start)  # in which tied names share their memory
+        layout = open_layout(tmp_path / kind, reference=start)
+        assert (layout.format, layout.world_size) == ("dcp_flat", ranks)
+        check(tmp_path / kind, full, target, reference=start)
+        check(tmp_path / f"{kind}_alone", full, target, reference=start)
+        check(tmp_path / f"{kind}_alone", full, target, reference=layout_of_model(Model(kind)))
+        with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of .*_flat_param"):
+            open_layout(tmp_path / f"{kind}_alone")
+        if kind == "plain":  # the optimizer's state tells the shapes
+            check(tmp_path / kind, full, target)
+    if original:
+        with pytest.raises(IncompleteCheckpointError, match=r"'twin\.weight' may be a buffer, or a part of parameter"):
+            open_layout(tmp_path / "tied")
+        with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of '_flat_param'"):
+            open_layout(tmp_path / "frozen")
+    with single_rank():
+        model = mmfsdp.shard(Model("plain").float())
+        mmfsdp.load_checkpoint(tmp_path / "plain", model)
+        expected = torch.load(tmp_path / "plain.pth")["first.weight"]
+        assert torch.equal(mmfsdp.model_state_dict(model)["first.weight"], expected)
