@@ -90,7 +90,7 @@ def test_equals_what_torch_gathers(tmp_path: Path, original: bool, ranks: int) -
         check(tmp_path / kind, full, target, reference=start)
         check(tmp_path / f"{kind}_alone", full, target, reference=start)
         check(tmp_path / f"{kind}_alone", full, target, reference=layout_of_model(Model(kind)))
-        with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of .*_flat_param"):
+        with pytest.raises(IncompleteCheckpointError, match=r"does not say the shapes of .*_flat_param"):
             open_layout(tmp_path / f"{kind}_alone")
         if kind == "plain":  # the optimizer's state tells the shapes
             check(tmp_path / kind, full, target)

@@ -1,8 +1,8 @@
 """Reads DCP directories that hold FSDP1's ``LOCAL_STATE_DICT``: whole tensors out of the parts of flat parameters.
 
-DCP stores a flat parameter whole. With ``use_orig_params=True`` the names of the parameters are there, too. All ranks give
-their parts of a parameter the same name, so DCP keeps the part of one of them. It says no more than how many elements of
-the parameter this rank holds. The shapes come from the optimizer's state, or from a reference.
+DCP stores a flat parameter whole. With ``use_orig_params=True`` the names of the parameters are there, too. All ranks
+give their parts of a parameter the same name, so DCP keeps the part of one of them. It says no more than how many
+elements of the parameter this rank holds. The shapes come from the optimizer's state, or from a reference.
 """
 
 from __future__ import annotations
