@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlo
 from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["read", "read_files"]
+__all__ = ["FileOfRank", "FilesOfRanks", "own_content", "read", "read_files", "shared_content"]
 
 _NAME = re.compile(
     r"(?P<kind>.*?)(?:[_.-](?P<index>\d+))?(?:[_.-]?world_size_\d{1,9})?[_.-]?rank[_-]?(?P<rank>\d{1,9})"
@@ -47,21 +47,34 @@ _OF_EACH_RANK = ("extra_state",)
 
 
 @dataclass(frozen=True)
-class _File:
+class FileOfRank:
+    """A rank's file of one kind, as read."""
+
     path: Path
+    """The file."""
     rank: int
+    """The rank that its name says."""
     tree: Any
-    tensors: Mapping[str, PickledDTensor]  # by path in the tree
+    """Its nested content."""
+    tensors: Mapping[str, PickledDTensor]
+    """The DTensors in it by their path in the content."""
     places: Mapping[str, Place]
+    """Where they lie in the whole."""
     meshes: dict[Any, Mesh]
+    """The meshes that they name."""
 
 
-class _Files:
-    """The files of one kind, by rank. Each is read when it is asked for; it can be sent to other ranks."""
+class FilesOfRanks:
+    """The files of one kind, by rank. Each is read when it is asked for; it can be sent to other ranks.
+
+    Args:
+        paths: Rank to file.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
+    """
 
     def __init__(self, paths: Mapping[int, Path], trust: bool) -> None:
         self.paths, self._trust = dict(sorted(paths.items())), trust
-        self._known: dict[int, _File] = {}
+        self._known: dict[int, FileOfRank] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.paths, self._trust
@@ -70,22 +83,22 @@ class _Files:
         self.__init__(*state)  # type: ignore[misc]
 
     @property
-    def first(self) -> _File:
+    def first(self) -> FileOfRank:
         """The file of the lowest rank, which gives the checkpoint its structure."""
         return self.of(next(iter(self.paths)))
 
-    def all(self) -> list[_File]:
+    def all(self) -> list[FileOfRank]:
         """Read all of them."""
         return [self.of(rank) for rank in self.paths]
 
-    def of(self, rank: int) -> _File:
+    def of(self, rank: int) -> FileOfRank:
         """Return the file of a rank."""
         if rank not in self._known:
             path = self.paths[rank]
             tree = read_tree(path, trust=self._trust)
             tensors, meshes = dict(find_leaves(tree, PickledDTensor)), dict[Any, Mesh]()
             places = {name: place_of(tensor, meshes) for name, tensor in tensors.items()}
-            self._known[rank] = _File(path, rank, tree, tensors, places, meshes)
+            self._known[rank] = FileOfRank(path, rank, tree, tensors, places, meshes)
         return self._known[rank]
 
     def locate(self, name: str, owners: tuple[int, ...], boxes: Mapping[Bounds, int]) -> tuple[Chunk, ...]:
@@ -155,15 +168,15 @@ def read(source: Source) -> Layout:
             "files of one kind into a directory of their own.",
             file=str(source.path),
         )
-    return _layout(source, {key: _Files(files, source.trust) for key, files in kinds.items()})
+    return _layout(source, {key: FilesOfRanks(files, source.trust) for key, files in kinds.items()})
 
 
 def read_files(source: Source, files: Mapping[int, Path]) -> Layout:
     """Read the layout of files of one kind, given by rank; see `read`."""
-    return _layout(source, {None: _Files(files, source.trust)})
+    return _layout(source, {None: FilesOfRanks(files, source.trust)})
 
 
-def _layout(source: Source, kinds: Mapping[str | None, _Files]) -> Layout:
+def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
     """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint."""
     if not any(files.first.tensors for files in kinds.values()):
         path = next(iter(kinds.values())).first.path
@@ -176,9 +189,9 @@ def _layout(source: Source, kinds: Mapping[str | None, _Files]) -> Layout:
     content: dict[str, Any] = {}
     for key, files in kinds.items():
         if key in _OF_EACH_RANK:
-            content[str(key)] = [_own(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
+            content[str(key)] = [own_content(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
         else:
-            tree = _shared(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
+            tree = shared_content(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
             if key is None:
                 return Layout(source.path, "dtensor_ranks", len(files.paths), tensors, tree)
             content[key] = tree
@@ -186,16 +199,16 @@ def _layout(source: Source, kinds: Mapping[str | None, _Files]) -> Layout:
     return Layout(source.path, "dtensor_ranks", ranks, tensors, content)
 
 
-def _own(prefix: str, file: _File, tensors: dict[str, TensorEntry]) -> Any:
+def own_content(prefix: str, file: FileOfRank, tensors: dict[str, TensorEntry]) -> Any:
     """Return the content of one rank's file, whose tensors are its own."""
 
     def bind(name: str, leaf: Any) -> Any:
-        return add_whole(f"{prefix}/{name}", leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
+        return add_whole(f"{prefix}/{name}".rstrip("/"), leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
 
     return map_leaves(file.tree, bind)
 
 
-def _shared(prefix: str, files: _Files, tensors: dict[str, TensorEntry], *, look_up: bool) -> Any:
+def shared_content(prefix: str, files: FilesOfRanks, tensors: dict[str, TensorEntry], *, look_up: bool) -> Any:
     """Return the content that the files of all ranks make up; the first gives it its structure."""
     first = files.first
     for file in files.all() if look_up else ():
@@ -212,10 +225,10 @@ def _shared(prefix: str, files: _Files, tensors: dict[str, TensorEntry], *, look
                 f"{first.path.name} holds a ShardedTensor of FSDP1 beside DTensors, at {name!r}.", file=str(first.path)
             )
         if isinstance(leaf, PickledTensor):
-            return add_whole(prefix + name, leaf, tensors)
+            return add_whole((prefix + name).rstrip("/"), leaf, tensors)
         if not isinstance(leaf, PickledDTensor):
             return leaf
-        unique = unique_name(prefix + name, tensors)
+        unique = unique_name((prefix + name).rstrip("/"), tensors)
         stored = _chunks(name, files) if look_up else _unlocated(name, files)
         tensors[unique] = TensorEntry(unique, leaf.local.dtype, leaf.shape, stored)
         return TensorRef(unique, leaf.local.parameter)
@@ -223,7 +236,7 @@ def _shared(prefix: str, files: _Files, tensors: dict[str, TensorEntry], *, look
     return map_leaves(first.tree, bind)
 
 
-def _chunks(name: str, files: _Files) -> tuple[Chunk, ...]:
+def _chunks(name: str, files: FilesOfRanks) -> tuple[Chunk, ...]:
     """Return the boxes of a tensor that all ranks of its mesh hold."""
     ranks = _present(name, files)
     chunks: dict[Bounds, Chunk] = {}
@@ -235,21 +248,20 @@ def _chunks(name: str, files: _Files) -> tuple[Chunk, ...]:
     return tuple(chunks.values())
 
 
-def _unlocated(name: str, files: _Files) -> Unlocated:
+def _unlocated(name: str, files: FilesOfRanks) -> Unlocated:
     """Return the boxes of a tensor as the first file describes them, without reading the others."""
     _present(name, files)
     boxes, owners = boxes_of(files.first.tensors[name], files.first.meshes)
     return Unlocated(boxes, partial(files.locate, name, owners))
 
 
-def _present(name: str, files: _Files) -> tuple[int, ...]:
+def _present(name: str, files: FilesOfRanks) -> tuple[int, ...]:
     """Return the ranks over which a tensor is sharded, all of which have a file."""
     first = files.first
     ranks = first.places[name].ranks
     missing = [rank for rank in ranks if rank not in files.paths]
     if missing:
-        like = first.path.name.replace(f"rank{first.rank}", "rank{}").replace(f"rank_{first.rank}", "rank_{}")
-        names = [like.format(rank) for rank in missing[:8]]
+        names = [re.sub(r"\d+(?=\D*$)", str(rank), first.path.name) for rank in missing[:8]]
         raise IncompleteCheckpointError(
             f"Tensor {name!r} was sharded over {len(ranks)} ranks, but {', '.join(names)} "
             f"{f'and {len(missing) - 8} more ' if len(missing) > 8 else ''}"

@@ -60,6 +60,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
 _RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
 _OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
+_ITEM_OF_RANK = re.compile(r".+_0\.pt", re.ASCII)
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
 
 
@@ -254,6 +255,13 @@ FORMATS: tuple[Format, ...] = (
         "a directory with a file of torch.save per rank that holds DTensors, as verl, accelerate and scripts do",
         "dtensor_ranks",
         lambda source: any(_NAMED_RANK_FILE.fullmatch(name) for name in source.names),
+        directory=True,
+    ),
+    Format(
+        "torch_checkpointing",
+        "a directory of Meta's torch_checkpointing, with a file of torch.save per item and rank",
+        "torch_checkpointing",
+        lambda source: any(_ITEM_OF_RANK.fullmatch(name) for name in source.names),
         directory=True,
     ),
     Format(
