@@ -1,8 +1,8 @@
 """Reads the directories of torch_checkpointing, Meta's successor to DCP: ``{item}_{rank}.pt`` and ``metadata.pkl``.
 
 An item is what the caller gave a name: ``model``, ``optimizer``, ``step``. Its files hold DTensors, which say where
-they lie. ``metadata.pkl`` is there if an item can be resharded; it says how many ranks there were and in which files such
-items are (torch_checkpointing/distributed_metadata.py, checkpoint_layout.py, version 2.0).
+they lie. ``metadata.pkl`` is there if an item can be resharded. It says how many ranks there were, and in which files
+such items are (torch_checkpointing/distributed_metadata.py, checkpoint_layout.py, version 2.0).
 """
 
 from __future__ import annotations
