@@ -222,3 +222,11 @@ def test_a_recipe(checkpoint: Path) -> None:
     done = run("convert", target, back, "--recipe", recipe, "--recipe-value", "n=2", "--inverse")
     assert done.returncode == 0, done.stderr
     assert read_safetensors(back)["backbone.conv"] == ("F32", [2, 3], struct.pack("<6f", *range(6)))
+
+
+def test_continues(tmp_path: Path) -> None:
+    source = golden("epoch_3.pth", tmp_path)
+    for _ in range(2):
+        done = run("convert", source, tmp_path / "out.safetensors", "--continue", "--force")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_3.pth", "out.safetensors"]

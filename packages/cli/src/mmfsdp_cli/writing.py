@@ -97,6 +97,12 @@ _OPTIONS = (
     flag("--verify-output", section=_CARE, help="Read the output again and compare it with the source."),
     flag("--no-fsync", section=_CARE, help="Do not wait until the output is on disk."),
     jobs,
+    flag(
+        "--continue",
+        "resume",
+        section="Output",
+        help="Keep what is written if interrupted, and go on from it next time.",
+    ),
     flag("--force", "overwrite", section="Output", help="Replace an existing target."),
     flag("--dry-run", section="Output", help="Check everything and show what would be written; write nothing."),
     limit,

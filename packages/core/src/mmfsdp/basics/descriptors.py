@@ -50,6 +50,10 @@ class RemoteLike(ABC):
         """Tell whether it is a file that the server lets us read."""
 
     @abstractmethod
+    def identity(self) -> str:
+        """Return what changes when the file does."""
+
+    @abstractmethod
     def read_ahead(self, extents: Iterable[tuple[object, int, int]]) -> object:
         """Return what reads extents before they are asked for: path, offset and end of each, in the order of use."""
 

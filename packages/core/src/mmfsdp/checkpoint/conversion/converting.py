@@ -17,8 +17,8 @@ from mmfsdp.basics.descriptors import RemoteLike, prefetch, size_of
 from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
-from mmfsdp.checkpoint.files.disk import located, present, refuse_missing_parent, write_errors
+from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.files.disk import located, present, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -63,7 +63,7 @@ class ConversionReport:
     """Tensors whose dtype changed, and their new dtype."""
     overflowed: Mapping[str, int]
     """Tensors in which elements were too large for the dtype that they were cast to, and how many. They became
-    infinite, or 448, its largest number, in float8_e4m3fn."""
+    infinite, or 448, its largest number, in float8_e4m3fn. Parts kept from an interrupted conversion do not count."""
     notes: tuple[str, ...]
     """Other facts that the user should know."""
     verified: bool
@@ -144,19 +144,25 @@ def convert(
     if not replaces:
         refuse_existing(target)
     if not dry_run:
-        _check_space(target, written, free)
+        if not chosen.resume:  # a part of it may be there already
+            _check_space(target, written, free)
         with write_errors(target):
             _check_replaceable(target, beside)
-            temporary = temporary_sibling(target, exclusive=not replaces)
+            temporary = temporary_sibling(target, exclusive=not replaces, resume=chosen.resume)
             try:
-                _write(temporary, intent, kind, chosen, progress)
+                _write(temporary, target, intent, kind, chosen, progress)
                 for name, file in beside.items():
                     shutil.copyfile(file, temporary / name)
                 final = published_path(target, temporary) if chosen.publish else target
                 commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either
-                discard(temporary)
+                if chosen.resume:
+                    leave(temporary)
+                else:
+                    discard(temporary)
                 raise
+            if chosen.resume:
+                remove(journal_of(temporary))
     return ConversionReport(
         path=str(final),
         format=intent.format,
@@ -191,14 +197,32 @@ def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
     return chosen.changed(found)
 
 
-def _write(temporary: Path, intent: Intent, kind: Format, chosen: Conversion, progress: Progress | None) -> None:
-    entries = write_files(
-        temporary, intent.planned, verify=chosen.verify, progress=progress, jobs=chosen.jobs, fsync=chosen.fsync
-    )
+def _write(
+    temporary: Path, target: Path, intent: Intent, kind: Format, chosen: Conversion, progress: Progress | None
+) -> None:
+    journal = _journal(journal_of(temporary), target, intent) if chosen.resume else None
+    try:
+        entries = write_files(
+            temporary,
+            intent.planned,
+            verify=chosen.verify,
+            progress=progress,
+            jobs=chosen.jobs,
+            fsync=chosen.fsync,
+            journal=journal,
+        )
+    finally:
+        if journal is not None:
+            journal.close()
     if kind.directory:
         write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
     if chosen.verify_output:
         check_output(temporary, intent.written, trust=chosen.trust, progress=progress)
+
+
+def _journal(path: Path, target: Path, intent: Intent) -> Any:
+    module = import_module("mmfsdp.checkpoint.files.journal")  # only for conversions that may go on
+    return module.Journal(path, target, intent.planned)
 
 
 def _refuse_own_files(layout: Layout, target: Path) -> None:

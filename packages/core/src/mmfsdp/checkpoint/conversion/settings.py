@@ -83,6 +83,9 @@ class Conversion:
     """The format of the source, by a name that `known_formats` lists, if its content does not show it."""
     overwrite: bool = False
     """Replace an existing target."""
+    resume: bool = False
+    """If the conversion is interrupted, keep what is written, hidden beside the target. The next one with this setting
+    goes on from there if its other settings are the same and its source has not changed."""
     trust: bool = False
     """Keep unknown pickled objects as opaque placeholders, never imported, instead of rejecting the source. They are
     written again into a ``.pth`` target."""

@@ -16,6 +16,7 @@ from mmfsdp.checkpoint.files.disk import exchange, located, refuse_missing_paren
 from mmfsdp.checkpoint.files.siblings import (
     Kind,
     Lease,
+    adopt,
     claim_of,
     new_token,
     remove_leftovers,
@@ -26,7 +27,16 @@ from mmfsdp.checkpoint.files.siblings import (
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.errors import CheckpointError
 
-__all__ = ["TargetExistsError", "atomic_output", "commit", "discard", "refuse_existing", "temporary_sibling"]
+__all__ = [
+    "TargetExistsError",
+    "atomic_output",
+    "commit",
+    "discard",
+    "journal_of",
+    "leave",
+    "refuse_existing",
+    "temporary_sibling",
+]
 
 _held: dict[Path, list[Lease]] = {}
 """The leases of the targets that this process is writing, by temporary path."""
@@ -36,7 +46,7 @@ class TargetExistsError(CheckpointError):
     """The target exists, or another process is writing it, and overwriting was not asked for."""
 
 
-def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
+def temporary_sibling(path: Path, *, exclusive: bool = False, resume: bool = False) -> Path:
     """Return a fresh hidden path beside ``path`` to write to; nothing is created there.
 
     Until ``commit`` or ``discard`` is called with it, or this process dies, other processes know that it is being
@@ -46,6 +56,7 @@ def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
     Args:
         path: The target, which will be a file or a directory.
         exclusive: Fail at once if the target exists or another process is writing it.
+        resume: Let the path be that of an unfinished target that a dead process left, if there is one with a journal.
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.
@@ -67,6 +78,8 @@ def temporary_sibling(path: Path, *, exclusive: bool = False) -> Path:
         own = Lease.take(sibling(path, token, Kind.LEASE), wait=True, guarded=temporary)
         if own is not None:
             leases.append(own)
+            if resume:
+                adopt(path, own, token)
             remove_leftovers(path, own)
         if exclusive:
             refuse_existing(given)
@@ -149,6 +162,22 @@ def discard(temporary: Path) -> None:
         remove(temporary)
     finally:
         _release(_held.pop(temporary, []))
+
+
+def journal_of(temporary: Path) -> Path:
+    """Return the path of the journal of a temporary file or directory."""
+    return temporary.with_name(temporary.name.removesuffix(Kind.PARTIAL) + Kind.JOURNAL)
+
+
+def leave(temporary: Path) -> None:
+    """Leave a temporary file or directory and its journal for the next process, as if this one had died."""
+    leases = _held.pop(temporary, [])
+    while leases:
+        lease = leases.pop()
+        if lease.guarded is None:
+            lease.release()
+        else:
+            lease.abandon()
 
 
 def _release(leases: list[Lease]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import ComputedEntry, PlannedFile, TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, Piece, TensorEntry
 
 __all__ = ["compared_extents", "copied_extents", "read_extents"]
 
@@ -17,19 +17,18 @@ Extent = tuple[Path, int, int]
 """A file, the first byte that is read of it, and the byte after the last."""
 
 
-def copied_extents(files: Iterable[PlannedFile], *, verify: bool) -> Iterator[Extent]:
-    """Yield what one `Copier` reads to write files.
+def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]:
+    """Yield what one `Copier` reads to copy pieces.
 
     Args:
-        files: The files.
+        pieces: The pieces.
         verify: Whether it compares records with their checksums.
     """
     checked: set[tuple[Path, int, int]] = set()
-    for file in files:
-        for piece in file.pieces:
-            if verify:
-                yield from _records(piece.entry, checked)
-            yield from read_extents(piece.entry)
+    for piece in pieces:
+        if verify:
+            yield from _records(piece.entry, checked)
+        yield from read_extents(piece.entry)
 
 
 def read_extents(entry: TensorEntry) -> Iterator[Extent]:

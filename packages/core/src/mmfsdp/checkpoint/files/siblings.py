@@ -30,6 +30,7 @@ __all__ = [
     "ABANDONED",
     "Kind",
     "Lease",
+    "adopt",
     "claim_of",
     "interrupted",
     "new_token",
@@ -50,6 +51,7 @@ class Kind(enum.StrEnum):
     REPLACED = "mmfsdp-replaced"
     LEASE = "mmfsdp-lease"
     REMOVED = "mmfsdp-removed"
+    JOURNAL = "mmfsdp-journal"
 
 
 class _Sibling(NamedTuple):
@@ -103,6 +105,27 @@ def targets_of(directory: Path) -> set[str]:
     pattern = re.compile(rf"\.(.+)\.[0-9a-f-]+\.{Kind.REPLACED}")
     names = {match[1] for name in os.listdir(directory) if (match := pattern.fullmatch(name))}
     return {name for name in names if interrupted(directory / name) is not None}
+
+
+def adopt(path: Path, own: Lease, token: str) -> None:
+    """Take over the newest unfinished target that a dead process left with its journal.
+
+    Args:
+        path: The target, as ``located`` returns it.
+        own: The lease of this process.
+        token: The token of this process, under which both are found afterwards.
+    """
+    left = []
+    for entry in _siblings(path):
+        partial = sibling(path, entry.token, Kind.PARTIAL)
+        lease = sibling(path, entry.token, Kind.LEASE)
+        if entry.kind is Kind.JOURNAL and os.path.lexists(partial) and not _is_alive(lease, partial, own):
+            left.append((_finished(entry.path), entry.path, partial))
+    if left:
+        _, journal, partial = max(left)
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            os.rename(partial, sibling(path, token, Kind.PARTIAL))
+            os.rename(journal, sibling(path, token, Kind.JOURNAL))
 
 
 def remove_leftovers(path: Path, own: Lease) -> None:
@@ -222,6 +245,13 @@ class Lease:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
+        _all.discard(self)
+
+    def abandon(self) -> None:
+        """Unlock the file and leave it, as if the process had died."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
         _all.discard(self)
 
     def age_of(self, path: Path) -> float:

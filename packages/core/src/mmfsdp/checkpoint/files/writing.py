@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
@@ -19,6 +20,9 @@ from mmfsdp.checkpoint.files.disk import write_all
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint.files.journal import Journal
 
 __all__ = ["Progress", "StoppedError", "Tracker", "write_files"]
 
@@ -36,6 +40,7 @@ def write_files(
     progress: Progress | None = None,
     jobs: int | None = None,
     fsync: bool = False,
+    journal: Journal | None = None,
 ) -> dict[str, FileEntry]:
     """Create the files of a target, in constant memory.
 
@@ -46,6 +51,7 @@ def write_files(
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
         jobs: Most threads that copy; by default one per processor, up to four. The written bytes do not depend on it.
         fsync: Write past the page cache where possible, because the caller will sync the files.
+        journal: Where the parts that are written are recorded; those that are already recorded are kept.
 
     Returns:
         Size and CRC-32 of each file by name, as a manifest lists them, without reading the files again.
@@ -53,20 +59,25 @@ def write_files(
     Raises:
         CorruptCheckpointError: Source data does not match its checksum, or a file of the source ends too early.
     """
+    continues = journal is not None and journal.continues
     if [file.name for file in files] != [""]:
-        target.mkdir()
+        target.mkdir(exist_ok=continues)
     paths = [target / file.name if file.name else target for file in files]
     for file, path in zip(files, paths, strict=True):
-        with path.open("xb") as created:
-            reserve(created.fileno(), file.size)
+        if not (continues and path.is_file() and path.stat().st_size == file.size):
+            with path.open("wb" if continues else "xb") as created:
+                reserve(created.fileno(), file.size)
     tracker = Tracker(sum(file.nbytes for file in files), progress)
-    batches = [[*_batches(file.pieces)] for file in files]
-    # No more than there is work for: each thread has its own buffers.
-    count = max(1, min(jobs or min(_MOST_JOBS, os.cpu_count() or 1), sum(map(len, batches))))
-    entries = {}
+    parts = [[*_parts(file, path)] for file, path in zip(files, paths, strict=True)]
     # A server is asked for what one thread will read, in its order; many threads ask it.
     remote = _any_remote(files)
-    count = 1 if remote else count
+    most = 1 if remote else jobs or min(_MOST_JOBS, os.cpu_count() or 1)
+    # No more than there is work for: each thread has its own buffers.
+    count = max(1, min(most, sum(map(len, parts))))
+    entries = {}
+    if journal is not None:
+        with ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-kept") as pool, tracker.stopping(pool):
+            parts = [[*pool.map(partial(_kept, tracker, journal), own)] for own in parts]
     with ExitStack() as stack:
         idle: SimpleQueue[Copier] = SimpleQueue()
         verified: set[RecordKey] = set()
@@ -74,16 +85,14 @@ def write_files(
             writer = BlockWriter(direct=fsync)
             copier = stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None))
             if remote:
-                copier.expect(_expecting().copied_extents(files, verify=verify))
+                left = (piece for own in parts for part in own if part.crcs is None for piece in part.pieces)
+                copier.expect(_expecting().copied_extents(left, verify=verify))
             idle.put(copier)
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         with tracker.stopping(pool):
-            copies = [
-                [pool.submit(_copy, idle, tracker, path, batch) for batch in own]
-                for own, path in zip(batches, paths, strict=True)
-            ]
-            for file, path, parts in zip(files, paths, copies, strict=True):
-                crcs = [crc for part in parts for crc in part.result()]
+            copies = [[pool.submit(_copy, idle, tracker, journal, part) for part in own] for own in parts]
+            for file, path, futures in zip(files, paths, copies, strict=True):
+                crcs = [crc for copied in futures for crc in copied.result()]
                 entries[file.name] = _complete(path, file, crcs)
     return entries
 
@@ -99,22 +108,46 @@ def _any_remote(files: Iterable[PlannedFile]) -> bool:
     )
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+class _Part(NamedTuple):
+    """A piece of work: some neighbouring pieces of a file."""
+
+    path: Path
+    file: str
+    first: int
+    pieces: Sequence[Piece]
+    crcs: list[int] | None = None  # if they are written already
+
+
+def _parts(file: PlannedFile, path: Path) -> Iterator[_Part]:
     begin = size = 0
-    for place, piece in enumerate(pieces, start=1):
+    for place, piece in enumerate(file.pieces, start=1):
         size += piece.entry.nbytes
         if size >= _BATCH:
-            yield pieces[begin:place]
+            yield _Part(path, file.name, begin, file.pieces[begin:place])
             begin, size = place, 0
-    if begin < len(pieces):
-        yield pieces[begin:]
+    if begin < len(file.pieces):
+        yield _Part(path, file.name, begin, file.pieces[begin:])
 
 
-def _copy(idle: SimpleQueue[Copier], tracker: Tracker, path: Path, pieces: Sequence[Piece]) -> list[int]:
+def _kept(tracker: Tracker, journal: Journal, part: _Part) -> _Part:
+    """Return a part with its checksums if an interrupted conversion has written it."""
+    tracker.advance(0)
+    crcs = journal.kept(part.path, part.file, part.first, part.pieces)
+    if crcs is not None:
+        tracker.advance(sum(piece.entry.nbytes for piece in part.pieces))
+    return part._replace(crcs=crcs)
+
+
+def _copy(idle: SimpleQueue[Copier], tracker: Tracker, journal: Journal | None, part: _Part) -> list[int]:
+    if part.crcs is not None:
+        return part.crcs
     copier = idle.get()
     try:
-        with copier.writer.to(path):
-            return [copier.copy_tensor(piece.entry, piece.at) for piece in pieces]
+        with copier.writer.to(part.path):
+            crcs = [copier.copy_tensor(piece.entry, piece.at) for piece in part.pieces]
+        if journal is not None:
+            journal.note(part.file, part.first, crcs)
+        return crcs
     except BaseException as error:
         tracker.stop(error)
         raise

@@ -145,6 +145,10 @@ class RemotePath(RemoteLike, _Base):
     def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
+    def identity(self) -> str:
+        info = self._session.file(self._url)
+        return f"{info.size} bytes, {info.identity}"
+
     def descriptor(self, ahead: object = None) -> int:
         return publish(RemoteFile(self._session, self._url, ahead if isinstance(ahead, ReadAhead) else None))
 
