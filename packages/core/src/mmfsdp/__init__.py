@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mmfsdp.runtime.training import clip_grad_norm_, no_sync
     from mmfsdp.runtime.whole_params import full_params
     from mmfsdp.saving.load import load_checkpoint
+    from mmfsdp.saving.pretrained import load_pretrained
     from mmfsdp.saving.save import save_checkpoint
     from mmfsdp.sharding.apply import apply_plan, shard
     from mmfsdp.sharding.meta import parameters_on_meta
@@ -34,6 +35,7 @@ __all__ = [
     "load_checkpoint",
     "load_model_state_dict",
     "load_optim_state_dict",
+    "load_pretrained",
     "model_state_dict",
     "no_sync",
     "optim_state_dict",
@@ -56,6 +58,7 @@ _WHERE = {
     **dict.fromkeys(("load_model_state_dict", "model_state_dict"), "mmfsdp.state.model"),
     **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "mmfsdp.state.optimizer"),
     "load_checkpoint": "mmfsdp.saving.load",
+    "load_pretrained": "mmfsdp.saving.pretrained",
     "save_checkpoint": "mmfsdp.saving.save",
 }
 

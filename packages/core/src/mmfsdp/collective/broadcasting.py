@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["as_bytes", "broadcast_tensor"]
+__all__ = ["as_bytes", "broadcast_along", "broadcast_tensor"]
 
 
 def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -16,12 +16,25 @@ def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         tensor: A tensor of any shape, dtype and strides.
         mesh: The ranks; the tensor is sent over one dimension at a time, the last one first.
     """
+    for dim in reversed(range(mesh.ndim)):
+        broadcast_along(tensor, mesh, dim, 0)
+
+
+def broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, dim: int, place: int) -> None:
+    """Copy one rank's values to those beside it along a dimension of a mesh. Collective: these ranks.
+
+    Args:
+        tensor: A tensor of any shape, dtype and strides, with equal shape and dtype on all of them.
+        mesh: The mesh.
+        dim: The dimension of the mesh.
+        place: Where the rank stands along it.
+    """
+    group = mesh.get_group(dim)
+    if dist.get_world_size(group) == 1:
+        return
     value = tensor.detach()
     sent = value if value.is_contiguous() else value.contiguous()
-    for dim in reversed(range(mesh.ndim)):
-        group = mesh.get_group(dim)
-        if dist.get_world_size(group) > 1:
-            dist.broadcast(as_bytes(sent), src=dist.get_global_rank(group, 0), group=group)
+    dist.broadcast(as_bytes(sent), src=dist.get_global_rank(group, place), group=group)
     if sent is not value:
         value.copy_(sent)
 

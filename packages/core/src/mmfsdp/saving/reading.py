@@ -21,7 +21,7 @@ from mmfsdp.saving.content import restricted_load, stored_content
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 
-__all__ = ["check_shared", "open_shared", "read_checkpoint", "read_verified", "read_whole"]
+__all__ = ["check_shared", "open_shared", "open_weights", "read_checkpoint", "read_verified", "read_whole"]
 
 
 def read_checkpoint(
@@ -139,16 +139,71 @@ def open_shared(
         RankMismatchError: Ranks gave different paths.
         CheckpointError: See `read_checkpoint`; raised on every rank.
     """
+    return _shared(
+        path,
+        scope,
+        lambda found: _opener(found, reference),
+        lambda source: change(_content(source, safe_globals)),
+        verify,
+    )
+
+
+def open_weights(
+    path: str | Path,
+    scope: Scope,
+    *,
+    verify: bool = True,
+    reference: Callable[[], str | Path | Layout | None] = lambda: None,
+    rewrite: Callable[[Layout], Layout],
+    change: Callable[[Source], dict[str, LazyTensor]],
+) -> tuple[Source, dict[str, LazyTensor]]:
+    """Return a checkpoint's weights alone, on every rank, all of them lazy. Collective: every rank.
+
+    No pickled object is made.
+
+    Args:
+        path: See `load_checkpoint`.
+        scope: The ranks that load.
+        verify: See `load_checkpoint`.
+        reference: See `open_shared`.
+        rewrite: Returns the layout of the weights, by name, from that of the checkpoint. It is called on the ranks that
+            open the checkpoint.
+        change: Called on the first rank with the open checkpoint; every rank receives what it returns.
+
+    Returns:
+        The source that the weights are read from, and what ``change`` returned.
+
+    Raises:
+        RankMismatchError: Ranks gave different paths.
+        CheckpointError: The checkpoint cannot be read; raised on every rank.
+    """
+    return _shared(
+        path,
+        scope,
+        lambda found: lambda: rewrite(_opener(found, reference)()),
+        change,
+        verify,
+    )
+
+
+def _shared(
+    path: str | Path,
+    scope: Scope,
+    opener: Callable[[Path], Callable[[], Layout]],
+    read: Callable[[Source], dict[str, Any]],
+    verify: bool,
+) -> tuple[Source, dict[str, Any]]:
     target = same_path(path, scope)
 
     def first() -> tuple[Source, dict[str, Any]]:
-        source = _opened(target, reference, verify)
-        content = change(_content(source, safe_globals))
+        found = interrupted(target) or target  # a save that was killed may have left the checkpoint beside its path
+        source = Source(found, opener(found), verify=verify)
+        content = read(source)
         source.share()
         return source, content
 
     source, content = shared(lambda: first() if scope.is_first else None, scope)
-    source.attach(_opener(source.path, reference))
+    source.attach(opener(source.path))
     on_all_ranks(source.check_unchanged, scope)
     return source, content
 

@@ -21,6 +21,7 @@ from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.flat_load import fill_piece, piece_box
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_value
+from mmfsdp.state.replicas import Replicas, replicas_of
 from mmfsdp.state.report import LoadReport, agree, compare_shapes
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
@@ -63,6 +64,7 @@ def load_model_state_dict(
     *,
     strict: bool = True,
     from_rank0: bool = False,
+    read_once: bool = False,
 ) -> LoadReport:
     """Load weights into a sharded model; each rank loads its own part. Collective: every rank.
 
@@ -74,6 +76,8 @@ def load_model_state_dict(
             only its part), or DTensors placed as the model's own. Not changed.
         strict: Raise on every rank if a key is missing or unexpected, or a shape differs.
         from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
+        read_once: Where several ranks hold the same part, let one of them read it and send it to the others. It
+            applies to tensors on disk and the engines ``fsdp2`` and ``replicate``.
 
     Returns:
         The keys and shapes that did not match; the same on every rank.
@@ -97,18 +101,24 @@ def load_model_state_dict(
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
     else:
-        stored = [name for name in names if isinstance(state_dict[name], LazyTensor)]
-        locate([(state_dict[name], _held(target[name])) for name in stored], scope)
-        if state.is_fsdp1 and not pieces:
+        by_torch = state.is_fsdp1 and not pieces
+        given = names if by_torch else _without_twins(names, state_dict, state)
+        stored = [name for name in given if isinstance(state_dict[name], LazyTensor)]
+        replicas = _replicas(stored, target, state) if read_once and not by_torch else {}
+        mine = [name for name in given if name not in replicas or replicas[name].reads]
+        locate([(state_dict[name], _held(target[name])) for name in mine], scope)
+        if by_torch:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
 
             def fill() -> None:
-                for name in names:
+                for name in mine:
                     _fill(target[name], state_dict[name])
-                check_unchanged(state_dict[name] for name in names)
+                check_unchanged(state_dict[name] for name in mine)
 
             on_all_ranks(fill, scope)  # a disk may fail on one rank
+            for name, sharers in replicas.items():
+                sharers.send(_local(target[name]))
     _load_extra_states(state, state_dict, from_rank0)
     return report
 
@@ -136,8 +146,25 @@ def _fill(into: torch.Tensor | FlatPiece, value: Any) -> None:
     if isinstance(into, FlatPiece):
         fill_piece(into, value)
     else:
-        local = into.to_local() if isinstance(into, DTensor) else into
-        local.copy_(local_value(value, into))
+        _local(into).copy_(local_value(value, into))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _replicas(stored: list[str], target: Mapping[str, Any], state: ShardedModel) -> dict[str, Replicas]:
+    """Return, by name, the ranks that share the parts of the model that several ranks hold."""
+    tensors = [name for name in stored if isinstance(target[name], torch.Tensor)]
+    found = {name: replicas_of(target[name], state.mesh, number) for number, name in enumerate(tensors)}
+    return {name: replicas for name, replicas in found.items() if replicas.reader}
+
+
+def _without_twins(names: list[str], state_dict: Mapping[str, Any], state: ShardedModel) -> list[str]:
+    """Return the names without those that are tied to another one with the same value."""
+    first = {alias: param.fqn for param in state.plan.all_params() for alias in param.aliases}
+    given = {name: state_dict[name] for name in names}
+    return [name for name, value in given.items() if name not in first or given.get(first[name]) is not value]
 
 
 def _held(into: torch.Tensor | FlatPiece) -> Box:

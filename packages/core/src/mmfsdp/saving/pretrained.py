@@ -1,0 +1,180 @@
+"""Fills a sharded model with the weights of any checkpoint: each byte is read by one rank, names may be rewritten."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from mmfsdp.basics.text import clean_fqn, name_list
+from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.recipes.applying import apply_recipe
+from mmfsdp.checkpoint.tree import common_prefix, part_tensors
+from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
+from mmfsdp.saving.load import reference_of
+from mmfsdp.saving.reading import open_weights
+from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.state.lazy_tensors import LazyTensor
+from mmfsdp.state.model import load_model_state_dict
+from mmfsdp.state.report import LoadReport, compare_shapes
+
+__all__ = ["load_pretrained"]
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    rules: str | os.PathLike[str] | None = None,
+    *,
+    inverse: bool = False,
+    values: Mapping[str, int] | None = None,
+    strict: bool = False,
+    ignore_mismatched_sizes: bool = False,
+    verify: bool = True,
+    reference: str | os.PathLike[str] | Layout | None = None,
+) -> LoadReport:
+    """Fill a sharded model with the weights of a checkpoint of any kind. Collective: every rank.
+
+    Each rank reads its own part. Where several ranks hold the same part, one of them reads it and sends it to the
+    others, so that each byte is read once, whatever the number of ranks. Weights that the model ties are read once and
+    stay tied, whichever of their names the checkpoint has.
+
+    Names may lack the prefix that DistributedDataParallel (``module.``) or a Hugging Face model (its
+    ``base_model_prefix``) gives them, or have one that the model's names lack.
+
+    Args:
+        model: A sharded model, such as one that was planned on the meta device.
+        path: Anything that `mmfsdp.checkpoint.open_layout` reads; the same on every rank. Nothing but the weights is
+            read, and no pickled object is made.
+        rules: A recipe that turns the checkpoint's names and shapes into the model's: the name of one that
+            `mmfsdp.checkpoint.known_recipes` lists, or the path of a file.
+        inverse: Undo the recipe instead.
+        values: Numbers that the recipe needs; see `mmfsdp.checkpoint.apply_recipe`.
+        strict: Raise if a name is missing or unexpected. Otherwise the first rank warns, and what is missing keeps its
+            initial value.
+        ignore_mismatched_sizes: Leave weights alone whose shape differs, such as a head for other classes, instead of
+            raising.
+        verify: Compare what is read with the checkpoint's checksums, if it has any.
+        reference: See `mmfsdp.checkpoint.open_layout`; by default the model's own names and shapes.
+
+    Returns:
+        The names and shapes that did not match; the same on every rank.
+
+    Raises:
+        ConfigError: There is no such recipe, or it does not fit the checkpoint; raised on every rank.
+        CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
+            rank.
+        RankMismatchError: Ranks gave different paths.
+        StateDictError: No name matches, or a shape differs, or anything does with ``strict``; raised on every rank, and
+            nothing is changed.
+
+    Example:
+        >>> with parameters_on_meta():
+        ...     model = build_llama(config)
+        >>> shard(model, wrap="auto")
+        >>> load_pretrained(model, "llama-8b", "meta-llama-to-hf")
+    """
+    if strict and ignore_mismatched_sizes:
+        raise ConfigError("'strict' and 'ignore_mismatched_sizes' contradict each other. Set one of them.")
+    state = find_sharded_model(model)
+    scope = scope_of(state.mesh)
+
+    def rewrite(layout: Layout) -> Layout:
+        if rules is not None:
+            return apply_recipe(layout, rules, inverse=inverse, values=values)
+        weights = part_tensors(layout, "model")
+        tree = {name: TensorRef(name) for name in weights}
+        return Layout(layout.path, layout.format, layout.world_size, weights, tree)
+
+    def fitted(source: Source) -> dict[str, LazyTensor]:
+        weights = _under_own_names(_one_per_place(source), state, path)
+        if not ignore_mismatched_sizes:
+            _check_shapes(weights, state, path)
+        return _tied(weights, state)
+
+    given = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
+    source, weights = open_weights(
+        Path(path),
+        scope,
+        verify=verify,
+        reference=lambda: given or reference_of(model),
+        rewrite=rewrite,
+        change=fitted,
+    )
+    report = load_model_state_dict(model, weights, strict=strict, read_once=True)
+    on_all_ranks(source.check_unchanged, scope)
+    if scope.is_first and not report.clean:
+        warnings.warn(f"{path} does not fit {type(state.module).__name__} in all names: {report}.", stacklevel=2)
+    return report
+
+
+def _one_per_place(source: Source) -> dict[str, LazyTensor]:
+    """Return the weights by name; names whose data is the same, as of weights that were tied, have one tensor."""
+    found: dict[tuple[str, tuple[int, ...], Any], LazyTensor] = {}
+    weights = lazy_tensors(source)
+    for name, tensor in weights.items():
+        entry = source.layout.tensors[name]
+        if isinstance(entry.stored, tuple):
+            weights[name] = found.setdefault((entry.dtype, entry.shape, entry.stored), tensor)
+    return weights
+
+
+def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: Any) -> dict[str, LazyTensor]:
+    """Return the weights without a prefix that the model's names lack, or with one that they have."""
+    own = _own_shapes(state)
+    base = getattr(state.module, "base_model_prefix", "")
+    prefixes = ["module.", *([f"{base}."] if base else [])]
+    spellings: list[Callable[[str], str]] = [lambda name: name]
+    spellings += [lambda name, prefix=prefix: name.removeprefix(prefix) for prefix in prefixes]  # type: ignore[misc]
+    spellings += [lambda name, prefix=prefix: prefix + name for prefix in prefixes]  # type: ignore[misc]
+    matches = [sum(spelt(name) in own for name in weights) for spelt in spellings]
+    if not any(matches):
+        raise StateDictError(_unlike(weights, own, state, path))
+    spelt = spellings[matches.index(max(matches))]
+    # A name that already is the model's own stays: a head, say, lies beside the base model.
+    return {name if name in own else spelt(name): value for name, value in weights.items()}
+
+
+def _unlike(weights: Collection[str], own: Collection[str], state: ShardedModel, path: Any) -> str:
+    remedy = (
+        "Give 'rules', a recipe that rewrites them; mmfsdp.checkpoint.known_recipes() lists those that are shipped."
+    )
+    if prefix := common_prefix(weights, own):
+        remedy = f"They match without the prefix {prefix!r}: give 'rules', a recipe that removes it."
+    return (
+        f"No tensor of {path} has a name of {type(state.module).__name__}. It has {name_list([*weights])}; the model "
+        f"has {name_list([*own])}. {remedy}"
+    )
+
+
+def _check_shapes(weights: Mapping[str, LazyTensor], state: ShardedModel, path: Any) -> None:
+    wanted = {name: shape for name, shape in _own_shapes(state).items() if name in weights}
+    report = compare_shapes(wanted, {name: tuple(weights[name].shape) for name in wanted})
+    if not report.clean:
+        raise StateDictError(
+            f"{path} does not fit {type(state.module).__name__}: {report}. Set 'ignore_mismatched_sizes' to leave "
+            "these as they are, or give 'rules', a recipe that changes their shapes."
+        )
+
+
+def _own_shapes(state: ShardedModel) -> dict[str, tuple[int, ...]]:
+    params = {name: param.shape for param in state.plan.all_params() for name in (param.fqn, *param.aliases)}
+    return params | {clean_fqn(name): tuple(buffer.shape) for name, buffer in state.module.named_buffers()}
+
+
+def _tied(weights: dict[str, LazyTensor], state: ShardedModel) -> dict[str, LazyTensor]:
+    """Return the weights with every name that the model gives to one that it ties."""
+    weights = dict(weights)
+    for param in state.plan.all_params():
+        names = (param.fqn, *param.aliases)
+        given = next((weights[name] for name in names if name in weights), None)
+        if given is not None:
+            weights |= {name: given for name in names if name not in weights}
+    return weights

@@ -1,0 +1,235 @@
+"""Other libraries' weights fill models that were planned on meta: each byte is read once, names are rewritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.distributed.test_state_dicts import equal
+from torch import nn
+
+import mmfsdp
+from mmfsdp.errors import ConfigError, CorruptCheckpointError, StateDictError
+from mmfsdp.testing import run_ranks
+
+BLOCKS = {"kind": "module_class", "classes": "Layer"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"wrap": BLOCKS}),
+    "2x2": (4, {"wrap": BLOCKS, "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}}),
+    "replicate": (2, {"sharding": "NO_SHARD"}),
+    "fsdp1": (2, {"engine": "fsdp1", "wrap": BLOCKS}),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+
+class Decoder(nn.Module):
+    """As the user's model names and shapes its weights; the head is tied to the embedding."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, dim: int = 96, classes: int = 1001) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"embed": nn.Embedding(classes, dim)})
+        self.model["layers"] = nn.ModuleList(Layer(dim) for _ in range(2))
+        self.head = nn.Linear(dim, classes, bias=False)
+        self.head.weight = self.model["embed"].weight
+        self.register_buffer("steps", torch.tensor(0))
+
+    def reset_parameters(self) -> None:
+        self.steps.zero_()
+
+
+RECIPE = """
+unmatched = "keep"
+
+[[rules]]
+[rules.rename]
+"{a:.+}.attention.out.{b}" = "{a}.out.{b}"
+
+[[rules]]
+[rules.fuse]
+parts = ["{a:.+}.attention.q.{b}", "{a}.attention.k.{b}", "{a}.attention.v.{b}"]
+whole = "{a}.qkv.{b}"
+"""
+
+
+def pretrained(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write a folder of two files whose names and shapes are another library's, and return what the model must have."""
+    torch.manual_seed(3)
+    model = Decoder()
+    model.steps += 7
+    want = model.state_dict()
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in want.items():
+        if ".qkv." in name:
+            for part, each in zip("qkv", value.chunk(3), strict=True):
+                stored[name.replace("qkv", f"attention.{part}")] = each.clone()
+        elif name != "head.weight":
+            stored[name.replace(".out.", ".attention.out.")] = value.clone()
+    folder.mkdir()
+    weight_map = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(stored)}
+    for file in sorted({*weight_map.values()}):
+        save_file({name: stored[name] for name in stored if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder.parent / "rules.toml").write_text(RECIPE)
+    return folder, want
+
+
+def sharded(settings: dict[str, Any], build: Any = Decoder) -> nn.Module:
+    with torch.device("meta"):
+        model = build()
+    return mmfsdp.shard(model, {**settings, "init": {"device": "cpu"}})
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Count the bytes that this process reads from files; ``/proc/self/io`` would count what gloo receives, too."""
+    counts: list[int] = []
+    reads = {name: getattr(os, name) for name in ("pread", "preadv")}
+
+    def pread(*args: Any) -> bytes:
+        data: bytes = reads["pread"](*args)
+        counts.append(len(data))
+        return data
+
+    def preadv(*args: Any) -> int:
+        count: int = reads["preadv"](*args)
+        counts.append(count)
+        return count
+
+    os.pread, os.preadv = pread, preadv
+    try:
+        yield counts
+    finally:
+        os.pread, os.preadv = reads["pread"], reads["preadv"]
+
+
+def fill(rank: int, case: str, path: str, rules: str) -> tuple[dict[str, torch.Tensor], int, bool, bool]:
+    model = sharded(CASES[case][1])
+    with counted_reads() as counts:
+        report = mmfsdp.load_pretrained(model, path, rules)
+    tied = model.head.weight is model.model["embed"].weight
+    return mmfsdp.model_state_dict(model, rank0_only=False), sum(counts), report.clean, tied
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_weights_and_reads_each_byte_once(tmp_path: Path, case: str) -> None:
+    path, want = pretrained(tmp_path / "weights")
+    size = sum(value.nbytes for name, value in want.items() if name != "head.weight")
+    results = run_ranks(fill, CASES[case][0], case, str(path), str(tmp_path / "rules.toml"))
+    for found, _, clean, tied in results:
+        assert equal(found, want)
+        assert clean
+        assert tied or case == "fsdp1"
+    assert size <= sum(read for _, read, _, _ in results) < 1.05 * size  # headers take some more
+
+
+class Longer(Decoder):
+    """Has a layer that the file lacks, and a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=1003)
+        self.extra = nn.Linear(3, 3)
+
+
+class Unlike(nn.Module):
+    """Has no name in common with the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = Layer(4)
+
+
+def misfits(rank: int, path: str, rules: str) -> list[str]:
+    """What is said about weights that do not fit, and whether the model is unchanged."""
+    found = []
+
+    def said(build: Any, *args: Any, **settings: Any) -> None:
+        model = sharded(CASES["fsdp2"][1], build)
+        before = mmfsdp.model_state_dict(model, rank0_only=False)
+        with pytest.raises((ConfigError, StateDictError)) as raised:
+            mmfsdp.load_pretrained(model, path, *args, **settings)
+        assert equal(mmfsdp.model_state_dict(model, rank0_only=False), before)
+        found.append(str(raised.value))
+
+    said(Decoder, "hf-llama-to-fusedd")
+    said(Decoder, strict=True)
+    said(Longer, rules)
+    said(Decoder, strict=True, ignore_mismatched_sizes=True)
+    said(Unlike)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model = sharded(CASES["fsdp2"][1], Longer)
+        report = mmfsdp.load_pretrained(model, path, rules, ignore_mismatched_sizes=True)
+    said_now = [str(warning.message) for warning in caught if "in all names" in str(warning.message)]
+    assert len(said_now) == (rank == 0)
+    weights = mmfsdp.model_state_dict(model, rank0_only=False)
+    assert int(weights["steps"]) == 7
+    return [*found, str(report), *said_now]
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    path, _ = pretrained(tmp_path / "weights")
+    first, second = run_ranks(misfits, 2, str(path), str(tmp_path / "rules.toml"))
+    assert all(said.partition(" [")[0] in heard for said, heard in zip(first, second, strict=False))
+    recipe, strict, shapes, both, other, report, warning = first
+    assert "Did you mean 'hf-llama-to-fused'" in recipe
+    assert "missing: model.layers.0.qkv.weight" in strict
+    assert "model.embed.weight: (1001, 96) in the state dict, (1003, 96) in the model" in shapes
+    assert "Set 'ignore_mismatched_sizes'" in shapes
+    assert "contradict" in both
+    assert "No tensor of" in other
+    assert "known_recipes()" in other
+    assert report in warning
+    assert "2 missing: extra.weight, extra.bias" in report
+
+
+def prefixed(rank: int, folder: str) -> list[bool]:
+    found = []
+    for file in ("module.safetensors", "base.safetensors"):
+        model = sharded(CASES["fsdp2"][1])
+        report = mmfsdp.load_pretrained(model, f"{folder}/{file}")
+        weights = mmfsdp.model_state_dict(model, rank0_only=False)
+        found += [bool(weights["model.embed.weight"].eq(weights["head.weight"]).all()), report.unexpected == ()]
+        found.append(report.missing == (() if file == "module.safetensors" else ("steps",)))
+        found.append(float(weights["model.embed.weight"].min()) == 5.0)
+    return found
+
+
+def test_prefixes_of_wrappers_and_base_models(tmp_path: Path) -> None:
+    want = {name: torch.full_like(value, 5) for name, value in Decoder().state_dict().items() if name != "head.weight"}
+    save_file({f"module.{name}": value for name, value in want.items()}, tmp_path / "module.safetensors")
+    base = {name.removeprefix("model."): value for name, value in want.items() if name != "steps"}
+    save_file(base, tmp_path / "base.safetensors")
+    for found in run_ranks(prefixed, 2, str(tmp_path)):
+        assert all(found), found
+
+
+def damaged(rank: int, path: str) -> str:
+    model = sharded(CASES["replicate"][1])
+    with pytest.raises(CorruptCheckpointError) as raised:
+        mmfsdp.load_pretrained(model, path)
+    return str(raised.value)
+
+
+def test_damage_that_one_rank_reads_is_named_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(Decoder().state_dict(), path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for message in run_ranks(damaged, 2, str(path)):
+        assert "weights.pth is damaged: the CRC-32 of bytes" in message
