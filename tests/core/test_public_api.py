@@ -23,6 +23,7 @@ ROOMS = (
     "mmfsdp.errors",
     "mmfsdp.frontends",
     "mmfsdp.planning",
+    "mmfsdp.rehearsal",
     "mmfsdp.runtime",
     "mmfsdp.saving",
     "mmfsdp.sharding",

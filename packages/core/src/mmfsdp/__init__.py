@@ -9,6 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.config import ShardConfig
     from mmfsdp.planning import ShardPlan, plan
+    from mmfsdp.rehearsal import rehearse
     from mmfsdp.runtime.scaling import GradScaler
     from mmfsdp.runtime.training import clip_grad_norm_, no_sync
     from mmfsdp.runtime.whole_params import full_params
@@ -41,6 +42,7 @@ __all__ = [
     "optim_state_dict",
     "parameters_on_meta",
     "plan",
+    "rehearse",
     "save_checkpoint",
     "shard",
 ]
@@ -51,6 +53,7 @@ _WHERE = {
     "ShardConfig": "mmfsdp.config",
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",
+    "rehearse": "mmfsdp.rehearsal.rehearsing",
     "parameters_on_meta": "mmfsdp.sharding.meta",
     **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding.apply"),
     **dict.fromkeys(("clip_grad_norm_", "no_sync"), "mmfsdp.runtime.training"),

@@ -22,6 +22,7 @@ __all__ = [
     "PolicyError",
     "PolicyNotFoundError",
     "RankMismatchError",
+    "RehearsalError",
     "ShardStateError",
     "StateDictError",
     "UnsafePickleError",
@@ -105,6 +106,10 @@ class GradScalerError(ShardStateError):
 
 class UnsupportedCallError(MmfsdpError, NotImplementedError):
     """A method of torch's FullyShardedDataParallel that cannot be carried out as called; says what to write instead."""
+
+
+class RehearsalError(MmfsdpError, RuntimeError):
+    """A step cannot be rehearsed: the model failed, or it needs the values of tensors."""
 
 
 class RankMismatchError(MmfsdpError, RuntimeError):

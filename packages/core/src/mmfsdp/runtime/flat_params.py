@@ -6,7 +6,7 @@ torch has no public function that frees a gathered flat parameter, or that says 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from mmfsdp.collective.lost_ranks import Waiting
 
 __all__ = [
     "FlatPiece",
+    "around_gathering",
     "flat_param_names",
     "flat_params",
     "flat_pieces",
@@ -86,6 +87,13 @@ def _name_gathering(handle: Any) -> None:
             unshard()
 
     handle.unshard = unshard_and_name
+
+
+def around_gathering(module: nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what gathers each flat parameter of a model by ``wrap(FQN of its unit, what gathers it)``."""
+    for start, unit in _units(module):
+        handle: Any = unit._handle
+        handle.unshard = wrap(start.rstrip("."), handle.unshard)
 
 
 def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:

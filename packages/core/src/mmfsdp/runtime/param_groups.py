@@ -21,6 +21,7 @@ __all__ = [
     "begin_root",
     "computed_with",
     "gathered_params",
+    "gradients_of",
     "groups_of",
     "has_gradient",
     "keep_state_dicts_pure",
@@ -144,6 +145,17 @@ def will_gather(group: Group) -> bool:
 def has_gradient(group: Group) -> bool:
     """Return whether a parameter has a gradient that is still to be reduced."""
     return any(has_whole_gradient(param) for param in group.fsdp_params)
+
+
+def gradients_of(group: Group) -> Iterator[torch.Tensor]:
+    """Yield the gradients of a group's parameters: those of gathered parameters, and shards that are reduced."""
+    for param in group.fsdp_params:
+        if hasattr(param, "_unsharded_param"):
+            for grad in (param.unsharded_param.grad, getattr(param, "unsharded_accumulated_grad", None)):
+                if grad is not None:
+                    yield grad
+        if param.sharded_param.grad is not None:
+            yield param.sharded_param.grad
 
 
 def stand_in_for_missing(group: Group) -> list[int]:

@@ -20,7 +20,7 @@ from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.hooks import install_hooks, route_calls
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.runtime.unit_parts import parts_of_units
+from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, shape_of
@@ -37,7 +37,7 @@ from mmfsdp.sharding.engines.base import WrapRoot
 from mmfsdp.sharding.initialise import UnitPreparer
 from mmfsdp.sharding.materialise import InitFn
 
-__all__ = ["apply_plan", "shard"]
+__all__ = ["apply_plan", "check_supported", "shard", "shard_in_place"]
 
 
 def shard(
@@ -150,11 +150,9 @@ def _carry_out(
 
     plan = on_all_ranks(on_device, scope)
     device_mesh = build_mesh(plan.mesh, plan.device, mesh)
-    engine = ENGINES[plan.engine]
 
     def ready() -> UnitPreparer:
-        if problems := engine.unsupported(plan, device_mesh.device_type):
-            raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
+        check_supported(plan, device_mesh)
         if plan.cpu_offload and plan.engine != "fsdp1":
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
@@ -166,11 +164,48 @@ def _carry_out(
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
     with Agreement(scope) as agreed:
-        sharded = engine.apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
-    state = ShardedModel(sharded, plan, device_mesh)
+        sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
+    return _finished(sharded, plan, device_mesh, parts).module
+
+
+def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> ShardedModel:
+    """Shard a model as `apply_plan` does, without an agreement between ranks. Collective only for some engines.
+
+    Args:
+        model: A model whose tensors have values, the same on every rank.
+        plan: A plan for it, which is not checked against the model.
+        mesh: A mesh of the plan's shape on the device to compute on.
+
+    Returns:
+        The state of the sharded model, whose ``module`` is what to call. Keep the module: the state does not.
+
+    Raises:
+        ConfigError: The engine cannot carry out the plan.
+    """
+    check_supported(plan, mesh)
+    prepare = UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh)
+    if plan.activation_checkpointing is not None:
+        apply_activation_checkpointing(model, plan.activation_checkpointing)
+    parts = parts_of_units(model, plan)
+    sharded = ENGINES[plan.engine].apply(model, plan, mesh, prepare.alone)
+    return _finished(sharded, plan, mesh, parts)
+
+
+def check_supported(plan: ShardPlan, mesh: DeviceMesh) -> None:
+    """Check that the plan's engine can carry it out on a mesh.
+
+    Raises:
+        ConfigError: It cannot; the message says what to write instead.
+    """
+    if problems := ENGINES[plan.engine].unsupported(plan, mesh.device_type):
+        raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
+
+
+def _finished(sharded: nn.Module, plan: ShardPlan, mesh: DeviceMesh, parts: Iterable[UnitParts]) -> ShardedModel:
+    state = ShardedModel(sharded, plan, mesh)
     install_hooks(state, sharded)
     route_calls(state, parts)
-    return sharded
+    return state
 
 
 def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:

@@ -65,6 +65,11 @@ class UnitPreparer:
                 self._broadcast(tensors)
         self._meta.release_sharded()
 
+    def alone(self, unit: ShardUnit) -> None:
+        """Prepare the parameters and buffers of ``unit`` on this rank. Not collective; nothing is broadcast."""
+        self._make(unit)
+        self._meta.release_sharded()
+
     def _make(self, unit: ShardUnit) -> list[torch.Tensor]:
         """Make, move and cast the tensors of ``unit``, and return them."""
         if self._device.type == "cpu" and unit.nbytes >= _LARGE:

@@ -1,0 +1,51 @@
+"""Copies models and batches into fake tensors of the same shapes, dtypes and ties, which take no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_map_only
+
+from mmfsdp.errors import ConfigError
+
+__all__ = ["fake_batch", "fake_model"]
+
+_CPU = torch.device("cpu")
+
+
+def fake_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with fake parameters and buffers on the CPU; the model itself is not changed.
+
+    Call it in the context of `fake_tensors`.
+
+    Raises:
+        ConfigError: The model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # modules may refuse in any way
+        raise ConfigError(
+            f"{type(model).__name__} cannot be copied for a rehearsal, which must not change it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def fake_batch(batch: Any) -> Any:
+    """Return a batch, in any structure, with fake tensors on the CPU in place of its tensors."""
+    return tree_map_only(torch.Tensor, _fake, batch)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,180 @@
+"""The private parts of torch that a rehearsal needs; no other module of the room accesses them.
+
+torch offers no public way to run a program without memory and without ranks. What is used here is what its own tracker
+of memory uses: fake tensors (``torch._subclasses``), which have shapes and no data; the process group ``fake``, which
+sends nothing (its backend is registered by ``torch.testing._internal``); and the assignment of
+``UntypedStorage.resize_``, by which FSDP frees and allocates what it gathers and which is no operator. The names are
+those of torch 2.9 to 2.15.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from mmfsdp.errors import ShardStateError
+
+__all__ = [
+    "CANNOT_BE_FAKED",
+    "FewChunks",
+    "backward_place",
+    "fake_tensors",
+    "fake_world",
+    "forward_place",
+    "group_of",
+    "is_backward",
+    "is_fake",
+    "local_of",
+    "quiet_addresses",
+    "skipped",
+    "watched_resizes",
+    "without_fakes",
+]
+
+_named_group: Any = vars(distributed_c10d)["_resolve_process_group"]
+
+CANNOT_BE_FAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch raises where an operator needs the values of a tensor."""
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """Be one rank of a world in which nothing is sent. Not collective.
+
+    Raises:
+        ShardStateError: This process is in a world already.
+    """
+    if dist.is_initialized():
+        raise ShardStateError(
+            "A rehearsal needs a process without a process group, because it makes one that sends nothing. Call it "
+            "before init_process_group(), or in a process of its own."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which every new tensor is fake, on the CPU, and in which real ones may take part."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_addresses() -> Iterator[None]:
+    """Ignore torch's warning that fake tensors have no address: FSDP1 asks whether two tensors have the same one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def without_fakes() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are real."""
+    return unset_fake_temporarily()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, without an operator; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def group_of(arguments: Any) -> list[int]:
+    """Return the ranks of the process group among the arguments of a collective."""
+    for value in arguments:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError, ValueError):  # another object: the operation of a reduction
+                return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+        if isinstance(value, str):
+            with suppress(RuntimeError, ValueError, KeyError):  # another text: the operation of a reduction
+                return dist.get_process_group_ranks(_named_group(value))
+    return []
+
+
+def skipped(func: Any, args: Any) -> Any:
+    """Return what a collective returns, without sending: its first argument and a work that is done."""
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork().boxed()
+    return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``resized`` after every resize of a storage."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def is_backward() -> bool:
+    """Return whether autograd runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def forward_place() -> int:
+    """Return the number that autograd will give the next operator of a forward; it grows."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_place() -> int | None:
+    """Return the number of the operator whose backward runs; None if it is not that of an operator."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+class FewChunks(TorchFunctionMode):
+    """Makes ``torch.chunk`` return one fake view for all chunks of equal size.
+
+    ``fully_shard`` divides every parameter into as many chunks as there are ranks and keeps one. For a 7 B model on
+    1,024 ranks, views for all of them take 18 of 25 seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.chunk or len(args) < 2 or not is_fake(args[0]):
+            return func(*args, **kwargs)
+        tensor, count = args[:2]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        size = tensor.size(dim)
+        step = -(-size // count)
+        whole, rest = divmod(size, step) if step else (0, 0)
+        if whole + bool(rest) < 3:
+            return func(*args, **kwargs)
+        chunks = [tensor.narrow(dim, 0, step)] * whole
+        if rest:
+            chunks.append(tensor.narrow(dim, whole * step, rest))
+        return (*chunks, *[tensor.narrow(dim, size, 0)] * (count - len(chunks)))

@@ -1,0 +1,139 @@
+"""Tells what a running step is doing: its phase, the module and the shard unit, in forward and in backward."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from mmfsdp.basics.text import clean_fqn
+from mmfsdp.rehearsal.fake import backward_place, forward_place, is_backward
+from mmfsdp.runtime.flat_params import around_gathering
+from mmfsdp.runtime.param_groups import around, name_of
+from mmfsdp.runtime.sharded_model import ShardedModel
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Where the step is. A sharded model reports to it while it is watched.
+
+    Attributes:
+        phase: What the training loop does: ``forward``, ``backward``, ``clipping`` or ``optimizer``.
+        unit: The FQN of the shard unit that is being gathered or reduced, or None.
+        gathers: Whether `unit` is being gathered.
+        failed: The FQN of the innermost module whose forward raised, or an empty string.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "before"
+        self.unit: str | None = None
+        self.gathers = False
+        self.failed = ""
+        self._modules: list[str] = []
+        # Modules by the numbers of the operators that they run in forward; backward looks them up.
+        self._numbers: list[int] = []
+        self._owners: list[str] = []
+
+    @property
+    def module(self) -> str:
+        """The FQN of the unit that is gathered or reduced, or else of the innermost module that runs."""
+        if self.unit is not None:
+            return self.unit
+        if is_backward():
+            if self._modules:  # it is recomputed
+                return self._modules[-1]
+            number = backward_place()
+            place = 0 if number is None else bisect_right(self._numbers, number)
+            return self._owners[place - 1] if place else ""
+        return self._modules[-1] if self._modules else ""
+
+    @property
+    def kind(self) -> str:
+        """One of `mmfsdp.rehearsal.KINDS`: of what is allocated now."""
+        if self.unit is not None:
+            return "gathered" if self.gathers else "reduce buffer"
+        if is_backward():
+            # Autograd switches gradients off, unless it runs a forward again.
+            return "recomputed" if torch.is_grad_enabled() else "activation gradient"
+        return {"forward": "activation", "backward": "activation gradient"}.get(self.phase, "optimizer temporary")
+
+    @contextmanager
+    def watch(self, state: ShardedModel, reduced: Callable[[Any], None]) -> Iterator[None]:
+        """Follow the modules and units of a sharded model while it runs.
+
+        Args:
+            state: The sharded model.
+            reduced: Called with the parameter group of a unit right before and after its gradients are reduced.
+        """
+        names = {id(module): clean_fqn(name) for name, module in state.module.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._modules.append(names[id(module)])
+                self._mark()
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
+            if id(module) in names and self._modules:
+                name = self._modules.pop()
+                self._mark()
+                if output is None and not self.failed and sys.exception() is not None:
+                    self.failed = name  # torch calls this hook while an exception goes up
+
+        for group in state.groups:
+            _follow(self, group, reduced)
+        if state.is_fsdp1:
+            # FSDP1 has no method of its own that reduces.
+            around_gathering(state.module, lambda name, gather: self.within(lambda: name, True, gather))
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(enter),
+                register_module_forward_hook(leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            yield
+
+    def _mark(self) -> None:
+        self._numbers.append(forward_place())
+        self._owners.append(self._modules[-1] if self._modules else "")
+
+    def within(self, unit: Callable[[], str], gathers: bool, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call`` as a function that gathers or reduces a unit while it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.unit, self.gathers
+            self.unit, self.gathers = unit(), gathers
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.unit, self.gathers = before
+
+        return run
+
+
+def _follow(places: Places, group: Any, reduced: Callable[[Any], None]) -> None:
+    def unit() -> str:  # torch names its groups when the model first runs
+        name = name_of(group)
+        return "" if name == "(root)" else name
+
+    for method in ("unshard", "wait_for_unshard"):
+        around(group, method, lambda call: places.within(unit, True, call))
+
+    def reducing(call: Callable[..., Any]) -> Callable[..., Any]:
+        within = places.within(unit, False, call)
+
+        def run(*args: Any) -> Any:
+            reduced(group)
+            result = within(*args)
+            reduced(group)
+            return result
+
+        return run
+
+    around(group, "post_backward", reducing)

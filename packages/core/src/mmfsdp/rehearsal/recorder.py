@@ -1,0 +1,162 @@
+"""Records every allocation and every collective of a running step, by watching the operators that torch dispatches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmfsdp.rehearsal.fake import group_of, is_fake, local_of, skipped, without_fakes
+from mmfsdp.rehearsal.places import Places
+from mmfsdp.rehearsal.records import Allocation, Collective
+
+__all__ = ["Recorder"]
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # make a fake tensor of a new real one
+
+
+@dataclass(slots=True)
+class _Live:
+    """A storage that exists, and the block that it holds now."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    kind: str
+    module: str
+    begin: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is active, as the innermost context.
+
+    A storage is a block of memory from the operator that returns it until its last tensor is gone, or until it is
+    resized. What a kernel allocates and frees inside an operator is not seen.
+
+    Args:
+        places: Where the step is.
+        scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
+
+    Attributes:
+        ended: The allocations that have ended.
+        collectives: What was sent.
+        phases: Each phase that has begun, with its first moment.
+        moment: The current moment.
+    """
+
+    def __init__(self, places: Places, scratch: Callable[[str, Any, Any], int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scratch = scratch
+        self.places = places
+        self.ended: list[Allocation] = []
+        self.collectives: list[Collective] = []
+        self.phases: list[tuple[str, int]] = []
+        self.moment = 0
+        self._live: dict[int, _Live] = {}
+
+    def restart(self) -> None:
+        """Forget what has happened; what exists now was there before the step."""
+        self.ended, self.collectives, self.phases, self.moment = [], [], [], 0
+        for live in self._live.values():
+            live.begin = 0
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self.places.phase = phase
+        self.phases.append((phase, self.moment + 1))
+
+    def adopt(self, tensors: Iterable[torch.Tensor], kind: str, module: str = "") -> None:
+        """Say what tensors are for: those that exist before the step, and those that turn out to be of another kind."""
+        for tensor in tensors:
+            storage = local_of(tensor).untyped_storage()
+            known = self._live.get(id(storage))
+            if known is None:
+                self._add(storage, kind, module)
+            else:
+                known.kind = kind
+
+    def finish(self) -> tuple[Allocation, ...]:
+        """Return all allocations, those that still exist at the end."""
+        rest = (Allocation(live.nbytes, live.kind, live.module, live.begin, None) for live in self._live.values())
+        return (*self.ended, *(item for item in rest if item.nbytes))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size."""
+        known = self._live.get(id(storage))
+        if known is None:
+            if storage.nbytes():
+                self._add(storage, self.places.kind, self.places.module)
+        elif known.nbytes != storage.nbytes():
+            self._end(known)
+            self.moment += 1
+            known.nbytes, known.begin = storage.nbytes(), self.moment
+            # Only FSDP resizes, and before torch 2.15 outside of what gathers.
+            known.kind, known.module = "gathered", self.places.module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operators on local tensors follow
+        if func.namespace in _NAMESPACES:
+            self._note(func, args, kwargs)
+            if func.namespace == "c10d":
+                return skipped(func, args)
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if inputs and not any(map(is_fake, inputs)) and func._schema.name not in _LIFTS:
+            with without_fakes():
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and is_fake(value):
+                storage = value.untyped_storage()
+                if id(storage) not in self._live:
+                    self._add(storage, self.places.kind, self.places.module)
+        if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
+            begin, self.moment = self.moment + 1, self.moment + 2
+            self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, kind: str, module: str) -> None:
+        self.moment += 1
+        key = id(storage)
+
+        def gone(_: Any) -> None:
+            self._end(self._live.pop(key))
+
+        self._live[key] = _Live(weakref.ref(storage, gone), storage.nbytes(), kind, module, self.moment)
+
+    def _end(self, live: _Live) -> None:
+        if live.nbytes:
+            self.moment += 1
+            self.ended.append(Allocation(live.nbytes, live.kind, live.module, live.begin, self.moment))
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = _spelt(func._schema.name.partition("::")[2])
+        if name is None:
+            return
+        ranks = group_of([*args, *kwargs.values()])
+        # The whole tensor of an all-gather is what it writes, that of a reduce-scatter what it reads.
+        tensors = [[value for value in tree_leaves(part) if isinstance(value, torch.Tensor)] for part in args[:2]]
+        sizes = [sum(value.numel() * value.element_size() for value in part) for part in tensors]
+        functional = func.namespace != "c10d"
+        nbytes = max(sizes) * (len(ranks) if functional and name == "all_gather" else 1)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+        unit, phase = self.places.unit, self.places.phase
+        self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
+        if name == "all_gather" and not functional:
+            self.adopt(tensors[0], "gathered")
+
+
+def _spelt(operator: str) -> str | None:
+    """Return the plain name of a collective; None for what sends nothing."""
+    if operator == "wait_tensor":
+        return None
+    plain = operator.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
+    plain = plain.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+    return plain.removesuffix("_coalesced").removesuffix("_out").removesuffix("_coalesced")

@@ -1,0 +1,78 @@
+"""The records of a rehearsal: allocations with their lifetimes, collectives, and moments of the step. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["KINDS", "Allocation", "Collective", "Moment"]
+
+KINDS = (
+    "parameter",
+    "buffer",
+    "optimizer state",
+    "input",
+    "gradient",
+    "gathered",
+    "reduce buffer",
+    "activation",
+    "recomputed",
+    "activation gradient",
+    "optimizer temporary",
+)
+"""What memory is for. ``parameter`` is the rank's shards and what it holds whole; ``gathered`` is other ranks' shards
+and copies in the compute dtype; ``recomputed`` is what activation checkpointing computes again; ``activation gradient``
+includes the temporaries of backward, and ``optimizer temporary`` those of clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One block of memory. Moments are numbered: each allocation and each release is one."""
+
+    nbytes: int
+    kind: str
+    """One of `KINDS`."""
+    module: str
+    """FQN of the module that ran, in forward or in backward; ``''`` is the whole model, or code outside of it."""
+    begin: int
+    """The moment from which it is held; 0 if it was there before the step."""
+    end: int | None
+    """The moment from which it no longer is; None if it outlives the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One message that ranks exchange."""
+
+    name: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or another one of torch."""
+    nbytes: int
+    """Bytes of the whole tensor: what is received by a rank of an all-gather, and sent by one of a reduce-scatter."""
+    ranks: int
+    """Number of ranks in the group."""
+    stride: int
+    """Distance between neighbouring ranks of the group: 1 for ranks 0, 1, 2; 8 for 0, 8, 16; 0 for one rank."""
+    unit: str | None
+    """The shard unit's FQN; ``''`` is the root, None if it belongs to no unit."""
+    phase: str
+    """``forward``, ``backward``, ``clipping`` or ``optimizer``."""
+    moment: int
+    """The moment at which it is issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds at one moment of the step."""
+
+    moment: int
+    phase: str
+    module: str
+    """The module that allocated last."""
+    nbytes: int
+    by_kind: Mapping[str, int]
+    """Bytes of each kind that is held, in the order of `KINDS`."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only."""
+        return asdict(self)

@@ -1,0 +1,179 @@
+"""Runs a step of training on fake tensors in a fake world, and records what one rank allocates and sends."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, RehearsalError
+from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.copying import fake_batch, fake_model
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, FewChunks, fake_tensors, fake_world, quiet_addresses, watched_resizes
+from mmfsdp.rehearsal.kernels import accelerator_kernels, scratch_bytes
+from mmfsdp.rehearsal.places import Places
+from mmfsdp.rehearsal.recorder import Recorder
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.step import LossFn, OptimizerFn, default_loss, make_optimizer, run_step
+from mmfsdp.runtime.guards import unwatched
+from mmfsdp.runtime.param_groups import gradients_of
+from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.sharding.apply import shard_in_place
+from mmfsdp.sharding.device_mesh import build_mesh
+
+__all__ = ["rehearse"]
+
+_OWN = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+
+
+def rehearse(
+    plan: ShardPlan | ShardConfig | Mapping[str, Any] | None,
+    model: nn.Module,
+    batch: Any,
+    *,
+    mesh: int | tuple[int, int] | None = None,
+    rank: int = 0,
+    loss: LossFn | None = None,
+    optimizer: str | OptimizerFn = "adamw",
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    device_type: str = "cuda",
+) -> Rehearsal:
+    """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
+
+    The model's own forward, backward, clipping and optimizer run under fake tensors, which have shapes and no values,
+    with the plan applied in a world of its real size that sends nothing. What is recorded is the second step, because
+    the first one makes the optimizer's state. Not collective; the process must not be in a process group. The model and
+    the batch are not changed.
+
+    Not included: what kernels allocate and free inside one operator, what an allocator rounds up, and the context of a
+    device. Operators are those that torch chooses on the CPU.
+
+    Args:
+        plan: The plan, or a config from which `mmfsdp.plan` makes one.
+        model: The model that the plan is for, on any device; ``meta`` is enough.
+        batch: What one rank gets in a micro-batch, on any device: a mapping is passed to the model as keyword
+            arguments, a tuple or list as positional ones. Tensors on ``meta`` are enough.
+        mesh: With a config: the number of ranks, or a (replicate, shard) pair. Default: 1.
+        rank: The rank to rehearse; shards of the last ones may be smaller.
+        loss: ``(model, batch) -> loss``, a tensor of one element: what the training loop does before ``backward()``.
+            Default: calls the model, and takes ``loss`` from its output, or the mean of the first tensor.
+        optimizer: ``'adamw'``, ``'adam'``, ``'sgd'``, ``'sgd-momentum'``, or a function from parameters to an
+            optimizer.
+        max_norm: The norm to clip gradients to; default: no clipping.
+        accumulate: Number of micro-batches in the step.
+        device_type: The device to train on. On others than ``'cpu'`` torch's optimizers compute many tensors in one
+            call, which takes more memory.
+
+    Raises:
+        RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
+        ShardStateError: This process is in a process group.
+        ConfigError: A setting is wrong, or the model cannot be copied.
+        MmfsdpError: See `mmfsdp.plan`.
+    """
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate is a number of micro-batches, at least 1, got {accumulate!r}.")
+    if not isinstance(plan, ShardPlan):
+        plan = make_plan(model, plan, 1 if mesh is None else mesh)
+    elif mesh is not None:
+        raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
+    if not 0 <= rank < plan.mesh.world_size:
+        raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
+    places = Places()
+    with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
+        ranks = build_mesh(plan.mesh, "cpu")
+        stack.enter_context(fake_tensors())
+        stack.enter_context(unwatched())
+        stack.enter_context(quiet_addresses())
+        with FewChunks():
+            state = shard_in_place(fake_model(model), plan, ranks)
+        module = state.module  # the state alone would not keep it
+        made = make_optimizer(optimizer, list(module.parameters()), device_type)
+        batches = [fake_batch(batch) for _ in range(accumulate)]
+        on_cpu = device_type == "cpu"
+        if not on_cpu:
+            stack.enter_context(accelerator_kernels())
+        with Recorder(places, scratch_bytes if on_cpu else None) as recorder, watched_resizes(recorder.resized):
+            _adopt(recorder, state, batches)
+            with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
+                for _ in range(2):  # the first step makes the optimizer's state, and what FSDP keeps from step to step
+                    recorder.restart()
+                    with _explained(places):
+                        run_step(_beginning(recorder, state), module, batches, loss or default_loss, made, max_norm)
+                    recorder.adopt(_state_of(made), "optimizer state")
+    return Rehearsal(
+        rank=rank,
+        mesh=str(plan.mesh),
+        engine=plan.engine,
+        device_type=device_type,
+        allocations=recorder.finish(),
+        collectives=tuple(recorder.collectives),
+        phases=tuple(recorder.phases),
+        last=recorder.moment,
+    )
+
+
+def _adopt(recorder: Recorder, state: ShardedModel, batches: list[Any]) -> None:
+    """Record what is there before the step."""
+    module = state.module
+    for name, owner in module.named_modules():
+        recorder.adopt(owner.parameters(recurse=False), "parameter", name)
+        recorder.adopt(owner.buffers(recurse=False), "buffer", name)
+    recorder.adopt((leaf for leaf in torch.utils._pytree.tree_leaves(batches) if torch.is_tensor(leaf)), "input")
+
+
+def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]:
+    """Return what begins a phase; when backward has ended, its gradients are known."""
+
+    def begin(phase: str) -> None:
+        whole = (param.grad for param in state.module.parameters() if param.grad is not None)
+        recorder.adopt(chain(whole, *(gradients_of(group) for group in state.groups)), "gradient")
+        recorder.begin(phase)
+
+    return begin
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for held in optimizer.state.values():
+        yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def _explained(places: Places) -> Iterator[None]:
+    """Raise what a step raises as a RehearsalError that names the module and the line."""
+    try:
+        yield
+    except MmfsdpError:
+        raise
+    except Exception as error:
+        at = _user_line(error)
+        where = f" at {at}" if at else ""
+        fqn = places.failed or None
+        if isinstance(error, CANNOT_BE_FAKED):
+            raise RehearsalError(
+                f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
+                f"{error}). Compute with tensors of fixed shapes there, or give loss=(model, batch) -> tensor that "
+                "goes around it. mmfsdp.planning.estimate_memory() computes all but activations.",
+                fqn=fqn,
+            ) from error
+        raise RehearsalError(
+            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}", fqn=fqn
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """Return file, line and code of the innermost frame outside of torch and this package."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not path.is_relative_to(_OWN) and not path.is_relative_to(_TORCH) and path.is_file():
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return ""

@@ -1,0 +1,143 @@
+"""`Rehearsal`: what one rank allocates and sends in a step of training, as a value that prints and becomes JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mmfsdp.basics.tables import Column, format_table
+from mmfsdp.basics.text import human_bytes
+from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
+from mmfsdp.rehearsal.records import Allocation, Collective, Moment
+
+__all__ = ["Rehearsal"]
+
+_POINTS = 120  # of a timeline
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The memory and the communication of one rank in one step, after the optimizer has made its state.
+
+    The step runs from the first micro-batch to ``zero_grad()``. Bytes are those that tensors ask for, without what an
+    allocator rounds up or keeps.
+    """
+
+    rank: int
+    mesh: str
+    """The ranks, as text."""
+    engine: str
+    device_type: str
+    """The device whose optimizer kernels were rehearsed."""
+    allocations: tuple[Allocation, ...]
+    """In the order in which they end; those that outlive the step come last."""
+    collectives: tuple[Collective, ...]
+    """In the order in which they are issued."""
+    phases: tuple[tuple[str, int], ...]
+    """Each phase (``forward``, ``backward``, ``clipping``, ``optimizer``) with the moment at which it begins, in order;
+    forward and backward once for each micro-batch."""
+    last: int
+    """The last moment."""
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The moment at which the rank holds most; its ``nbytes`` is the peak."""
+        return self.at(highest(self.allocations)[1])
+
+    @cached_property
+    def static(self) -> Mapping[str, int]:
+        """Bytes by kind that the rank holds before the step, and after it."""
+        return self.at(0).by_kind
+
+    def at(self, moment: int) -> Moment:
+        """Return what is held right after a moment."""
+        held = list(held_at(self.allocations, moment))
+        counts: Counter[str] = Counter()
+        for item in held:
+            counts[item.kind] += item.nbytes
+        latest = max(held, key=lambda item: item.begin, default=None)
+        return Moment(
+            moment,
+            next((name for name, begin in reversed(self.phases) if begin <= moment), "before"),
+            "" if latest is None else latest.module,
+            counts.total(),
+            ordered(counts),
+        )
+
+    def held(self, moment: int | None = None) -> list[tuple[str, str, int, int]]:
+        """Return what is held at a moment, by module and kind, the most first; by default at the peak.
+
+        Each row has the module's FQN, the kind, the bytes, and the number of modules that it stands for: equal layers
+        share a row, ``layers.{0..31}``.
+        """
+        return shares(list(held_at(self.allocations, self.peak.moment if moment is None else moment)))
+
+    def timeline(self, points: int = _POINTS) -> list[tuple[int, dict[str, int]]]:
+        """Return bytes by kind over time: the step in equal spans, each at its highest moment.
+
+        Args:
+            points: How many spans at most.
+        """
+        return series(self.allocations, self.last, points)
+
+    def sent(self) -> dict[tuple[str, int, int], tuple[int, int]]:
+        """Return collectives by name, ranks of the group and their stride: how many, and their bytes together."""
+        found: dict[tuple[str, int, int], tuple[int, int]] = {}
+        for item in self.collectives:
+            key = item.name, item.ranks, item.stride
+            count, size = found.get(key, (0, 0))
+            found[key] = count + 1, size + item.nbytes
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only: the peak and what is held at it, the timeline, and every collective."""
+        return {
+            "rank": self.rank,
+            "mesh": self.mesh,
+            "engine": self.engine,
+            "device_type": self.device_type,
+            "peak": self.peak.describe(),
+            "static": dict(self.static),
+            "held_at_peak": [
+                dict(zip(("module", "kind", "nbytes", "modules"), row, strict=True)) for row in self.held()
+            ],
+            "phases": [{"name": name, "moment": moment} for name, moment in self.phases],
+            "timeline": [{"moment": moment, "by_kind": counts} for moment, counts in self.timeline()],
+            "collectives": [asdict(item) for item in self.collectives],
+        }
+
+    def table(self, *, rows: int = 8, width: int | None = None) -> str:
+        """Return the peak by kind, the modules that hold most of it, and what is sent, as aligned text.
+
+        Args:
+            rows: How many modules to show.
+            width: The longest line in characters; None for no limit.
+        """
+        peak = self.peak
+        where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
+        lines = [f"Peak of rank {self.rank} of {self.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
+        kinds = [
+            (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
+        ]
+        columns = [Column("kind"), Column("at the peak", right=True), Column("between steps", right=True)]
+        lines += format_table(columns, kinds, width)
+        held = self.held()
+        shown = [(name or "(model)", kind, human_bytes(size)) for name, kind, size, _ in held[:rows]]
+        lines += ["", "Held at the peak, by module:", ""]
+        lines += format_table([Column("module", wraps=True), Column("kind"), Column("bytes", right=True)], shown, width)
+        if held[rows:]:
+            lines.append(f"... and {human_bytes(sum(row[2] for row in held[rows:]))} in {len(held) - rows} more rows")
+        messages = [
+            (name, str(ranks), str(count), human_bytes(size)) for (name, ranks, _), (count, size) in self.sent().items()
+        ]
+        if messages:
+            lines += ["", "Sent in the step:", ""]
+            titles = [Column("collective"), *(Column(title, right=True) for title in ("ranks", "number", "bytes"))]
+            lines += format_table(titles, messages, width)
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()

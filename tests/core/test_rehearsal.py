@@ -1,0 +1,243 @@
+"""Rehearsals in one process: what they record of a small model, worked out by hand, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mmfsdp
+from mmfsdp.errors import ConfigError, MeshError, RehearsalError, ShardStateError
+from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
+from mmfsdp.rehearsal.accounting import highest, series, shares
+from mmfsdp.testing import single_rank
+
+WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}
+
+
+class Block(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.up, self.gelu, self.down = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(32, 5, bias=False)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x * self.scale)
+        return self.head(x)
+
+
+def rehearse(config: dict[str, Any] | None = None, **settings: Any) -> Rehearsal:
+    settings = {"mesh": 4, "device_type": "cpu", **settings}
+    return mmfsdp.rehearse({**WRAP, **(config or {})}, Net(), torch.randn(64, 32), **settings)
+
+
+@pytest.fixture(scope="module")
+def step() -> Rehearsal:
+    return rehearse()
+
+
+def test_what_is_there_between_steps(step: Rehearsal) -> None:
+    elements = sum(param.numel() for param in Net().parameters())
+    shard = (elements - 5 * 32) // 4 + 2 * 32  # the head has 5 rows: 2 on the first rank
+    tensors = sum(1 for _ in Net().parameters())
+    assert dict(step.static) == {
+        "parameter": 4 * shard,
+        "buffer": 4 * 32,
+        "optimizer state": 2 * 4 * shard + 4 * tensors,
+        "input": 4 * 64 * 32,
+    }
+
+
+def test_activations_are_those_that_autograd_keeps(step: Rehearsal) -> None:
+    backward = next(begin for name, begin in step.phases if name == "backward")
+    held = {(name, kind): size for name, kind, size, _ in step.held(backward - 1)}
+    rows = 4 * 64  # bytes per column of the batch
+    # Of each block: its scaled input, what goes into GELU and what comes out of it.
+    assert held["blocks.{0..2}.up", "activation"] == held["blocks.{0..2}.gelu", "activation"] == 3 * rows * 128
+    assert step.at(backward - 1).by_kind["activation"] >= 3 * rows * (2 * 128 + 32)
+
+
+def test_collectives_in_order(step: Rehearsal) -> None:
+    gathered = [item.unit for item in step.collectives if item.name == "all_gather"]
+    assert gathered == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.1", "blocks.0"]
+    reduced = [item for item in step.collectives if item.name == "reduce_scatter"]
+    # The batch needs no gradient, so the first block is reduced when backward ends, after the root.
+    assert [item.unit for item in reduced] == ["blocks.2", "blocks.1", "", "blocks.0"]
+    whole = 4 * sum(param.numel() for param in Block().parameters())
+    head = 4 * 8 * 32  # 5 rows, padded to 2 on each of 4 ranks
+    assert [item.nbytes for item in reduced] == [whole, whole, head, whole]
+    assert {(item.ranks, item.stride) for item in reduced} == {(4, 1)}
+    assert [item.phase for item in step.collectives if item.name == "reduce_scatter"] == ["backward"] * 4
+
+
+def test_the_peak_is_the_most_that_is_held_at_a_time(step: Rehearsal) -> None:
+    assert step.peak.nbytes == sum(step.peak.by_kind.values()) == sum(row[2] for row in step.held())
+    assert step.peak.nbytes >= max(sum(counts.values()) for _, counts in step.timeline(7))
+    assert step.peak.nbytes == max(sum(counts.values()) for _, counts in step.timeline())
+    assert [*step.peak.by_kind] == [kind for kind in KINDS if kind in step.peak.by_kind]
+    assert step.at(step.last).by_kind == step.static
+
+
+def test_activation_checkpointing_keeps_less_and_recomputes(step: Rehearsal) -> None:
+    full = rehearse({"activation_checkpointing": {"mode": "full"}})
+    begin = next(moment for name, moment in full.phases if name == "backward")
+    assert full.at(begin - 1).by_kind["activation"] < step.at(begin - 1).by_kind["activation"] / 3
+    assert any(item.kind == "recomputed" for item in full.allocations)
+    assert not any(item.kind == "recomputed" for item in step.allocations)
+
+
+def test_accumulation_reduces_once_and_keeps_whole_gradients(step: Rehearsal) -> None:
+    twice = rehearse(accumulate=2)
+    count = {name: sum(item.name == name for item in twice.collectives) for name in ("reduce_scatter", "all_gather")}
+    assert count["reduce_scatter"] == 4
+    assert [name for name, _ in twice.phases].count("forward") == 2
+    assert twice.peak.by_kind["gradient"] > step.peak.by_kind.get("gradient", 0)
+
+
+def test_an_accelerator_computes_many_tensors_at_a_time(step: Rehearsal) -> None:
+    def temporary(found: Rehearsal) -> int:
+        kinds = [item for item in found.allocations if item.kind == "optimizer temporary"]
+        return highest(kinds)[0]
+
+    assert temporary(rehearse(device_type="cuda")) > 2 * temporary(step)
+
+
+def test_on_an_accelerator_attention_and_dropout_keep_little() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(x).view(2, 128, 1, 48).transpose(1, 2).chunk(3, -1)
+            found = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+            return nn.functional.dropout(found, 0.1)
+
+    def kept(device_type: str) -> int:
+        found = mmfsdp.rehearse(None, Attends(), torch.randn(2, 128, 16), device_type=device_type)
+        begin = next(moment for name, moment in found.phases if name == "backward")
+        return found.at(begin - 1).by_kind["activation"]
+
+    matrix, elements = 4 * 2 * 128 * 128, 2 * 128 * 16
+    assert kept("cuda") < matrix < kept("cpu")
+    assert kept("cuda") < 4 * elements * 8 + elements
+
+
+def test_nothing_that_is_given_is_changed() -> None:
+    model, batch = Net(), {"x": torch.randn(4, 32)}
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    mmfsdp.rehearse(WRAP, model, batch, mesh=2, max_norm=1.0)
+    assert not dist.is_initialized()
+    assert type(model) is Net
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0]
+        assert torch.equal(param, before[name][1])
+        assert param.grad is None
+    assert model(torch.randn(2, 32)).shape == (2, 5)
+
+
+def test_a_model_on_meta_and_a_plan_give_the_same(step: Rehearsal) -> None:
+    with torch.device("meta"):
+        model, batch = Net(), torch.empty(64, 32)
+    again = mmfsdp.rehearse(mmfsdp.plan(model, WRAP, 4), model, batch, device_type="cpu")
+    assert again.peak == step.peak
+    assert again.collectives == step.collectives
+
+
+def test_the_last_rank_holds_less() -> None:
+    last = rehearse(rank=3)
+    assert last.static["parameter"] == mmfsdp.plan(Net(), WRAP, 4).param_bytes(3)
+    assert last.static["parameter"] < rehearse().static["parameter"]
+
+
+def test_hybrid_sharding_reduces_over_both_dimensions() -> None:
+    hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
+    assert {("reduce_scatter", 4, 1), ("all_reduce", 2, 4)} <= {*hybrid.sent()}
+
+
+def test_it_prints_and_becomes_json(step: Rehearsal) -> None:
+    text = str(step)
+    assert "Peak of rank 0 of 4 ranks: " in text
+    assert "blocks.{0..2}" in text
+    assert "reduce_scatter" in text
+    described = json.loads(json.dumps(step.describe()))
+    assert described["peak"]["nbytes"] == step.peak.nbytes
+    assert len(described["collectives"]) == len(step.collectives)
+
+
+class Refuses(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([x, x], 1))
+
+
+def _no_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).detach()
+
+
+def errors() -> Iterator[Any]:
+    x = torch.randn(4, 32)
+    yield Refuses(), x, {}, RehearsalError, r"needs the values of a tensor at .*test_rehearsal.py:\d+ \(.*item\(\)"
+    yield Broken(), x, {}, RehearsalError, r"failed in forward at .*test_rehearsal.py.*fqn='head'"
+    yield Net(), {"y": x}, {}, RehearsalError, "failed in forward.*unexpected keyword argument 'y'"
+    yield Net(), x, {"optimizer": "adamv"}, ConfigError, "'adamv' is not an optimizer .* Did you mean 'adam' or 'adamw'"
+    yield Net(), x, {"accumulate": 0}, ConfigError, "at least 1, got 0"
+    yield Net(), x, {"rank": 4}, MeshError, "Rank 4 is not in 4 ranks"
+    yield Net(), x, {"loss": _no_loss}, RehearsalError, "failed in backward"
+
+
+@pytest.mark.parametrize(("model", "batch", "settings", "kind", "message"), [*errors()])
+def test_refusals(model: nn.Module, batch: Any, settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        mmfsdp.rehearse(None, model, batch, mesh=4, **settings)
+    assert not dist.is_initialized()
+
+
+def test_refuses_a_process_that_is_in_a_group() -> None:
+    with single_rank(), pytest.raises(ShardStateError, match="before init_process_group"):
+        rehearse()
+
+
+def allocation(nbytes: int, begin: int, end: int | None, module: str = "", kind: str = "activation") -> Allocation:
+    return Allocation(nbytes, kind, module, begin, end)
+
+
+def test_accounting() -> None:
+    found = [allocation(5, 0, None, kind="parameter"), allocation(3, 1, 4), allocation(4, 2, 3), allocation(6, 4, 6)]
+    assert highest(found) == (12, 2)
+    assert series(found, 6, 100) == [
+        (0, {"parameter": 5}),
+        (1, {"parameter": 5, "activation": 3}),
+        (2, {"parameter": 5, "activation": 7}),
+        (3, {"parameter": 5, "activation": 3}),
+        (4, {"parameter": 5, "activation": 6}),
+        (6, {"parameter": 5}),
+    ]
+    assert [sum(counts.values()) for _, counts in series(found, 6, 2)] == [12, 11]
+
+
+def test_equal_layers_share_a_row() -> None:
+    held = [allocation(8, 0, None, f"layers.{place}.up") for place in range(3)] + [allocation(30, 0, None, "head")]
+    assert shares(held) == [("head", "activation", 30, 1), ("layers.{0..2}.up", "activation", 24, 3)]

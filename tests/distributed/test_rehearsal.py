@@ -1,0 +1,63 @@
+"""What a rehearsal predicts is what ranks do: peak memory, static bytes and collectives of real steps over gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.distributed.families import FAMILIES, make
+from tests.distributed.measured import SETTINGS, measure, optimizer_of
+
+import mmfsdp
+from mmfsdp.testing import run_ranks
+
+SAMPLES = 4
+
+# Each family once, each setting several times.
+CASES: list[tuple[str, str, str, int, int, str]] = [
+    ("vit", "fp32", "none", 1, 2, "fsdp2"),
+    ("swin", "bf16", "full", 1, 2, "fsdp2"),
+    ("convnext", "fp32", "none", 2, 2, "fsdp2"),
+    ("resnet", "fp32", "none", 1, 2, "fsdp2"),
+    ("mae", "bf16", "selective", 1, 2, "fsdp2"),
+    ("segformer", "fp32", "full", 1, 2, "fsdp2"),
+    ("detr", "fp32", "none", 1, 2, "replicate"),
+    ("llama", "bf16", "ops", 1, 2, "fsdp2"),
+    ("gpt2", "bf16", "none", 2, 2, "fsdp2"),
+    ("bert", "fp32", "selective", 1, 2, "fsdp1"),
+    ("llama", "fp32", "full", 1, 4, "hybrid"),
+]
+
+
+def settings_of(family: str, precision: str, activations: str, engine: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"precision": precision, **SETTINGS[activations]}
+    config["wrap"] = {"kind": "module_class", "classes": list(FAMILIES[family].layer)}
+    if engine == "hybrid":
+        return {**config, "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}}
+    return {**config, "engine": engine}
+
+
+@pytest.mark.parametrize(("family", "precision", "activations", "accumulate", "ranks", "engine"), CASES)
+def test_a_step(family: str, precision: str, activations: str, accumulate: int, ranks: int, engine: str) -> None:
+    config = settings_of(family, precision, activations, engine)
+    peak, static, issued = run_ranks(measure, ranks, family, config, SAMPLES, accumulate)[0]
+    case = FAMILIES[family]
+    found = mmfsdp.rehearse(
+        config,
+        make(family),
+        case.batch(SAMPLES),
+        mesh=ranks,
+        loss=case.loss,
+        optimizer=optimizer_of,
+        max_norm=1.0,
+        accumulate=accumulate,
+        device_type="cpu",
+    )
+    assert found.peak.nbytes == pytest.approx(peak, rel=0.05)
+    assert {kind: found.static.get(kind) for kind in static} == static  # FSDP1 keeps gradients, too
+    assert [(item.nbytes, item.ranks, item.stride) for item in found.collectives] == [
+        (nbytes, len(group), group[1] - group[0]) for _, nbytes, group in issued
+    ]
+    assert [item.name.replace("_", "") for item in found.collectives] == [
+        name.removeprefix("c10d::").replace("_", "").removesuffix("base") for name, _, _ in issued
+    ]
