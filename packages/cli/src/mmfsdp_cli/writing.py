@@ -81,6 +81,13 @@ _OPTIONS = (
         shell_complete=completing(_dtypes),
         help="Cast floating point tensors, all or by name, to float32, bfloat16, float16...",
     ),
+    option(
+        "--quantize",
+        section=_WRITE,
+        metavar="fp8",
+        shell_complete=completing(lambda: ("fp8",)),
+        help="Write linear layers as 8-bit floats with scales, as transformers and vLLM load them.",
+    ),
     option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each."),
     ranks(_WRITE, "For dcp and local: number of ranks"),
     option(

@@ -30,7 +30,7 @@ _TABLE = "mmfsdp.delta"
 the second checkpoint to its ``kind`` (``equal``, ``difference`` or ``whole``), its ``dtype`` and, unless it is whole,
 the ``crc32`` of the first checkpoint's tensor, packed."""
 
-_NAMES = ("include", "exclude", "rename", "strip_prefix", "dtype", "recipe")
+_NAMES = ("include", "exclude", "rename", "strip_prefix", "dtype", "quantize", "recipe")
 _LIMIT = 1 << 30  # bytes of a table
 
 

@@ -129,7 +129,7 @@ def convert(
     chosen = _completed(chosen, kind, layout)
     beside: Mapping[str, Path] = {}
     if kind.name == "huggingface":
-        folders = import_module("mmfsdp.checkpoint.conversion.model_folders")
+        folders = _folders()
         chosen = chosen.changed({"like": folders.like_folder(chosen.like, layout.path, target)})
         beside = folders.companions(Path(chosen.like or ""), target if chosen.overwrite else None)
     overflowed: Counter[str] = Counter()
@@ -153,6 +153,8 @@ def convert(
                 _write(temporary, target, intent, kind, chosen, progress)
                 for name, file in beside.items():
                     shutil.copyfile(file, temporary / name)
+                if beside and chosen.quantize:
+                    _folders().add_quantization(temporary, intent.written)
                 final = published_path(target, temporary) if chosen.publish else target
                 commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either
@@ -181,6 +183,10 @@ def convert(
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
     )
+
+
+def _folders() -> Any:
+    return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
 
 
 def _stored_bytes(entry: TensorEntry) -> int:

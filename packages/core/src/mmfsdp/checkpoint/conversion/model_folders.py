@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.conversion.quantizing import quantization_config
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["companions", "dtype_notes", "like_folder", "without_ties"]
+__all__ = ["add_quantization", "companions", "dtype_notes", "like_folder", "without_ties"]
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
@@ -124,6 +125,17 @@ def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
         f"{CONFIG} says {stated}, and the weights are {name_list(sorted(floats), quoted=False)}: transformers may "
         "cast them"
     ]
+
+
+def add_quantization(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Say in the config of a folder how its weights are quantised.
+
+    Args:
+        folder: The folder, which is not at its place yet.
+        tensors: The weights as they are written.
+    """
+    config = {**_config(folder), "quantization_config": quantization_config(tensors)}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _ties(

@@ -89,10 +89,13 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     if target.name == "huggingface":
         notes = _model_folders().dtype_notes(named, Path(conversion.like or ""))
         selection = replace(selection, notes=(*selection.notes, *notes))
+    if conversion.quantize:
+        named, notes = _quantizing().quantized(named, partial(_count, overflowed))
+        selection = replace(selection, notes=(*selection.notes, *notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     tree = selection.part if target.flat and keep == "model" else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
-    tensors |= {names[name]: entry for name, entry in named.items()}
+    tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
     content = Content(tree, tensors, named, limit, ranks)
     dropped = selection.dropped
@@ -148,6 +151,10 @@ def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
 
 def _model_folders() -> Any:
     return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
+
+
+def _quantizing() -> Any:
+    return import_module("mmfsdp.checkpoint.conversion.quantizing")  # for who asks for it
 
 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:

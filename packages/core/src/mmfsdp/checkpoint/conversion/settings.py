@@ -63,6 +63,10 @@ class Conversion:
     """Cast floating point tensors to this dtype, or those that match a pattern to its dtype; the patterns see the new
     names. One of float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 and float64. Rounds to nearest, ties to even;
     what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy."""
+    quantize: str | None = None
+    """``'fp8'``: write the weights of linear layers as float8_e4m3fn with a float32 scale for each block of 128 x 128,
+    under the names that transformers and vLLM load, after any ``dtype``. Embeddings, heads, routers and norms stay. For
+    safetensors and Hugging Face folders, whose ``config.json`` gets a ``quantization_config``. Needs numpy."""
     use_ema: bool = False
     """Write the averaged weights as the model's weights."""
     publish: bool = False
@@ -230,6 +234,12 @@ def _dtypes(value: Any) -> str | dict[str, str]:
     return canonical_dtype(value)
 
 
+def _quantization(value: Any) -> str:
+    if value != "fp8":
+        raise _mistyped("'fp8'", value)
+    return "fp8"
+
+
 def _ranks(value: Any) -> int | str:
     Ranks.parse(value)
     return value  # type: ignore[no-any-return]
@@ -260,6 +270,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("drop", "include", "exclude"), _names),
     "rename": _pairs,
     "dtype": _dtypes,
+    "quantize": _quantization,
     "max_shard_size": parse_bytes,
     "to": _format(_WRITTEN, "format to write"),
     "ranks": _ranks,
@@ -299,6 +310,7 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     for setting, fits, needed in (
         ("max_shard_size", target.name in ("safetensors_index", "huggingface"), "'safetensors_index' or 'huggingface'"),
         ("like", target.name == "huggingface", "'huggingface'"),
+        ("quantize", target.tensors_only, "'safetensors', 'safetensors_index' or 'huggingface'"),
         ("publish", not target.directory, "of a single file"),
         ("ranks", target.by_rank, "'dcp' or 'local'"),
     ):

@@ -1,0 +1,143 @@
+"""Writes the weights of linear layers as 8-bit floats with a scale for each block of 128 x 128, as DeepSeek-V3's are.
+
+The names and their meaning are those that transformers (``FineGrainedFP8Config``) and vLLM load: beside ``weight`` of
+float8_e4m3fn lies ``weight_scale_inv`` of float32, and a weight is the product of the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["SCALE", "quantization_config", "quantized"]
+
+SCALE = "_scale_inv"
+"""What the name of a weight's scales ends with."""
+
+_SIDE = 128  # of a block, in elements
+_MOST = 448.0  # the largest number of float8_e4m3fn
+# Matrices that are no linear layers, and those that stay as they are in published models: heads and routers.
+_KEPT = re.compile(
+    r"(.*\.)?(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|lm_head|embed_out|head|score|classifier"
+    r"|gate|router|shared_expert_gate)(\.decoder|\.classifier)?"
+)
+
+
+def quantized(
+    tensors: Mapping[str, TensorEntry], count: Callable[[str, int], None]
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors to write, with scales beside those that are quantised, and what the user should know.
+
+    Args:
+        tensors: The weights by name.
+        count: Called with a name and the number of its elements that were infinite, if there are any.
+
+    Raises:
+        ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
+    """
+    require_numpy("Quantising")
+    made: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        made[name] = entry
+        if not _is_linear(name, entry):
+            continue
+        if name + SCALE in tensors or entry.dtype.startswith("float8"):
+            raise ConfigError(f"{name!r} is quantised already. Quantise the checkpoint from before that.")
+        chunks = entry.chunks()
+        blocks = tuple(-(-size // _SIDE) for size in entry.shape)
+        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name))
+        made[name + SCALE] = _Scales(name + SCALE, "float32", blocks, chunks, (entry,))
+    number = len(made) - len(tensors)
+    if not number:
+        raise ConfigError("'quantize' finds no weight of a linear layer: a floating point matrix named '*.weight'.")
+    matrices = sum(entry.dtype.startswith("float8") for entry in made.values())
+    return made, (f"{matrices} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
+
+
+def quantization_config(names: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return ``quantization_config`` of a model's config.
+
+    Args:
+        names: The weights as they are written.
+    """
+    kept = {name.removesuffix(".weight") for name, entry in names.items() if _is_matrix(name, entry)}
+    kept -= {name.removesuffix(".weight" + SCALE) for name in names if name.endswith(SCALE)}
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_SIDE, _SIDE],
+        "modules_to_not_convert": sorted(kept | {"lm_head"}),  # a tied head is in no file
+    }
+
+
+def _is_matrix(name: str, entry: TensorEntry) -> bool:
+    return name.endswith(".weight") and len(entry.shape) == 2 and is_floating_point(entry.dtype) and entry.numel > 0
+
+
+def _is_linear(name: str, entry: TensorEntry) -> bool:
+    return _is_matrix(name, entry) and not _KEPT.fullmatch(name.removesuffix(".weight"))
+
+
+def _stripes(files: OpenFiles, source: TensorEntry) -> Iterator[NDArray[np.float32]]:
+    """Yield the rows of a matrix, as many as a block has at a time."""
+    import numpy as np
+
+    columns = source.shape[1]
+    for block in tensor_blocks(files, source, _SIDE * columns * itemsize(source.dtype)):
+        yield values(block, source.dtype).astype(np.float32, copy=False).reshape(-1, columns)
+
+
+def _scales(stripe: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the scale of each block of a stripe: its largest finite number becomes the largest of the dtype."""
+    import numpy as np
+
+    sizes = np.abs(stripe)
+    sizes[~np.isfinite(sizes)] = 0
+    largest = np.maximum.reduceat(sizes.max(axis=0), range(0, stripe.shape[1], _SIDE))
+    scales = (largest / np.float32(_MOST)).astype(np.float32)
+    # A block of zeros, or of numbers so small that their scale would be zero, is written as it is.
+    return np.where(scales > 0, scales, np.float32(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes(ComputedEntry):
+    """The quantised weight."""
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        import numpy as np
+
+        lost = 0
+        for stripe in _stripes(files, self.parts[0]):
+            columns = np.repeat(_scales(stripe), _SIDE)[: stripe.shape[1]]
+            with np.errstate(all="ignore"):
+                shares = np.divide(stripe, columns)
+            data, count = cast_block(shares.reshape(-1).view(np.uint8).data, "float32", self.dtype)
+            lost += count
+            yield data
+        if lost:
+            self.overflow(lost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales(ComputedEntry):
+    """The scales of its blocks."""
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        import numpy as np
+
+        for stripe in _stripes(files, self.parts[0]):
+            yield _scales(stripe).view(np.uint8).data

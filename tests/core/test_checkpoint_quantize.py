@@ -1,0 +1,154 @@
+"""Quantised weights are those of the formula that transformers undoes, bit for bit, whatever the form of the target."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmfsdp.checkpoint import average_checkpoints, convert
+from mmfsdp.errors import ConfigError
+
+pytest.importorskip("numpy")
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (300, 200),
+        "model.layers.0.self_attn.q_proj.weight": (256, 384),
+        "model.layers.0.self_attn.q_proj.bias": (256,),
+        "model.layers.0.mlp.gate_proj.weight": (130, 257),
+        "model.layers.0.mlp.gate.weight": (8, 200),
+        "model.layers.0.norm.weight": (200,),
+        "patch.weight": (16, 3, 4, 4),
+        "lm_head.weight": (300, 200),
+    }
+    return {name: (torch.randn(*shape, generator=generator) / 20).to(dtype) for name, shape in shapes.items()}
+
+
+LINEAR = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight")
+
+
+def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise block by block with torch."""
+    rows, columns = (math.ceil(size / 128) for size in weight.shape)
+    codes, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            box = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            scales[row, column] = weight[box].float().abs().max() / 448
+            codes[box] = (weight[box].float() / scales[row, column]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def restored(found: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What transformers computes of a weight: each code times the scale of its block."""
+    codes, scales = found[name].float(), found[f"{name}_scale_inv"]
+    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes * whole[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_codes_and_scales_are_those_of_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    given = weights(dtype)
+    torch.save(given, tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "out.safetensors", quantize="fp8", verify_output=True)
+    found = load_file(tmp_path / "out.safetensors")
+    assert {*found} == {*given} | {f"{name}_scale_inv" for name in LINEAR}
+    for name in LINEAR:
+        codes, scales = reference(given[name])
+        assert torch.equal(found[f"{name}_scale_inv"], scales)
+        assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+        # Half a step of a mantissa of three bits, and half of the smallest number for what is near zero.
+        bound = given[name].float().abs() / 16 + found[f"{name}_scale_inv"].max() * 2**-10
+        assert ((restored(found, name) - given[name].float()).abs() <= bound * 1.0001).all()
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items() if name not in LINEAR)
+
+
+def test_sources_may_be_sharded_and_targets_several_files(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "whole.safetensors", quantize="fp8")
+    convert(tmp_path / "model.safetensors", tmp_path / "dcp", to="dcp", ranks=3)
+    convert(tmp_path / "dcp", tmp_path / "shards", quantize="fp8", max_shard_size="50kB", verify_output=True)
+    convert(tmp_path / "shards", tmp_path / "again.safetensors")
+    one, two = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "again.safetensors")
+    assert {*one} == {*two}
+    assert all(torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)) for name in one)
+
+
+def test_an_average_is_quantised_on_the_way(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "a.safetensors")
+    save_file({name: tensor * 3 for name, tensor in weights().items()}, tmp_path / "b.safetensors")
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    average_checkpoints(paths, tmp_path / "mean.safetensors")
+    convert(tmp_path / "mean.safetensors", tmp_path / "two_steps.safetensors", quantize="fp8")
+    average_checkpoints(paths, tmp_path / "one_step.safetensors", quantize="fp8")
+    one, two = load_file(tmp_path / "one_step.safetensors"), load_file(tmp_path / "two_steps.safetensors")
+    assert all(torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)) for name in two)
+
+
+def test_the_config_of_a_folder_says_it(tmp_path: Path) -> None:
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file(weights(), like / "model.safetensors", metadata={"format": "pt"})
+    (like / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+    convert(like, tmp_path / "out", to="hf", quantize="fp8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"],
+        },
+    }
+    assert json.loads((like / "config.json").read_text()) == {"model_type": "llama", "tie_word_embeddings": False}
+
+
+def test_zeros_infinities_and_nans(tmp_path: Path) -> None:
+    weight = torch.zeros(3, 300)
+    weight[0, 130], weight[1, 131], weight[2, 132], weight[0, 260] = math.inf, 2.0, math.nan, 1e-45
+    save_file({"fc.weight": weight}, tmp_path / "model.safetensors")
+    report = convert(tmp_path / "model.safetensors", tmp_path / "out.safetensors", quantize="fp8")
+    found = load_file(tmp_path / "out.safetensors")
+    assert found["fc.weight_scale_inv"].tolist() == [[1.0, pytest.approx(2 / 448), 1.0]]
+    codes = found["fc.weight"].float()
+    assert codes[0, 130] == 448
+    assert codes[1, 131] == 448
+    assert codes[2, 132].isnan()
+    assert codes.nan_to_num().count_nonzero() == 2
+    assert report.overflowed == {"fc.weight": 1}
+
+
+class TestErrors:
+    def refused(self, folder: Path, state: dict[str, torch.Tensor], message: str, **settings: object) -> None:
+        save_file(state, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            convert(folder / "model.safetensors", folder / "out", **{"to": "safetensors", "quantize": "fp8"} | settings)
+        assert not (folder / "out").exists()
+
+    def test_twice(self, tmp_path: Path) -> None:
+        scaled = {"fc.weight": torch.ones(2, 2), "fc.weight_scale_inv": torch.ones(1, 1)}
+        self.refused(tmp_path, scaled, "'fc.weight' is quantised already")
+        self.refused(
+            tmp_path, {"fc.weight": torch.ones(2, 2).to(torch.float8_e5m2)}, "'fc.weight' is quantised already"
+        )
+
+    def test_nothing_to_do(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, {"embed.weight": torch.ones(2, 2)}, "finds no weight of a linear layer")
+
+    def test_other_formats(self, tmp_path: Path) -> None:
+        message = (
+            "'quantize' applies only to the format 'safetensors', 'safetensors_index' or 'huggingface', not to 'dcp'"
+        )
+        self.refused(tmp_path, weights(), message, to="dcp")
+
+    def test_unknown(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, weights(), "quantize: Input should be 'fp8', got 'int4'", quantize="int4")
