@@ -149,7 +149,8 @@ class _Pool:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[Connection, _Answer]:
         for pipe in self._pipes:
-            pipe.send((function, args))
+            with contextlib.suppress(BrokenPipeError):  # the rank has died; its silence is noticed below
+                pipe.send((function, args))
         answers: dict[Connection, _Answer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._pipes):
@@ -171,7 +172,7 @@ class _Pool:
     def _receive(self, pipe: Connection, function: Callable[..., Any]) -> _Answer:
         try:
             answer: _Answer = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             rank = self._pipes.index(pipe)
             raise RankError(f"{function.__name__}: rank {rank} died.", rank=rank) from None
         return answer
