@@ -129,7 +129,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
         assert "cannot pickle" in texts[1]
         assert "cannot pickle" in texts[3]
         assert "cannot pickle" in texts[5]
-        assert "'full', 'local' or 'sharded', got 'fulll'" in texts[6]
+        assert "'full', 'local', 'sharded' or 'hf', got 'fulll'" in texts[6]
         assert texts[7].startswith("extra holds 'state_dict', which save_checkpoint() writes itself.")
         assert "blocking=False needs kind='sharded', got kind='local'" in texts[8]
         assert "Leave out '.pth', or pass kind='full'" in texts[9]

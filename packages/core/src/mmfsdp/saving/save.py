@@ -19,6 +19,7 @@ from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
 from mmfsdp.saving.background import PendingSave, saver_of, settle_saves
+from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
 from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict
@@ -27,6 +28,7 @@ from mmfsdp.state.optimizer import optim_state_dict
 __all__ = ["save_checkpoint", "write_checkpoint"]
 
 Kind = Literal["full", "local", "sharded"]
+SaveKind = Literal["full", "local", "sharded", "hf"]
 _FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
@@ -35,22 +37,26 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    kind: Kind = "sharded",
+    kind: SaveKind = "sharded",
     extra: Mapping[str, Any] | None = None,
+    like: str | Path | None = None,
     overwrite: bool = False,
     blocking: bool = True,
 ) -> PendingSave:
     """Save a sharded model, and its optimizer. Collective: every rank.
 
     Args:
-        path: ``sharded`` and ``local``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The same on
-            every rank. Missing parent directories are created.
+        path: ``sharded``, ``local`` and ``hf``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The
+            same on every rank. Missing parent directories are created.
         model: A sharded model.
         optimizer: Built from its parameters.
         kind: ``sharded``: each rank writes its own part, in the format of torch's distributed checkpoint (DCP), with
             optimizer state by parameter name. ``local``: one file per rank. ``full``: the first rank gathers the whole
-            model, needs memory for it, and writes it alone.
+            model, needs memory for it, and writes it alone. ``hf``: a folder that ``from_pretrained`` of transformers
+            loads, with the weights alone; each rank writes its own rows into the files.
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
+        like: For ``hf``: a Hugging Face folder of the same model, whose configuration and tokenizer files are copied.
+            If it has weights, their names and shapes must be the model's.
         overwrite: Replace what is at ``path`` once the new checkpoint is complete.
         blocking: ``False`` (``sharded`` only): return as soon as everything is copied to CPU memory, and write in the
             background while training continues. The next save of these ranks first waits for this one.
@@ -65,9 +71,21 @@ def save_checkpoint(
         CheckpointError: The checkpoint, or the one before it in the background, could not be written; raised on every
             rank. What was at ``path`` is untouched.
         RankMismatchError: Ranks gave different paths; raised before anything is gathered.
-        ConfigError: ``kind`` is unknown, does not fit the path, or cannot be saved in the background.
+        ConfigError: ``kind`` is unknown, does not fit the path or another argument, or cannot be saved in the
+            background; or ``like`` does not fit the model.
     """
-    _check_kind(kind, blocking)
+    _check_kind(kind, blocking, ("full", "local", "sharded", "hf"))
+    if (kind == "hf") != (like is not None):
+        raise ConfigError(
+            "kind='hf' needs like=FOLDER, a Hugging Face folder of the same model, for its config.json and tokenizer."
+            if like is None
+            else f"like={str(like)!r} applies only to kind='hf', not to kind={kind!r}."
+        )
+    if like is not None and (optimizer is not None or extra):
+        raise ConfigError(
+            f"kind='hf' holds the weights alone. Leave out {'the optimizer' if optimizer is not None else 'extra'}, "
+            "and save kind='sharded' beside it to resume from."
+        )
     if kind != "full" and Path(path).suffix in _FILES:
         raise ConfigError(
             f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
@@ -78,11 +96,19 @@ def save_checkpoint(
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
     state = find_sharded_model(model)
     target = _free_target(path, state, overwrite)
+    if like is not None:
+        scope = scope_of(state.mesh)
+        weights = model_state_dict(model, "sharded")
+        folder = ModelFolder.of(weights, same_path(like, scope), target, scope, overwrite=overwrite)
+        save = DirectorySave.begin(target, scope, overwrite=overwrite)
+        save.finish(lambda save: write_model_folder(save, folder, scope), scope)
+        return PendingSave.over()
     form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
     content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
     if optimizer is not None:
         by_name = kind == "sharded"
         content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
+    assert kind != "hf"
     return _write(target, {**content, **extra}, state, kind, overwrite, blocking)
 
 
@@ -141,9 +167,9 @@ def _write(
     return PendingSave.over()
 
 
-def _check_kind(kind: str, blocking: bool) -> None:
-    if kind not in ("full", "local", "sharded"):
-        raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
+def _check_kind(kind: str, blocking: bool, known: tuple[str, ...] = ("full", "local", "sharded")) -> None:
+    if kind not in known:
+        raise ConfigError(f"kind must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {kind!r}.")
     if not blocking and kind != "sharded":
         raise ConfigError(f"blocking=False needs kind='sharded', got kind={kind!r}. Save this kind with blocking=True.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["add_quantization", "companions", "dtype_notes", "like_folder", "without_ties"]
+__all__ = ["Ties", "add_quantization", "check_names", "companions", "dtype_notes", "like_folder", "without_ties"]
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
@@ -94,24 +95,73 @@ def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[s
     Raises:
         ConfigError: Names or shapes are not those of the model, or weights that its config ties differ.
     """
-    config = _config(like)
-    expected = _weights(like)
+    ties = Ties.of(like)
     kept = dict(tensors)
     notes = []
-    for name, first in _ties(tensors, expected, config.get("tie_word_embeddings")):
+    for name, first in ties.candidates(tensors):
         if not equal_data(tensors[name], tensors[first]):
-            if config.get("tie_word_embeddings") is True or (expected and name not in expected):
-                raise ConfigError(
-                    f"{CONFIG} of {like.name} ties {name!r} to {first!r}, but they differ: a model loaded from the "
-                    f'folder would lose the first. Set "tie_word_embeddings" to false in its {CONFIG}.',
-                    file=str(like / CONFIG),
-                )
+            ties.refuse_unequal(name, first)
             continue
         del kept[name]
         notes.append(f"{name} is tied to {first} and written once")
-    if expected:
-        _check_names(kept, expected, {*tensors}, like)
+    check_names(kept, {*tensors}, like)
     return kept, tuple(notes)
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Which weights the model of a folder may tie."""
+
+    like: Path
+    """The folder."""
+    stated: bool | None
+    """What its config says; ``None`` if nothing, which transformers takes for yes."""
+    own: frozenset[str]
+    """The names of its weights, if it has any."""
+
+    @classmethod
+    def of(cls, like: Path) -> Ties:
+        """Read the config and the names of a folder."""
+        stated = _config(like).get("tie_word_embeddings")
+        return cls(like, stated if isinstance(stated, bool) else None, frozenset(_weights(like)))
+
+    @property
+    def possible(self) -> bool:
+        """Whether the config lets the model tie weights."""
+        return self.stated is not False
+
+    def candidates(self, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str]]:
+        """Yield names that may be second names, and the first name of each."""
+        if not self.possible:
+            return
+        dropped: set[str] = set()
+        for second, first in _TIES:
+            for name, entry in tensors.items():
+                if name in dropped or name in self.own or not re.fullmatch(second, name):
+                    continue
+                same = [
+                    other
+                    for other, its in tensors.items()
+                    if other not in (name, *dropped)
+                    and re.fullmatch(first, other)
+                    and (its.shape, its.dtype) == (entry.shape, entry.dtype)
+                ]
+                if same:
+                    dropped.add(name)
+                    yield name, same[0]
+
+    def refuse_unequal(self, second: str, first: str) -> None:
+        """Raise if two weights that differ would be tied when the folder is loaded.
+
+        Raises:
+            ConfigError: They would.
+        """
+        if self.stated or (self.own and second not in self.own):
+            raise ConfigError(
+                f"{CONFIG} of {self.like.name} ties {second!r} to {first!r}, but they differ: a model loaded from the "
+                f'folder would lose the first. Set "tie_word_embeddings" to false in its {CONFIG}.',
+                file=str(self.like / CONFIG),
+            )
 
 
 def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
@@ -138,32 +188,20 @@ def add_quantization(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _ties(
-    tensors: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry] | None, tied: Any
-) -> Iterator[tuple[str, str]]:
-    """Yield names that may be second names, and the first name of each."""
-    if tied is False:
+def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) -> None:
+    """Compare what will be written with the weights of a folder, if it has any.
+
+    Args:
+        kept: The tensors to write.
+        given: The names of all tensors, second names of tied ones included.
+        like: A folder of the same model.
+
+    Raises:
+        ConfigError: Names or shapes differ; the message says which, and what to write.
+    """
+    expected = _weights(like)
+    if not expected:
         return
-    dropped: set[str] = set()
-    for second, first in _TIES:
-        for name, entry in tensors.items():
-            if name in dropped or not re.fullmatch(second, name) or (expected and name in expected):
-                continue
-            same = [
-                other
-                for other, its in tensors.items()
-                if other not in (name, *dropped)
-                and re.fullmatch(first, other)
-                and (its.shape, its.dtype) == (entry.shape, entry.dtype)
-            ]
-            if same:
-                dropped.add(name)
-                yield name, same[0]
-
-
-def _check_names(
-    kept: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry], given: set[str], like: Path
-) -> None:
     missing = [name for name in expected if name not in given]
     unexpected = [name for name in kept if name not in expected]
     shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]

@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.manifest import FileEntry
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.files.journal import Journal
 
-__all__ = ["Progress", "StoppedError", "Tracker", "write_files"]
+__all__ = ["Progress", "StoppedError", "Tracker", "complete_file", "write_files"]
 
 
 _MOST_JOBS = 4  # more hardly help, because memory is the limit
@@ -93,7 +93,7 @@ def write_files(
             copies = [[pool.submit(_copy, idle, tracker, journal, part) for part in own] for own in parts]
             for file, path, futures in zip(files, paths, copies, strict=True):
                 crcs = [crc for copied in futures for crc in copied.result()]
-                entries[file.name] = _complete(path, file, crcs)
+                entries[file.name] = complete_file(path, file, crcs)
     return entries
 
 
@@ -155,7 +155,14 @@ def _copy(idle: SimpleQueue[Copier], tracker: Tracker, journal: Journal | None, 
         idle.put(copier)
 
 
-def _complete(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
+def complete_file(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
+    """Write everything but the tensor data to a file, and return its size and CRC-32.
+
+    Args:
+        path: The file, which has its size and its tensor data.
+        file: What was planned.
+        crcs: The CRC-32 of each piece.
+    """
     written: list[_Stretch] = []
     with path.open("r+b", buffering=0) as opened:
         for offset, block in _adjoining(file.blocks(crcs)):

@@ -1,0 +1,241 @@
+"""Writes a Hugging Face folder from all ranks: each writes its rows at their places in the files, without a gather.
+
+The files are planned as ``convert`` plans them, from names, dtypes and shapes alone, which every rank knows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.basics.boxes import Bounds
+from mmfsdp.basics.dtypes import canonical_dtype
+from mmfsdp.checkpoint.conversion.model_folders import Ties, check_names, companions, like_folder
+from mmfsdp.checkpoint.files.copying import reserve
+from mmfsdp.checkpoint.files.disk import sync, write_all
+from mmfsdp.checkpoint.files.writing import complete_file
+from mmfsdp.checkpoint.formats.huggingface import plan_write
+from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
+from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import any_of, gather_to_first, on_all_ranks, shared
+from mmfsdp.runtime.dtensors import box_of, placements_of, whole_tensor
+from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+
+__all__ = ["ModelFolder", "write_model_folder"]
+
+_BLOCK = 4 << 20  # bytes
+
+_Stretch = tuple[int, int, int]  # offset in the file, length, CRC-32
+_Written = dict[str, list[_Stretch]]  # by tensor
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a folder will hold."""
+
+    weights: Mapping[str, torch.Tensor]
+    """The weights by name, tied ones once: DTensors, or tensors that are the same on every rank."""
+    beside: Mapping[str, Path]
+    """Files to copy, by name; only the first rank's counts."""
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Any], like: Path, target: Path, scope: Scope, *, overwrite: bool) -> ModelFolder:
+        """Decide what to write. Collective: every rank of the scope.
+
+        Args:
+            weights: The sharded state dict.
+            like: A Hugging Face folder of the same model.
+            target: Where the folder will appear.
+            scope: The ranks that save.
+            overwrite: Whether the target is replaced; its other files are kept.
+
+        Raises:
+            ConfigError: ``like`` is not such a folder, or its weights have other names or shapes; raised on every rank.
+        """
+        tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+        entries = {name: _entry(name, value) for name, value in tensors.items()}
+
+        def ties() -> tuple[Ties, list[tuple[str, str]]] | None:
+            if not scope.is_first:
+                return None
+            found = Ties.of(like_folder(str(like), target, target))
+            return found, [*found.candidates(entries), *_one_in_memory(tensors)] if found.possible else []
+
+        found, candidates = shared(ties, scope)
+        dropped: set[str] = set()
+        for second, first in candidates:
+            if first in dropped or second in dropped:
+                continue
+            if any_of(scope, not torch.equal(_local(tensors[second]), _local(tensors[first]))):
+                found.refuse_unequal(second, first)
+            else:
+                dropped.add(second)
+        kept = {name: value for name, value in tensors.items() if name not in dropped}
+
+        def check() -> dict[str, Path]:
+            if not scope.is_first:
+                return {}
+            check_names({name: entries[name] for name in kept}, {*tensors}, found.like)
+            return companions(found.like, target if overwrite else None)
+
+        return cls(kept, on_all_ranks(check, scope))
+
+
+def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -> Files:
+    """Write the files of a folder. Collective: every rank of the scope.
+
+    Tensors are written one after the other. A rank holds a copy of its own rows of one tensor at a time; one that is
+    not divided by rows, as with tensor parallelism, is gathered and written by the first rank.
+
+    Returns:
+        On the first rank all files with weights; on others none.
+
+    Raises:
+        CheckpointError: A file could not be written; raised on every rank.
+    """
+    entries = {name: _entry(name, value) for name, value in folder.weights.items()}
+    planned = plan_write(Content({}, entries, entries))
+
+    def create() -> None:
+        with as_checkpoint_error(save.target):
+            if scope.is_first:
+                for file in planned:
+                    with (save.temporary / file.name).open("xb") as created:
+                        reserve(created.fileno(), file.size)
+                for name, origin in folder.beside.items():
+                    shutil.copyfile(origin, save.temporary / name)
+                    sync(save.temporary / name)
+
+    on_all_ranks(create, scope)
+    written: _Written = {}
+    failures: list[BaseException] = []
+    for file in planned:
+        target = _Target(save.temporary / file.name)
+        for piece in file.pieces:
+            own = _own(folder.weights[piece.entry.name], scope)
+            # A rank that failed goes on with what is collective, or the others would wait for it.
+            with _collected(failures, save.target / file.name):
+                written[piece.entry.name] = [] if own is None or failures else [*target.write(*own, piece)]
+        with _collected(failures, save.target / file.name):
+            target.close()
+
+    def succeed() -> None:
+        for failure in failures:
+            raise failure
+
+    on_all_ranks(succeed, scope)
+    parts = gather_to_first(scope, written)
+
+    def complete() -> Files:
+        with as_checkpoint_error(save.target):
+            return {file.name: _completed(save.temporary / file.name, file, parts) for file in planned if parts}
+
+    return on_all_ranks(complete, scope)
+
+
+@contextmanager
+def _collected(failures: list[BaseException], path: Path) -> Iterator[None]:
+    try:
+        with as_checkpoint_error(path):
+            yield
+    except Exception as error:
+        failures.append(error)
+
+
+def _own(tensor: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, Bounds] | None:
+    """Return what this rank writes of a tensor, and which box that is. Collective, if it is not divided by rows."""
+    if not isinstance(tensor, DTensor):
+        return (tensor, ((0,) * tensor.dim(), tuple(tensor.shape))) if scope.is_first else None
+    coordinates = tuple(tensor.device_mesh.get_coordinate() or ())
+    by_rows = all(type(place).__name__ in ("Shard", "Replicate") for place in tensor.placements) and all(
+        dim in (0, None) for dim in placements_of(tensor)
+    )
+    if not by_rows or not tensor.dim():
+        with Waiting("gathering a tensor that is not divided by rows"):
+            whole = whole_tensor(tensor)
+        return (whole, ((0,) * whole.dim(), tuple(whole.shape))) if scope.is_first else None
+    if any(at for at, dim in zip(coordinates, placements_of(tensor), strict=True) if dim is None):
+        return None  # the first replica writes
+    return tensor.to_local(), box_of(tensor).bounds
+
+
+class _Target:
+    """A file that this rank writes parts of."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def write(self, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Iterator[_Stretch]:
+        """Write rows of a tensor; yield where they went."""
+        if not tensor.numel():
+            return
+        offsets, _ = box
+        row = math.prod(piece.entry.shape[1:]) * tensor.element_size()
+        begin = piece.at + (offsets[0] * row if offsets else 0)
+        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        crc = 0
+        for position in range(0, len(data), _BLOCK):
+            block = data[position : position + _BLOCK]
+            write_all(self._descriptor, block, begin + position)
+            crc = crc32(block, crc)
+        yield begin, len(data), crc
+
+    def close(self) -> None:
+        """Wait until what was written is on disk, and close the file."""
+        if self._descriptor is not None:
+            try:
+                os.fsync(self._descriptor)
+            finally:
+                os.close(self._descriptor)
+
+
+def _completed(path: Path, file: PlannedFile, parts: list[_Written]) -> Any:
+    crcs = []
+    for piece in file.pieces:
+        crc, end = 0, piece.at
+        for position, length, own in sorted(stretch for part in parts for stretch in part[piece.entry.name]):
+            assert position == end, f"{piece.entry.name} is written at {position}, expected {end}"
+            crc, end = crc32_combine(crc, own, length), position + length
+        assert end == piece.at + piece.entry.nbytes, piece.entry.name
+        crcs.append(crc)
+    entry = complete_file(path, file, crcs)
+    sync(path)
+    return entry
+
+
+def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(name, canonical_dtype(tensor.dtype), tuple(tensor.shape), ())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _one_in_memory(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """Return the later names of tensors that are one in memory, each with the first name.
+
+    It is for the first rank, which holds rows of every tensor.
+    """
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    pairs = []
+    for name, tensor in tensors.items():
+        local = _local(tensor)
+        first = seen.setdefault((local.data_ptr(), tuple(tensor.shape)), name)
+        if local.numel() and first != name:
+            pairs.append((name, first))
+    return pairs
