@@ -15,10 +15,10 @@ import torch
 RANKS, SIDE = 4, 2048
 
 
-def write(stage: int, path: Path, nbytes: int) -> None:
-    """Write a checkpoint of stage 2 or 3."""
+def write(stage: int, path: Path, nbytes: int, side: int = SIDE) -> None:
+    """Write a checkpoint of stage 2 or 3, of square matrices."""
     shapes = OrderedDict(
-        (f"layers.{i}.weight", torch.Size((SIDE, SIDE))) for i in range(max(1, nbytes // SIDE**2 // 4))
+        (f"layers.{i}.weight", torch.Size((side, side))) for i in range(max(1, nbytes // side**2 // 4))
     )
     folder = path / "global_step1"
     folder.mkdir(parents=True)

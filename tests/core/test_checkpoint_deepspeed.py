@@ -16,10 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.deepspeed_data import write
 
+from mmfsdp.basics.boxes import meet
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.checkpoint.formats.deepspeed_flat import boxes_of, by_parameter, by_stretch, even_pieces
-from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
+from mmfsdp.checkpoint.formats.deepspeed_flat import PieceBoxes, boxes_of, by_parameter, by_stretch, even_pieces
+from mmfsdp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+    MmfsdpError,
+)
 
 ARCHIVES = sorted((Path(__file__).parent / "deepspeed").glob("*.tar.gz"))
 
@@ -259,6 +267,43 @@ def test_a_universal_checkpoint_without_a_parameter(golden: Path, tmp_path: Path
         open_layout(source)
 
 
+def trees(tree: Any) -> list[tuple[Any, Any]]:
+    """Return every container of nested content with each of its keys."""
+    if not isinstance(tree, dict | list):
+        return []
+    items = [*tree.items()] if isinstance(tree, dict) else [*enumerate(tree)]
+    return [(tree, key) for key, _ in items] + [pair for _, value in items for pair in trees(value)]
+
+
+JUNK = (None, -1, 0, 2, 2**70, 1.5, "x", [], {}, [None], {"a": 1}, {None: None}, set(), torch.Size((10**9, 10**9)))
+JUNK += (*map(torch.zeros, (3, (2, 2), (), 100)), torch.zeros(10, dtype=torch.int8), torch.zeros(20)[::2])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nonsense_ends_with_an_error_of_ours(tmp_path: Path, stage: int) -> None:
+    random = np.random.default_rng(stage)
+    write(stage, tmp_path / "good", 128, side=4)
+    good = {path.name: torch.load(path) for path in (tmp_path / "good" / "global_step1").iterdir()}
+    for tree in good.values():
+        tree |= {"shared_params": {"t": "layers.0.weight"}, "meta": {}} if "module" in tree else {}
+    refused = 0
+    for _ in range(25):
+        files = pickle.loads(pickle.dumps(good))
+        name = str(random.choice(sorted(files)))
+        places = trees(files[name])
+        holder, key = places[int(random.integers(len(places)))]
+        holder[key] = JUNK[int(random.integers(len(JUNK)))]
+        path = tmp_path / "bad"
+        path.mkdir(exist_ok=True)
+        for file, tree in files.items():
+            torch.save(tree, path / file)
+        try:
+            convert(path, tmp_path / "out.pth", keep="all", overwrite=True, fsync=False)
+        except MmfsdpError:
+            refused += 1
+    assert 2 < refused < 25
+
+
 def shapes_at_random(random: np.random.Generator) -> dict[str, tuple[int, ...]]:
     count = int(random.integers(1, 6))
     return {
@@ -314,4 +359,11 @@ def test_the_plan_equals_a_division_by_numpy(seed: int) -> None:
             flats[rank, place] = part
     lengths = [len(flats[0, place]) for place in range(3)]
     for name, pieces in by_parameter(groups, lengths, ranks).items():
-        assert np.array_equal(filled(values[name].shape, pieces, flats), values[name])
+        shape = values[name].shape
+        assert np.array_equal(filled(shape, pieces, flats), values[name])
+        boxes = PieceBoxes(shape, pieces, lambda piece, at: (piece, at))
+        everything = boxes.meeting(None)
+        assert boxes.count == len(everything) == len([*boxes_of(shape, pieces)])
+        low = tuple(int(random.integers(0, size + 1)) for size in shape)
+        asked = low, tuple(int(random.integers(0, size - at + 1)) for size, at in zip(shape, low, strict=True))
+        assert boxes.meeting(asked) == {box: held for box, held in everything.items() if meet(box, asked)}

@@ -131,6 +131,11 @@ class Boxes(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether they cover the tensor without gap or overlap by the rule that makes them."""
+        ...
+
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
         """Return those that share an element with ``box``, or all of them."""
         ...
@@ -147,6 +152,11 @@ class ListedBoxes:
     def count(self) -> int:
         """How many there are."""
         return len(self.listed)
+
+    @property
+    def exact(self) -> bool:
+        """Whether they cover the tensor without gap or overlap: no rule says so."""
+        return False
 
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
         """Return those that share an element with ``box``, or all of them."""
@@ -187,6 +197,11 @@ class EvenBoxes:
     def count(self) -> int:
         """How many there are."""
         return len(self.meeting(None))
+
+    @property
+    def exact(self) -> bool:
+        """Whether they cover the tensor without gap or overlap: they do, whatever its shape."""
+        return True
 
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:
         """Return those that share an element with ``box``, or all of them."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes, meet
+from mmfsdp.basics.boxes import Bounds, Boxes, meet
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.layout import (
     Chunk,
@@ -254,7 +254,7 @@ def _stored(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
 
 
 def _check_boxes(layout: Layout, entry: TensorEntry, boxes: Boxes) -> None:
-    if isinstance(boxes, EvenBoxes):  # they cover the tensor exactly, whatever its shape
+    if boxes.exact:
         return
     listed = boxes.meeting(None)
     chunks = [Chunk(layout.path, 0, 0, *box) for box in listed]

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
-from mmfsdp.errors import IncompleteCheckpointError
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError, MmfsdpError
 
 __all__ = ["read"]
 
@@ -53,6 +53,18 @@ def read(source: Source) -> Layout:
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     files = Files(folder_of(source.path, source.names), trust=source.trust)
+    try:
+        return _layout(files, source)
+    except MmfsdpError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"The files in {files.folder.name} do not hold what DeepSpeed writes: {type(error).__name__}: {error}.",
+            file=str(files.folder),
+        ) from error
+
+
+def _layout(files: Files, source: Source) -> Layout:
     model = files.model()
     tensors: dict[str, TensorEntry] = {}
     own = {key: value for key, value in model.items() if key in _COUNTERS and value is not None}

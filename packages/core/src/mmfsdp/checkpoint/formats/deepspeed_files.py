@@ -294,6 +294,8 @@ def _state(path: Path, content: Mapping[str, Any]) -> RankState:
         groups = wrapped.get("param_groups", [])
         ids = [key for group in groups for key in group["params"]] if stage == 3 else range(len(flats))
         states = [by_id.get(key, {}) for key in ids] if by_id else []
+    if not isinstance(wrapped, dict) or not all(isinstance(entries, dict) for entries in states):
+        raise ValueError("its optimizer's state is not in dicts")
     return RankState(path, stage, ranks.pop(), tuple(flats), tuple(states), content, wrapped)
 
 

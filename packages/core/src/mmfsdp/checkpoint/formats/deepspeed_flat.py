@@ -8,13 +8,15 @@ tensor per sub-group (deepspeed/utils/zero_to_fp32.py; runtime/zero/stage_1_and_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, rows_per_rank
+from mmfsdp.basics.boxes import Bounds, meet, rows_per_rank
 from mmfsdp.checkpoint.formats.flat_parameters import flat_boxes
 
-__all__ = ["Piece", "Shapes", "boxes_of", "by_parameter", "by_stretch", "even_pieces"]
+__all__ = ["Piece", "PieceBoxes", "Shapes", "boxes_of", "by_parameter", "by_stretch", "even_pieces"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The parameters of a flat tensor, in its order, and their shapes."""
@@ -101,3 +103,40 @@ def boxes_of(shape: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[tuple[
     for piece in pieces:
         for start, offsets, sizes in flat_boxes(shape, piece.start, piece.stop):
             yield (offsets, sizes), piece, piece.at + start - piece.start
+
+
+@dataclass(frozen=True)
+class PieceBoxes:
+    """The boxes of a parameter, made when they are asked for: thousands of ranks make millions."""
+
+    shape: tuple[int, ...]
+    """Of the parameter, in elements."""
+    pieces: Sequence[Piece]
+    """Where it is, in the order of its elements, all of which are in one."""
+    place: Callable[[Piece, int], Any]
+    """Returns where to look for a box that begins at an element of a piece's flat tensor."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum(1 for _ in boxes_of(self.shape, self.pieces))
+
+    @property
+    def exact(self) -> bool:
+        """Whether they cover the parameter without gap or overlap: its pieces follow each other."""
+        return True
+
+    def meeting(self, box: Bounds | None) -> dict[Bounds, Any]:
+        """Return those that share an element with ``box``, or all of them."""
+        pieces = self.pieces
+        if box is not None and self.shape:
+            row = math.prod(self.shape[1:])
+            begin, end = box[0][0] * row, (box[0][0] + box[1][0]) * row
+            first = bisect_right(pieces, begin, key=lambda piece: piece.stop)
+            last = bisect_right(pieces, end - 1, key=lambda piece: piece.start)
+            pieces = pieces[first:last]
+        return {
+            found: self.place(piece, at)
+            for found, piece, at in boxes_of(self.shape, pieces)
+            if box is None or meet(found, box)
+        }

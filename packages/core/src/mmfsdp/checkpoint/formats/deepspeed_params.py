@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mmfsdp.basics.boxes import ListedBoxes
 from mmfsdp.checkpoint.formats.deepspeed_check import check_ranks_agree, check_slices
 from mmfsdp.checkpoint.formats.deepspeed_files import Files, RankState, shapes_of
-from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes, boxes_of, by_parameter, by_stretch, even_pieces
+from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, PieceBoxes, Shapes, by_parameter, by_stretch, even_pieces
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.layout import TensorEntry, Unlocated
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["FrozenParams", "ShardedParams", "plain"]
@@ -132,9 +131,9 @@ def _entry(
     *,
     look_up: bool,
 ) -> TensorEntry:
-    boxes = {box: files.place(key, piece, at) for box, piece, at in boxes_of(shape, pieces)}
+    boxes = PieceBoxes(shape, pieces, partial(files.place, key))
     locate = partial(files.locate, name, key, dtype)
-    return TensorEntry(name, dtype, shape, locate(boxes) if look_up else Unlocated(ListedBoxes(boxes), locate))
+    return TensorEntry(name, dtype, shape, locate(boxes.meeting(None)) if look_up else Unlocated(boxes, locate))
 
 
 def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[Piece]]:
@@ -148,15 +147,18 @@ def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[Piece]
             raise _odd(first, f"it has {len(lengths)} groups of weights (expected {len(groups)})")
         found = {}
         for place, (shapes, stretch, own) in enumerate(zip(groups, lengths, gaps, strict=True)):
-            found |= by_stretch(place, shapes, stretch, own)
-            reached = stretch * first.ranks
             wanted = sum(math.prod(shape) for shape in shapes.values())
-            if wanted > reached:
-                raise _odd(first, f"its group {place} is of {reached} weights on all ranks (expected {wanted})")
+            if wanted > stretch * first.ranks:
+                raise _odd(
+                    first, f"its group {place} is of {stretch * first.ranks} weights on all ranks (expected {wanted})"
+                )
+            found |= by_stretch(place, shapes, stretch, [integers((gap,))[0] for gap in own])
     for name, numel in ((name, math.prod(shape)) for shapes in groups for name, shape in shapes.items()):
-        held = sum(piece.stop - piece.start for piece in found[name])
-        if held != numel:
-            raise _odd(first, f"by its size, {held} of the {numel} elements of {name!r} are stored")
+        reached = 0
+        for piece in found[name]:
+            reached = piece.stop if piece.start == reached else reached
+        if reached != numel:
+            raise _odd(first, f"by its size, only the first {reached} of the {numel} elements of {name!r} are stored")
     return found
 
 
