@@ -166,6 +166,8 @@ class DcpMetadata:
     """Flat name and offsets of the chunk (``None`` for an object) to where it is stored."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Flat name to the nested keys that it was made of."""
+    flattened: frozenset[str] = frozenset()
+    """Names of the tensors that older releases of Megatron stored flattened, in another shape than their own."""
 
 
 class _Chunk(Attributes):
@@ -243,7 +245,11 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
     paths = {
         name: _path(name, planned.get(name)) for name in dict.fromkeys([*planned, *described]) if name in described
     }
-    return DcpMetadata(tensors, tuple(paths), locations, paths)
+    of_megatron = content.get("mcore_data") or {}
+    flattened = {
+        name for name, held in of_megatron.items() if held.get("nd_reformulated_orig_global_shape") is not None
+    }
+    return DcpMetadata(tensors, tuple(paths), locations, paths, frozenset(flattened))
 
 
 def _tensor_info(path: Path, name: str, content: Mapping[str, Any]) -> TensorInfo:

@@ -213,6 +213,13 @@ FORMATS: tuple[Format, ...] = (
         by_rank=True,
     ),
     Format(
+        "megatron",
+        "a directory of Megatron-Core's torch_dist: DCP with metadata.json, and optimizer state by other names",
+        "megatron",
+        lambda source: ".metadata" in source.names and "metadata.json" in source.names,
+        directory=True,
+    ),
+    Format(
         "dcp",
         "a directory of torch's distributed checkpoint (DCP), with a manifest",
         "dcp",

@@ -199,7 +199,7 @@ def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: li
     return tracker.done
 
 
-_DCP = ("dcp", "dcp_flat")
+_DCP = ("dcp", "dcp_flat", "megatron")
 _BATCH = 128 << 20  # bytes of records that are one piece of work
 
 

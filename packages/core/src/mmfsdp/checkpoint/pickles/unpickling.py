@@ -321,6 +321,7 @@ _SAFE = {
     "decimal": "Decimal",
     "fractions": "Fraction",
     "uuid": "UUID SafeUUID",
+    "_io": "BytesIO",
     "argparse": "Namespace",
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
@@ -344,6 +345,7 @@ _SAFE = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.nn.parameter": "Parameter Buffer",
     "numpy": f"dtype ndarray bool bool_ str_ bytes_ void {_DTYPE_NAMES}".replace(" bfloat16", ""),
     "numpy.core.multiarray": "_reconstruct scalar",
