@@ -1,7 +1,7 @@
 """Reads what Megatron-Core saves as ``torch_dist``: a DCP directory with ``metadata.json`` and ``common.pt``.
 
-Its tensors lie side by side under names such as ``decoder.final_layernorm.weight``. The optimizer's state of that one is
-under ``optimizer.state.exp_avg.decoder.final_layernorm.weight``, with ``chained_0.`` before it if there are several
+Its tensors lie side by side under names such as ``decoder.final_layernorm.weight``. Optimizer state of that one is at
+``optimizer.state.exp_avg.decoder.final_layernorm.weight``, with ``chained_0.`` before it if there are several
 optimizers (megatron/core/dist_checkpointing/optimizer.py, megatron/core/optimizer/distrib_optimizer.py). What is no
 tensor is ``name/shard_0_1``. ``common.pt`` holds what all ranks have in common, such as the iteration.
 """
