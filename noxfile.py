@@ -113,6 +113,13 @@ def cli_alone(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def stores(session: nox.Session) -> None:
+    """Read and write checkpoints in S3, through s3fs, against a server on this machine."""
+    install(session, CORE_WITH_TORCH, *TEST_TOOLS, *TEST_TRUTHS, "s3fs", "moto[server,s3]", "boto3")
+    session.run("python", "-m", "pytest", "tests/stores", *session.posargs)
+
+
+@nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
     install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")

@@ -34,3 +34,9 @@ def test_what_is_not_there(web: WebServer) -> None:
     assert result.exit_code == 2
     assert f"There is no checkpoint at '{web.url}/epoch_4.pth?...'. Check its spelling." in result.stderr
     assert "hush" not in result.stderr
+
+
+def test_targets_on_web_servers(tmp_path: Path) -> None:
+    result = invoke("convert", golden("epoch_3.pth", tmp_path), "https://host/out.safetensors")
+    assert result.exit_code == 2
+    assert "targets are paths on this machine, and s3://" in " ".join(result.stderr.split())

@@ -24,6 +24,7 @@ __all__ = [
     "Manifest",
     "check_manifest",
     "checksum_file",
+    "manifest_bytes",
     "read_manifest",
     "write_manifest",
 ]
@@ -114,6 +115,12 @@ def write_manifest(
     if files is None:
         present = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST_NAME)
         files = {path.name: FileEntry.of(path) for path in present}
+    (directory / MANIFEST_NAME).write_bytes(manifest_bytes(save_id=save_id, world_size=world_size, files=files))
+    return Manifest(save_id, world_size, dict(files))
+
+
+def manifest_bytes(*, save_id: str, world_size: int, files: Mapping[str, FileEntry]) -> bytes:
+    """Return the content of a ``manifest.json``; the arguments are those of `write_manifest`."""
     content = {
         "format": _FORMAT,
         "version": 1,
@@ -122,8 +129,7 @@ def write_manifest(
         "block_size": BLOCK,
         "files": {name: _described(entry) for name, entry in sorted(files.items())},
     }
-    (directory / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return Manifest(save_id, world_size, dict(files))
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def read_manifest(directory: Path) -> Manifest:

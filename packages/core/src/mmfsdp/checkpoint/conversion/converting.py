@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, refuse_existing, temporary_sibling
-from mmfsdp.checkpoint.files.disk import located, present, refuse_missing_parent, remove, write_errors
+from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -54,7 +54,7 @@ class ConversionReport:
     files: Mapping[str, int]
     """Files with tensor data by name, and bytes of it; an empty name is the target itself."""
     free_bytes: int
-    """Bytes free on the target's disk before the conversion."""
+    """Bytes free on the target's disk before the conversion; 0 for a store."""
     dropped: tuple[str, ...]
     """Paths of the parts of the source that are not in the target."""
     renamed: Mapping[str, str]
@@ -99,7 +99,8 @@ def convert(
 
     Args:
         source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
-        target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format.
+        target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format. For safetensors
+            it may be the URL of a file or folder in S3, which is sent in parts as it is produced.
         conversion: What to write and how.
         reference: A complete checkpoint of the same model, if ``source`` does not hold all shapes; see ``open_layout``.
         dry_run: Check and report everything that can be known without writing.
@@ -121,11 +122,13 @@ def convert(
     """
     began = time.perf_counter()
     chosen = (conversion or Conversion()).changed(settings)
-    target = Path(target)
+    target = place(target)
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    with write_errors(target):
-        _refuse_own_files(layout, target)
+    is_remote = isinstance(target, RemoteLike)
+    if not is_remote:
+        with write_errors(target):
+            _refuse_own_files(layout, target)
     chosen = _completed(chosen, kind, layout)
     beside: Mapping[str, Path] = {}
     if kind.name == "huggingface":
@@ -138,12 +141,15 @@ def convert(
     if chosen.verify:
         for origin in layout.origins or (layout,):
             _check_save(origin)
-    free = shutil.disk_usage(located(target).parent).free
-    final, written = target, sum(intent.files.values())
-    replaces = chosen.overwrite or chosen.publish
+    final, written, free = target, sum(intent.files.values()), 0
+    if is_remote:
+        _upload(target, intent, kind, chosen, beside, None if dry_run else progress, dry_run=dry_run)
+    else:
+        free = shutil.disk_usage(located(target).parent).free
+    replaces = chosen.overwrite or chosen.publish or is_remote
     if not replaces:
         refuse_existing(target)
-    if not dry_run:
+    if not dry_run and not is_remote:
         if not chosen.resume:  # a part of it may be there already
             _check_space(target, written, free)
         with write_errors(target):
@@ -224,6 +230,24 @@ def _write(
         write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
     if chosen.verify_output:
         check_output(temporary, intent.written, trust=chosen.trust, progress=progress)
+
+
+def _upload(
+    target: Path,
+    intent: Intent,
+    kind: Format,
+    chosen: Conversion,
+    beside: Mapping[str, Path],
+    progress: Progress | None,
+    *,
+    dry_run: bool,
+) -> None:
+    module = import_module("mmfsdp.checkpoint.conversion.uploading")  # only for targets in stores
+    folder = module.check_target(target, intent, chosen, directory=kind.directory)
+    if not dry_run:
+        module.upload(folder, intent, chosen, directory=kind.directory, beside=beside, progress=progress)
+        if chosen.verify_output:
+            check_output(place(str(target)), intent.written, trust=chosen.trust, progress=progress)
 
 
 def _journal(path: Path, target: Path, intent: Intent) -> Any:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from mmfsdp.basics.descriptors import read_into
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
@@ -23,11 +24,24 @@ from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["BlockWriter", "Copier", "RecordKey", "open_direct", "reserve"]
+__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve"]
 
 _BLOCK = 1 << 19  # bytes that are read at once to be compared only
 RecordKey = tuple[Path, int, int]
 """A record: its file, its first byte and its number of bytes."""
+
+
+class Writer(Protocol):
+    """What a `Copier` writes to; see `BlockWriter`."""
+
+    def room(self, at: int, most: int) -> memoryview:
+        """Return memory for 1 to ``most`` bytes at byte ``at``."""
+
+    def filled(self, count: int) -> None:
+        """Note that the first ``count`` bytes of the ``room`` are there."""
+
+    def write(self, data: bytes | memoryview, at: int) -> None:
+        """Write bytes at byte ``at``."""
 
 
 class Copier:
@@ -41,7 +55,7 @@ class Copier:
     """
 
     def __init__(
-        self, advance: Callable[[int], None], writer: BlockWriter, *, verified: set[RecordKey] | None = None
+        self, advance: Callable[[int], None], writer: Writer, *, verified: set[RecordKey] | None = None
     ) -> None:
         self._advance = advance
         self.writer = writer

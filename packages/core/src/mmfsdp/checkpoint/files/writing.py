@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.manifest import FileEntry
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.files.journal import Journal
 
-__all__ = ["Progress", "StoppedError", "Tracker", "complete_file", "write_files"]
+__all__ = ["Progress", "StoppedError", "Tracker", "complete_file", "joined_crc", "write_files"]
 
 
 _MOST_JOBS = 4  # more hardly help, because memory is the limit
@@ -79,7 +79,7 @@ def write_files(
         with ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-kept") as pool, tracker.stopping(pool):
             parts = [[*pool.map(partial(_kept, tracker, journal), own)] for own in parts]
     with ExitStack() as stack:
-        idle: SimpleQueue[Copier] = SimpleQueue()
+        idle: SimpleQueue[_Worker] = SimpleQueue()
         verified: set[RecordKey] = set()
         for _ in range(count):
             writer = BlockWriter(direct=fsync)
@@ -87,7 +87,7 @@ def write_files(
             if remote:
                 left = (piece for own in parts for part in own if part.crcs is None for piece in part.pieces)
                 copier.expect(_expecting().copied_extents(left, verify=verify))
-            idle.put(copier)
+            idle.put((copier, writer))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         with tracker.stopping(pool):
             copies = [[pool.submit(_copy, idle, tracker, journal, part) for part in own] for own in parts]
@@ -138,12 +138,15 @@ def _kept(tracker: Tracker, journal: Journal, part: _Part) -> _Part:
     return part._replace(crcs=crcs)
 
 
-def _copy(idle: SimpleQueue[Copier], tracker: Tracker, journal: Journal | None, part: _Part) -> list[int]:
+_Worker = tuple[Copier, BlockWriter]
+
+
+def _copy(idle: SimpleQueue[_Worker], tracker: Tracker, journal: Journal | None, part: _Part) -> list[int]:
     if part.crcs is not None:
         return part.crcs
-    copier = idle.get()
+    copier, writer = worker = idle.get()
     try:
-        with copier.writer.to(part.path):
+        with writer.to(part.path):
             crcs = [copier.copy_tensor(piece.entry, piece.at) for piece in part.pieces]
         if journal is not None:
             journal.note(part.file, part.first, crcs)
@@ -152,7 +155,7 @@ def _copy(idle: SimpleQueue[Copier], tracker: Tracker, journal: Journal | None, 
         tracker.stop(error)
         raise
     finally:
-        idle.put(copier)
+        idle.put(worker)
 
 
 def complete_file(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
@@ -169,7 +172,7 @@ def complete_file(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEnt
             write_all(opened.fileno(), block, offset)
             written.append((offset, len(block), crc32(block)))
     pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
-    return FileEntry(file.size, _joined(heapq.merge(pieces, written), file.size))
+    return FileEntry(file.size, joined_crc(heapq.merge(pieces, written), file.size))
 
 
 def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -189,7 +192,7 @@ def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
 _Stretch = tuple[int, int, int]  # offset, length, CRC-32
 
 
-def _joined(stretches: Iterable[_Stretch], size: int) -> int:
+def joined_crc(stretches: Iterable[_Stretch], size: int) -> int:
     """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
     crc = position = 0
     for offset, length, own in stretches:

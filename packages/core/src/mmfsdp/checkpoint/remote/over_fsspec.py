@@ -9,7 +9,7 @@ from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingEr
 from mmfsdp.checkpoint.remote.urls import Url, shown
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
-__all__ = ["FsspecTransport", "transport"]
+__all__ = ["FsspecTransport", "fsspec_store", "transport"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,12 @@ _MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "LastModified", "l
 
 
 def transport(url: Url) -> FsspecTransport:
-    """Return the transport for a URL and all others of its scheme.
+    """Return the transport for a URL and all others of its scheme; errors as for `fsspec_store`."""
+    return FsspecTransport(*fsspec_store(url))
+
+
+def fsspec_store(url: Url) -> tuple[Any, Callable[[str], str]]:
+    """Return fsspec's file system for a URL and all others of its scheme, and what makes its paths of their URLs.
 
     Raises:
         ConfigError: fsspec, or the driver for the scheme, is not installed.
@@ -54,7 +59,7 @@ def transport(url: Url) -> FsspecTransport:
             "or another that fsspec knows."
         ) from error
     store.invalidate_cache()
-    return FsspecTransport(store, strip_protocol)
+    return store, strip_protocol
 
 
 class FsspecTransport:

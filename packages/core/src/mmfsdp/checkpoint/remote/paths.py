@@ -71,6 +71,11 @@ class RemotePath(RemoteLike, _Base):
         return RemotePath(self._url.child(str(name)), self._session)
 
     @property
+    def url(self) -> Url:
+        """Where it is."""
+        return self._url
+
+    @property
     def name(self) -> str:
         return self._url.name
 

@@ -1,0 +1,174 @@
+"""Checkpoints in S3, read and written through s3fs, against moto's server on this machine; `nox -s stores` runs this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import s3fs
+import torch
+from moto.server import ThreadedMotoServer
+from safetensors.torch import load_file, save_file
+from tests.core.samples import write_samples
+
+from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("samples")
+    write_samples(folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layer.{i:02}": torch.randn(512 * 1024 + i, generator=generator) for i in range(25)}
+    save_file(tensors, folder / "large.safetensors")
+    convert(folder / "large.safetensors", folder / "large", to="dcp", ranks=2, fsync=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in (
+        ("AWS_ENDPOINT_URL", address),
+        ("AWS_ACCESS_KEY_ID", "id"),
+        ("AWS_SECRET_ACCESS_KEY", "hush"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    yield client
+    for key in keys(client):
+        client.delete_object(Bucket="bucket", Key=key)
+
+
+def keys(client: Any) -> list[str]:
+    return [item["Key"] for item in client.list_objects_v2(Bucket="bucket").get("Contents", [])]
+
+
+def put(client: Any, folder: Path, name: str) -> str:
+    for file in [folder / name] if (folder / name).is_file() else (folder / name).iterdir():
+        client.upload_file(str(file), "bucket", str(file.relative_to(folder)))
+    return f"s3://bucket/{name}"
+
+
+@pytest.mark.parametrize("name", ["zip.pth", "legacy.pth", "ours.safetensors", "index", "local", "dcp", "torch_dcp"])
+def test_reads(name: str, s3: Any, folder: Path, tmp_path: Path) -> None:
+    url = put(s3, folder, name)
+    layout = open_layout(url)
+    assert {**layout.describe(), "path": ""} == {**open_layout(folder / name).describe(), "path": ""}
+    convert(layout, tmp_path / "out.safetensors", fsync=False)
+    assert diff(tmp_path / "out.safetensors", folder / name, keep="model").same
+    assert verify(url).ok
+
+
+def test_says_what_is_missing(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint at 's3://bucket/nothing.pth'"):
+        open_layout("s3://bucket/nothing.pth")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(CheckpointError, match=r"does not let nothing\.pth be read.*the credentials"):
+        open_layout("s3://bucket/nothing.pth")
+
+
+@pytest.mark.parametrize("source", ["large.safetensors", "large"])
+def test_a_file_is_sent_in_parts(source: str, s3: Any, folder: Path, tmp_path: Path) -> None:
+    report = convert(folder / source, "s3://bucket/out.safetensors", verify_output=True)
+    assert (report.path, report.verified) == ("s3://bucket/out.safetensors", True)
+    s3.download_file("bucket", "out.safetensors", str(tmp_path / "there.safetensors"))
+    convert(folder / source, tmp_path / "here.safetensors", fsync=False)
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    tag = s3.head_object(Bucket="bucket", Key="out.safetensors")["ETag"]
+    assert tag.strip('"').endswith("-4"), "50 MB are four parts of 16 MB"
+
+
+def test_from_s3_to_s3_with_a_cast(s3: Any, folder: Path, tmp_path: Path) -> None:
+    convert(put(s3, folder, "large"), "s3://bucket/half.safetensors", dtype="bf16")
+    s3.download_file("bucket", "half.safetensors", str(tmp_path / "half.safetensors"))
+    found, expected = load_file(tmp_path / "half.safetensors"), load_file(folder / "large.safetensors")
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+    assert verify("s3://bucket/half.safetensors").ok
+
+
+def test_a_folder_gets_its_index_and_its_manifest(s3: Any, folder: Path) -> None:
+    convert(folder / "large.safetensors", "s3://bucket/run/out", max_shard_size=20 * MB)
+    report = verify("s3://bucket/run/out")
+    assert (report.ok, report.manifest, report.unchecked) == (True, True, ())
+    assert diff("s3://bucket/run/out", folder / "large.safetensors").same
+    order = sorted(s3.list_objects_v2(Bucket="bucket")["Contents"], key=lambda item: item["LastModified"])
+    assert order[-1]["Key"] == "run/out/manifest.json"
+
+
+class TestNothingHalfDone:
+    def test_when_it_is_stopped(self, s3: Any, folder: Path) -> None:
+        def stop(done: int, _: int) -> None:
+            if done > 30 * MB:
+                raise KeyboardInterrupt
+
+        for target, settings in (("out.safetensors", {}), ("out", {"max_shard_size": 20 * MB})):
+            with pytest.raises(KeyboardInterrupt):
+                convert(folder / "large.safetensors", f"s3://bucket/{target}", progress=stop, **settings)
+            assert keys(s3) == []
+            assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
+
+    def test_when_the_source_is_damaged(self, s3: Any, folder: Path, tmp_path: Path) -> None:
+        convert(folder / "large.safetensors", tmp_path / "damaged.safetensors", fsync=False)
+        with (tmp_path / "damaged.safetensors").open("r+b") as file:
+            file.seek(-5, 2)
+            file.write(b"x")
+        with pytest.raises(CorruptCheckpointError, match="is damaged"):
+            convert(tmp_path / "damaged.safetensors", "s3://bucket/out.safetensors")
+        assert keys(s3) == []
+        assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
+
+    def test_a_dry_run_writes_nothing(self, s3: Any, folder: Path) -> None:
+        assert convert(folder / "large.safetensors", "s3://bucket/out.safetensors", dry_run=True).dry_run
+        assert keys(s3) == []
+
+
+class TestRefused:
+    def test_what_exists(self, s3: Any, folder: Path) -> None:
+        source = folder / "ours.safetensors"
+        convert(source, "s3://bucket/out.safetensors")
+        with pytest.raises(TargetExistsError, match=r"exists already.*overwrite=True"):
+            convert(source, "s3://bucket/out.safetensors")
+        convert(folder / "large.safetensors", "s3://bucket/out.safetensors", overwrite=True)
+        assert diff("s3://bucket/out.safetensors", folder / "large.safetensors").same
+        convert(source, "s3://bucket/out", max_shard_size="1MB")
+        with pytest.raises(TargetExistsError, match="remove it first"):
+            convert(source, "s3://bucket/out", max_shard_size="1MB", overwrite=True)
+
+    @pytest.mark.parametrize(
+        ("target", "settings", "text"),
+        [
+            ("s3://bucket/out.pth", {}, "'torch_zip' has checksums among its data"),
+            ("s3://bucket/out", {"to": "dcp"}, "'dcp' has checksums among its data"),
+            ("s3://bucket/out.safetensors", {"resume": True}, "resume: works only for targets on this machine"),
+            ("https://host/out.safetensors", {}, "targets are paths on this machine, and s3://"),
+        ],
+    )
+    def test_what_cannot_be_sent(self, target: str, settings: dict[str, Any], text: str, s3: Any, folder: Path) -> None:
+        with pytest.raises(ConfigError, match=text):
+            convert(folder / "large.safetensors", target, **settings)
+        assert keys(s3) == []
+
+    def test_a_bucket_that_is_not_there(self, s3: Any, folder: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"out\.safetensors cannot be written: S3 says .*bucket") as caught:
+            convert(folder / "large.safetensors", "s3://nobucket/out.safetensors")
+        assert "hush" not in str(caught.value)
