@@ -220,7 +220,7 @@ class TestBadServers:
         web.fault = lambda handler, request: handler.answer(Request(request.path, None, None, {})) or True
         with pytest.raises(FormatError, match="Download the checkpoint first"):
             open_layout(f"{web.url}/large.safetensors")
-        assert web.sent < 4 << 20
+        assert len(web.requests) == 1
         assert len(open_layout(f"{web.url}/plain.safetensors").tensors) == 4
 
     def test_redirects_are_followed_and_an_address_that_expires_is_asked_for_again(

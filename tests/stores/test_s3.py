@@ -78,7 +78,7 @@ def test_reads(name: str, s3: Any, folder: Path, tmp_path: Path) -> None:
 
 
 def test_says_what_is_missing(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint at 's3://bucket/nothing.pth'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at 's3://bucket/nothing\.pth'"):
         open_layout("s3://bucket/nothing.pth")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
