@@ -1,4 +1,4 @@
-"""Checkpoints in S3, read and written through s3fs, against moto's server on this machine; `nox -s stores` runs this."""
+"""Checkpoints in S3, read and written through s3fs, against a server of moto on this machine: `nox -s stores`."""
 
 from __future__ import annotations
 
