@@ -90,11 +90,22 @@ class LazyTensor:
         """
         box = box or whole_box(self)
         result = torch.empty(box.sizes, dtype=self.dtype)
-        if result.numel():
-            size = result.numel() * result.element_size()
-            memory = memoryview((ctypes.c_char * size).from_address(result.data_ptr())).cast("B")
-            self.source.fill(self.name, box.bounds, memory)
+        self.read_into(result, box)
         return result
+
+    def read_into(self, target: torch.Tensor, box: Box) -> None:
+        """Read a box into a tensor of its sizes, whatever the dtype, device and strides of that. Not collective.
+
+        Raises:
+            CorruptCheckpointError: The data is damaged, or a file ends before the tensor does. The target may hold some
+                of it.
+        """
+        if target.dtype != self.dtype or target.device.type != "cpu" or not target.is_contiguous():
+            target.copy_(self.read(box))
+        elif target.numel():
+            size = target.numel() * target.element_size()
+            memory = memoryview((ctypes.c_char * size).from_address(target.data_ptr())).cast("B")
+            self.source.fill(self.name, box.bounds, memory)
 
 
 def locate(wanted: Iterable[tuple[Any, Box]], scope: Scope) -> None:

@@ -157,6 +157,8 @@ def _is_tied_to(name: str, offered: Mapping[str, Any], state: ShardedModel) -> b
 def _fill(into: torch.Tensor | FlatPiece, value: Any) -> None:
     if isinstance(into, FlatPiece):
         fill_piece(into, value)
+    elif isinstance(value, LazyTensor):
+        value.read_into(_local(into), box_of(into))
     else:
         _local(into).copy_(local_value(value, into))
 

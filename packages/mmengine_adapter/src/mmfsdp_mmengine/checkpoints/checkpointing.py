@@ -81,7 +81,7 @@ class CheckpointingStrategy(DDPStrategy):
             StateDictError: With ``strict``, keys or shapes do not match; raised on every rank.
         """
         offered = with_own_counters(self.model, revised_keys(state_dict, revise_keys))
-        report = load_model_state_dict(self.model, offered, strict=strict)
+        report = load_model_state_dict(self.model, offered, strict=strict, read_once=True)
         if not report.clean:
             self.logger.warning(describe_mismatch(report))
         if self._pending is not None:
