@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
@@ -34,6 +36,8 @@ def check_output(
         raise CorruptCheckpointError(f"What was written has other tensors than the source: {unlike[0]!r}.")
     tracker = Tracker(sum(entry.nbytes for entry in expected.values()), progress)
     with OpenFiles() as files:
+        pairs = ((expected[name], layout.tensors[name]) for name in expected)
+        files.expect(extent for pair in pairs for extent in _expecting().alternating(pair))
         for name, entry in expected.items():
             found = layout.tensors[name]
             if (found.dtype, found.shape) != (entry.dtype, entry.shape):
@@ -45,6 +49,10 @@ def check_output(
                 if not there.matches(block):
                     raise _differs(name, path)
                 tracker.advance(len(block))
+
+
+def _expecting() -> Any:
+    return import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
 
 
 def published_path(path: Path, written: Path) -> Path:

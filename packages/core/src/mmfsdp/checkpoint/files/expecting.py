@@ -9,7 +9,7 @@ from pathlib import Path
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, TensorEntry
 
-__all__ = ["compared_extents", "copied_extents", "read_extents"]
+__all__ = ["alternating", "compared_extents", "copied_extents", "read_extents"]
 
 _PART = 4 << 20  # bytes; more than the blocks that are compared
 
@@ -34,7 +34,7 @@ def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]
 def read_extents(entry: TensorEntry) -> Iterator[Extent]:
     """Yield what is read of a tensor in row-major order."""
     if isinstance(entry, ComputedEntry):
-        yield from _alternating(entry.parts)
+        yield from alternating(entry.parts)
         return
     for run in byte_runs(entry):
         span = run.length
@@ -46,10 +46,10 @@ def read_extents(entry: TensorEntry) -> Iterator[Extent]:
 def compared_extents(pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> Iterator[Extent]:
     """Yield what is read to compare tensors block by block, each with another one."""
     for pair in pairs:
-        yield from _alternating(pair)
+        yield from alternating(pair)
 
 
-def _alternating(entries: Iterable[TensorEntry]) -> Iterator[Extent]:
+def alternating(entries: Iterable[TensorEntry]) -> Iterator[Extent]:
     """Yield what is read of tensors whose blocks are used together."""
     for extents in itertools.zip_longest(*map(_parts, entries)):
         yield from (extent for extent in extents if extent is not None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.expecting import read_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
@@ -78,6 +79,7 @@ def tensor_statistics(layout: Layout, name: str, *, progress: Progress | None = 
     zeros = nans = infs = 0
     tracker = Tracker(stored.nbytes, progress)
     with OpenFiles() as files:
+        files.expect(read_extents(stored))
         for block in tensor_blocks(files, stored, _BLOCK):
             found = values(block, entry.dtype)
             with np.errstate(all="ignore"):  # signalling NaNs

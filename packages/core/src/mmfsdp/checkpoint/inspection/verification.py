@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import read_at
+from mmfsdp.basics.descriptors import RemoteLike, read_at
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
@@ -85,7 +85,7 @@ def verify(
     Args:
         path: A checkpoint of any format that ``open_layout`` reads, or what it returned.
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
-        jobs: Number of files, or parts of a file, to read at the same time.
+        jobs: Number of files, or parts of a file, to read at the same time. A server is read by many threads anyway.
         progress: Called with the bytes read so far and the bytes to read. What it raises stops the check.
         reference: A whole checkpoint of the same model, where ``path`` does not say all shapes; see ``open_layout``.
 
@@ -184,6 +184,8 @@ def _located(layout: Layout, problems: list[Problem]) -> Layout:
 
 def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: list[Problem]) -> int:
     tracker = Tracker(sum(check.nbytes for check in checks), progress)
+    if any(isinstance(check.file, RemoteLike) for check in checks):
+        jobs = 1  # many threads read ahead for one, each of several would hold as much memory
 
     def run(check: Check) -> list[Problem]:
         extents = [mark.extent for mark in check.marks]

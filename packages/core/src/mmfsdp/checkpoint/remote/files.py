@@ -14,6 +14,7 @@ from mmfsdp.checkpoint.remote.urls import Url
 __all__ = ["RemoteFile", "RemoteStream"]
 
 _NEAR = 1 << 20  # bytes that a reader may skip and still read in order
+_WINDOW = 16 << 20  # bytes that are read ahead of a reader who has announced nothing
 _LEAST = 1 << 16  # bytes of a single request
 _GAP = 1 << 14  # bytes between two short extents up to which one request brings both
 
@@ -56,7 +57,7 @@ class RemoteFile(VirtualFile):
         """Read what nobody has announced."""
         in_order = 0 <= at - self._last <= _NEAR if self._last >= 0 else False
         if in_order and self._own is None:
-            self._own = ReadAhead(iter([(self._session, self._url, at, self.size)]))
+            self._own = ReadAhead(iter([(self._session, self._url, at, self.size)]), _WINDOW)
         if self._own is not None:
             if count := self._own.read_into(self._url, view, at):
                 return count

@@ -45,9 +45,11 @@ class ReadAhead:
     Args:
         extents: What will be read. It is asked for more while reading goes on. What is read in another order, or not
             announced, is not found here, and nothing worse.
+        window: Bytes that are held, on the way, or wait for a thread.
     """
 
-    def __init__(self, extents: Iterable[tuple[Session, Url, int, int]]) -> None:
+    def __init__(self, extents: Iterable[tuple[Session, Url, int, int]], window: int = WINDOW) -> None:
+        self._window = window
         self._coming = _requests(Extent(*extent) for extent in extents)
         self._active: deque[_Request] = deque()
         self._held = 0
@@ -90,7 +92,7 @@ class ReadAhead:
             self._held = 0
 
     def _fill(self) -> None:
-        while self._held < WINDOW and (extent := next(self._coming, None)) is not None:
+        while self._held < self._window and (extent := next(self._coming, None)) is not None:
             self._active.append(_Request(extent))
             self._held += extent.end - extent.begin
 
@@ -100,7 +102,7 @@ class ReadAhead:
 
     def _forget_oldest(self) -> None:
         oldest = next((one for one in self._active if not one.used), None)
-        if oldest is not None and self._held >= WINDOW:  # or the wrong ones would stay until the end
+        if oldest is not None and self._held >= self._window:  # or the wrong ones would stay until the end
             self._drop(oldest)
 
 
