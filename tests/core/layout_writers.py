@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-__all__ = ["like_the_tutorial", "like_torchtitan"]
+__all__ = ["like_composer", "like_the_tutorial", "like_torchtitan"]
 
 
 class Attention(torch.nn.Module):
@@ -74,3 +75,19 @@ def like_the_tutorial(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     model, optimizer, _ = trained()
     weights = get_model_state_dict(model)
     return saved({"app": {"model": weights, "optim": get_optimizer_state_dict(model, optimizer)}}, directory), weights
+
+
+def like_composer(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Save as Composer 0.32 saves in shards: its state, with optimizers by class, beside random number generators."""
+    model, optimizer, scheduler = trained()
+    weights = get_model_state_dict(model)
+    state = {
+        "model": weights,
+        "optimizers": {"AdamW": get_optimizer_state_dict(model, optimizer)},
+        "schedulers": {"StepLR": scheduler.state_dict()},
+        "timestamp": {"Timestamp": {"epoch": 1, "batch": 3}},
+        "run_name": "run",
+        "metadata": {"composer_env_info": {"composer_version": "0.32.1"}},
+    }
+    rng = [{"python": random.getstate(), "torch": torch.get_rng_state()}]
+    return saved({"state": state, "rng": rng}, directory), weights

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from tests.core.layout_writers import like_the_tutorial, like_torchtitan
+from tests.core.layout_writers import like_composer, like_the_tutorial, like_torchtitan
 
 from mmfsdp.checkpoint import convert, diff
 from mmfsdp.checkpoint.tree import find_weights, usual_content
 from mmfsdp.errors import FormatError
 
 
-@pytest.mark.parametrize("write", [like_torchtitan, like_the_tutorial])
+@pytest.mark.parametrize("write", [like_torchtitan, like_the_tutorial, like_composer])
 @pytest.mark.parametrize("to", ["dcp", "local"])
 def test_everything_is_resharded_as_it_is(tmp_path: Path, write: Any, to: str) -> None:
     source, weights = write(tmp_path / "step-3")
@@ -26,7 +26,8 @@ def test_everything_is_resharded_as_it_is(tmp_path: Path, write: Any, to: str) -
     if to == "dcp":
         assert diff(source, tmp_path / "out").same or write is like_torchtitan  # whose optimizer is unflattened
         into: dict[str, Any] = {name: torch.zeros_like(value) for name, value in weights.items()}
-        content = into if write is like_torchtitan else {"app": {"model": into}}
+        key = "state" if write is like_composer else "app"
+        content = into if write is like_torchtitan else {key: {"model": into}}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(content, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -45,6 +46,7 @@ WEIGHTS = {"a": TENSOR, "b": TENSOR}
         ({"state_dict": WEIGHTS, "optimizer": {}}, ("state_dict",), ["optimizer"]),
         ({"model": WEIGHTS, "optim": {}, "x": TENSOR}, ("model",), ["optim", "x"]),
         ({"app": {"model": WEIGHTS, "optim": {}}}, ("app", "model"), ["optim"]),
+        ({"state": {"model": WEIGHTS, "run_name": "run"}, "rng": [{}]}, ("state", "model"), ["run_name"]),
         (WEIGHTS, (), []),
         ({**WEIGHTS, "optimizer": {"s": TENSOR}, "step": 3}, (), ["optimizer", "step"]),
         ({**WEIGHTS, "args": {"lr": 1}}, (), ["args"]),
@@ -66,6 +68,7 @@ def test_where_the_weights_are(tree: dict[str, Any], where: tuple[str, ...], bes
         {"net": WEIGHTS},
         {"scale": TENSOR, "net": {"w": TENSOR}, "head": {"w": TENSOR}},  # one of them must be asked for
         {"app": {"other": {"model": WEIGHTS}}, "more": 1},
+        {"rng": [{}]},
         {},
         [TENSOR],
         None,
@@ -86,6 +89,21 @@ def test_usual_content() -> None:
         "optimizer": {"state": {}},
         "train_state": {"step": TENSOR},
     }
+
+
+def test_composers_state(tmp_path: Path) -> None:
+    source, weights = like_composer(tmp_path / "ep1-ba3")
+    report = convert(source, tmp_path / "out.pth", fsync=False)
+    assert report.tensors == len(weights)
+    assert {"state/optimizers", "rng"} <= {*report.dropped}
+    convert(source, tmp_path / "all.pth", keep="all", fsync=False)
+    found = torch.load(tmp_path / "all.pth", weights_only=False)
+    optimizer = found["state"]["optimizers"]["AdamW"]
+    assert optimizer["param_groups"][0]["params"] == [*range(len(weights))]  # by place, as in every .pth
+    usual = usual_content(found, torch.is_tensor)
+    assert usual is not None
+    assert usual["optimizer"] is optimizer
+    assert usual["rng"] is found["rng"]
 
 
 def test_an_unknown_mapping_of_tensors_must_be_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
@@ -208,6 +208,9 @@ _BESIDE = {
 _BESIDE |= {"dataloader", "train_state", "meta", "message_hub", "rng_state", "ema_state_dict"}
 
 
+_RANDOM = "rng"  # the state of random number generators, which Composer keeps beside everything else
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of a checkpoint, and its other content."""
@@ -218,19 +221,23 @@ class Weights:
     """The keys that lead to them; none if they have no key of their own."""
     beside: Mapping[Any, Any]
     """Everything beside the weights, by key."""
+    above: Mapping[Any, Any] = field(default_factory=dict)
+    """Everything beside the first key of ``where`` if there are several, by key."""
 
     def left_out(self, *kept: str) -> list[str]:
         """Return the paths of everything beside the weights, except for some keys."""
         above = "/".join(map(str, self.where[:-1]))
-        return [f"{above}/{key}" if above else str(key) for key in self.beside if key not in kept]
+        own = [f"{above}/{key}" if above else str(key) for key in self.beside if key not in kept]
+        return [*own, *map(str, self.above)]
 
 
 def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
     """Find the weights in the content of a checkpoint; ``None`` if they are in none of the usual places.
 
     They lie under ``'state_dict'`` or ``'model'``; or so under the only key there is (``{'app': {'model': ...}}``, as
-    in torch's tutorials); or without a key of their own: alone, or beside ``'optimizer'``, ``'lr_scheduler'``,
-    ``'dataloader'``, ``'train_state'`` and the like, as torchtitan writes them.
+    in torch's tutorials), or the only one beside ``'rng'`` (``{'state': {'model': ...}, 'rng': ...}``, as in Composer);
+    or without a key of their own: alone, or beside ``'optimizer'``, ``'lr_scheduler'``, ``'dataloader'``,
+    ``'train_state'`` and the like, as torchtitan writes them.
     """
     if not isinstance(tree, dict):
         return None
@@ -238,11 +245,12 @@ def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
         if isinstance(tree.get(key), dict):
             return Weights(tree[key], (key,), _without(tree, key))
     if not any(map(is_tensor, tree.values())):
-        if len(tree) != 1:
+        above = {key: value for key, value in tree.items() if key == _RANDOM}
+        if len(tree) - len(above) != 1:
             return None
-        [(only, inner)] = tree.items()
-        found = find_weights(inner, is_tensor)
-        return Weights(found.weights, (only, *found.where), found.beside) if found and found.where else None
+        [only] = _without(tree, _RANDOM)
+        found = find_weights(tree[only], is_tensor)
+        return Weights(found.weights, (only, *found.where), found.beside, above) if found and found.where else None
     parts = {key: value for key, value in tree.items() if isinstance(value, dict)}
     if not parts:
         return Weights(tree, (), {})
@@ -260,10 +268,13 @@ def usual_content(tree: Any, is_tensor: Callable[[Any], bool]) -> dict[Any, Any]
     found = find_weights(tree, is_tensor)
     if found is None:
         return None
-    content = dict(found.beside)
+    content = {**found.above, **found.beside}
     for key in OPTIMIZER_KEYS:
         if "optimizer" not in content and isinstance(content.get(key), dict):
             content["optimizer"] = content.pop(key)
+    several = content.get("optimizers")  # of Composer, by the names of their classes
+    if "optimizer" not in content and isinstance(several, dict) and len(several) == 1:
+        [content["optimizer"]] = content.pop("optimizers").values()
     return {"state_dict": found.weights, **content}
 
 

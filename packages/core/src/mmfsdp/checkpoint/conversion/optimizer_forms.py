@@ -44,7 +44,7 @@ def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
     return _mapped(tree, lambda state: _named(state, model, layout, notes)), tuple(dict.fromkeys(notes))
 
 
-def _mapped(tree: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = 3) -> Any:
+def _mapped(tree: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = 4) -> Any:
     if not isinstance(tree, dict) or not depth:
         return tree
     state = unflattened(tree)
