@@ -68,6 +68,10 @@ def test_as_torch(stored: Layout, rows: list[int], name: str) -> None:
     for text, sizes, expected in PATTERNS:
         pattern = Pattern(text)
         moved = pattern.applied(entry, sizes)
+        by_chunks = TensorEntry(moved.name, moved.dtype, moved.shape, moved.chunks())
+        assert torch.equal(read(by_chunks), expected(VALUES))
+        box = tuple(size // 2 for size in moved.shape), tuple(size - size // 2 for size in moved.shape)
+        assert torch.equal(read(cut(moved, *box)), expected(VALUES)[tuple(slice(start, None) for start in box[0])])
         assert torch.equal(read(moved), expected(VALUES))
         assert torch.equal(read(Pattern(pattern.inverse).applied(moved, sizes)), VALUES)
     for dim, parts, sizes in ((0, (4, 1, 1), (16, 4, 4)), (1, (3, 2), (6, 4))):

@@ -13,6 +13,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.layout import (
     Chunk,
     ComputedEntry,
+    FoldedEntry,
     Layout,
     TensorEntry,
     Unlocated,
@@ -76,6 +77,8 @@ def byte_runs(
     Raises:
         FormatError: The box cuts a view that repeats what is stored into more than a million pieces.
     """
+    if offsets is None and sizes is None and isinstance(entry, FoldedEntry):
+        entry = entry.folded
     start = (0,) * len(entry.shape) if offsets is None else offsets
     extent = entry.shape if sizes is None else sizes
     item = itemsize(entry.dtype)
@@ -249,6 +252,8 @@ def _stored(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
     for entry in entries:
         if isinstance(entry, ComputedEntry):
             yield from _stored(entry.parts)
+        elif isinstance(entry, FoldedEntry):
+            yield replace(entry.folded, name=entry.name)
         else:
             yield entry
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunk",
     "ComputedEntry",
+    "FoldedEntry",
     "Layout",
     "Piece",
     "PlannedFile",
@@ -147,6 +148,18 @@ class TensorEntry:
     def nbytes(self) -> int:
         """Bytes of the whole tensor when packed."""
         return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedEntry(TensorEntry):
+    """A tensor whose axes were divided and reordered, so that its chunks are many; read whole, it is one with few."""
+
+    folded: TensorEntry
+    """The same elements in the same order under more dimensions, in fewer chunks."""
+
+    def within(self, box: Bounds) -> TensorEntry:
+        """Return the tensor with only the chunks that share an element with ``box``. No file is read."""
+        return TensorEntry(self.name, self.dtype, self.shape, self.stored).within(box)
 
 
 def _ignore(_: int) -> None:

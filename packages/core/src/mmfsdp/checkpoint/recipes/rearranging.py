@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.geometry import cut
-from mmfsdp.checkpoint.layout import Chunk, TensorEntry, row_major_strides, simplified_strides
+from mmfsdp.checkpoint.layout import Chunk, FoldedEntry, TensorEntry, row_major_strides, simplified_strides
 
 __all__ = ["Pattern", "fused", "split", "stacked", "unstacked"]
 
@@ -156,10 +156,20 @@ class Pattern:
         sizes = _sizes(self.left, entry.shape, given)
         shape = tuple(math.prod(sizes[axis] for axis in group) for group in self.right)
         item = itemsize(entry.dtype)
-        chunks = tuple(moved for chunk in entry.chunks() for moved in self._moved(chunk, sizes, item))
-        return replace(entry, shape=shape, stored=chunks)
+        folded: list[Chunk] = []
+        chunks: list[Chunk] = []
+        for chunk in entry.chunks():
+            for box in self._divided(chunk, sizes, item):
+                folded.append(box)
+                chunks += self._joined(box, sizes, item)
+        if len(chunks) == len(folded):
+            return TensorEntry(entry.name, entry.dtype, shape, tuple(chunks))
+        axes = tuple(sizes[axis] for group in self.right for axis in group)
+        whole = TensorEntry(entry.name, entry.dtype, axes, tuple(folded))
+        return FoldedEntry(entry.name, entry.dtype, shape, tuple(chunks), whole)
 
-    def _moved(self, chunk: Chunk, sizes: Mapping[str, int], item: int) -> Iterator[Chunk]:
+    def _divided(self, chunk: Chunk, sizes: Mapping[str, int], item: int) -> Iterator[Chunk]:
+        """Yield a chunk as boxes over all axes, in the order of the right side."""
         steps = chunk.strides or row_major_strides(chunk.box_sizes)
         divided = [
             [*_divided(_Axis(start, count, step), [sizes[axis] for axis in group])]
@@ -167,19 +177,28 @@ class Pattern:
         ]
         for boxes in itertools.product(*divided):
             axes = [axis for _, own in boxes for axis in own]
-            ordered = iter([axes[place] for place in self._order])
-            joined = [[*_joined([(next(ordered), sizes[axis]) for axis in group])] for group in self.right]
-            begin = sum(skipped for skipped, _ in boxes)
-            for parts in itertools.product(*joined):
-                offsets, counts, strides = zip(*(axis for _, axis in parts), strict=True) if parts else ((), (), ())
-                yield replace(
-                    chunk,
-                    offset=chunk.offset + item * (begin + sum(skipped for skipped, _ in parts)),
-                    nbytes=math.prod(counts) * item,
-                    box_offsets=offsets,
-                    box_sizes=counts,
-                    strides=simplified_strides(counts, strides),
-                )
+            yield _box(chunk, sum(skipped for skipped, _ in boxes), [axes[place] for place in self._order], item)
+
+    def _joined(self, chunk: Chunk, sizes: Mapping[str, int], item: int) -> Iterator[Chunk]:
+        """Yield a box over all axes as boxes of the right side's dimensions."""
+        steps = chunk.strides or row_major_strides(chunk.box_sizes)
+        axes = map(_Axis, chunk.box_offsets, chunk.box_sizes, steps)
+        joined = [[*_joined([(next(axes), sizes[axis]) for axis in group])] for group in self.right]
+        for parts in itertools.product(*joined):
+            yield _box(chunk, sum(skipped for skipped, _ in parts), [axis for _, axis in parts], item)
+
+
+def _box(chunk: Chunk, skipped: int, axes: Sequence[_Axis], item: int) -> Chunk:
+    """Return a part of a chunk that begins so many elements behind it."""
+    counts = tuple(axis.length for axis in axes)
+    return replace(
+        chunk,
+        offset=chunk.offset + item * skipped,
+        nbytes=math.prod(counts) * item,
+        box_offsets=tuple(axis.start for axis in axes),
+        box_sizes=counts,
+        strides=simplified_strides(counts, tuple(axis.step for axis in axes)),
+    )
 
 
 def _groups(side: str) -> list[tuple[str, ...]]:
