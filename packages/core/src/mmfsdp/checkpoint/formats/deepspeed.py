@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmfsdp.checkpoint.formats.deepspeed_files import Files, folder_of
+from mmfsdp.checkpoint.formats.deepspeed_files import Files
+from mmfsdp.checkpoint.formats.deepspeed_latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed_params import FrozenParams, ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams
 from mmfsdp.checkpoint.formats.registry import Source
@@ -107,7 +108,7 @@ def _weights(
     weights: dict[str, Any] = collections.OrderedDict()
     vars(weights).update(vars(module) if isinstance(module, collections.OrderedDict) else {})
     trained = params.shapes if params else {}
-    known = dict.fromkeys((*trained, *frozen.shapes), "")
+    known = dict.fromkeys((*trained, *frozen.shapes))
     for name in dict.fromkeys([*module, *known, *(tied for tied in shared if shared[tied] in known)]):
         path = f"{_WEIGHTS}/{name}"
         origin = name if name in known else shared.get(name, name)

@@ -1,4 +1,4 @@
-"""Finds the files of a DeepSpeed checkpoint, reads each when it is asked for, and checks that they belong together."""
+"""Sorts the files of DeepSpeed by rank, reads each when it is asked for, and checks that no rank's is missing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes
+from mmfsdp.checkpoint.formats.deepspeed_latest import STATES
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
-from mmfsdp.checkpoint.integrity import inside, refuse_special
+from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
-from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["Files", "Place", "RankState", "folder_of", "number", "shapes_of"]
+__all__ = ["Files", "Place", "RankState", "number", "shapes_of"]
 
-_LATEST = ("latest", "latest_universal")
 _RANK_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_(model|optim)_states\.pt", re.ASCII)
 _WHOLE_FILE = re.compile(r"mp_rank_(\d{2,9})_model_states\.pt", re.ASCII)
-_STATES = ("_model_states.pt", "_optim_states.pt", "-model_states.pt")
 _MOST_RANKS = 1_000_000  # more is damage, or malice
 
 
@@ -64,49 +63,6 @@ class RankState:
     """The state of the optimizer that DeepSpeed wraps, but for the tensors."""
 
 
-def folder_of(path: Path, names: list[str]) -> Path:
-    """Return the directory that holds the files: this one, or the one that its file ``latest`` names.
-
-    Raises:
-        CheckpointNotFoundError: The directory that it names does not exist, or has no files of DeepSpeed.
-        FormatError: It names a directory somewhere else.
-    """
-    if any(name.endswith(_STATES) for name in names):
-        return path
-    found = next((name for name in _LATEST if name in names), None)
-    tags = [name for name in names if (path / name).is_dir() and _holds_states(path / name)]
-    has = f"It has {name_list(tags)}." if tags else "It has none."
-    if found is None:
-        raise CheckpointNotFoundError(
-            f"{path.name} has no file 'latest' that names a checkpoint of DeepSpeed. {has}", file=str(path)
-        )
-    latest = inside(path, found, path)
-    refuse_special(latest, directory=False)
-    with latest.open("rb") as file:
-        tag = file.read(4096).decode(errors="replace").strip()
-    folder = inside_folder(path, tag, latest)
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(
-            f"{path.name}/{found} names the checkpoint {tag!r}, which is not there. {has}", file=str(latest)
-        )
-    if not _holds_states(folder):
-        raise CheckpointNotFoundError(
-            f"{path.name}/{found} names {tag!r}, which holds no files of DeepSpeed. {has}", file=str(folder)
-        )
-    return folder
-
-
-def inside_folder(path: Path, name: str, origin: Path) -> Path:
-    """Return a folder that a file names, which must be directly within this one."""
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise FormatError(f"{origin.name} names the directory {name!r}, which is no name.", file=str(origin))
-    return path / name
-
-
-def _holds_states(folder: Path) -> bool:
-    return any(entry.name.endswith(_STATES) for entry in folder.iterdir())
-
-
 def number(value: Any) -> int:
     """Return an integer, or the value of an enumeration of integers that a pickle describes.
 
@@ -136,7 +92,7 @@ class Files:
         """The files of the optimizer by rank."""
         self.is_partitioned = False
         """Whether each rank has a file of the model, as in stage 3."""
-        for name in sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(_STATES)):
+        for name in sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(STATES)):
             self._add(name)
         self.models, self.states = dict(sorted(self.models.items())), dict(sorted(self.states.items()))
         self.zero = folder / "zero"
