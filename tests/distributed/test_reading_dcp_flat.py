@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import warnings
 from pathlib import Path
 
@@ -99,6 +101,13 @@ def test_equals_what_torch_gathers(tmp_path: Path, original: bool, ranks: int) -
             open_layout(tmp_path / "tied")
         with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of '_flat_param'"):
             open_layout(tmp_path / "frozen")
+    metadata = pickle.loads((tmp_path / "plain" / ".metadata").read_bytes())
+    held = [index for index in metadata.storage_data if index.fqn.endswith("_flat_param")]
+    metadata.storage_data.pop(held[0])
+    shutil.copytree(tmp_path / "plain", tmp_path / "lost")
+    (tmp_path / "lost" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(IncompleteCheckpointError, match=r"Tensor '.*_flat_param' of shape .* is incomplete"):
+        open_layout(tmp_path / "lost")
     with single_rank():
         model = mmfsdp.shard(Model("plain").float())
         mmfsdp.load_checkpoint(tmp_path / "plain", model)

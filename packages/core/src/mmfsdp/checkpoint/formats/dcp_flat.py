@@ -18,6 +18,7 @@ from mmfsdp.checkpoint.formats.flat_parameters import FLAT, FlatUnit, Span, flat
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import IncompleteCheckpointError
@@ -35,7 +36,8 @@ def read(source: Source) -> Layout:
         source: Its ``reference`` has the shapes, and the order of parameters, that the optimizer's state does not tell.
 
     Raises:
-        IncompleteCheckpointError: The shapes are not known, or a name may be a part of a tied parameter.
+        IncompleteCheckpointError: The shapes are not known, a name may be a part of a tied parameter, or no file holds
+            a part.
         CorruptCheckpointError: Parts do not fit together, or not with what is known.
         FormatError, UnsafePickleError: See the reader of ``dcp``.
     """
@@ -69,6 +71,7 @@ def _resolved(value: Any, stored: Layout, known: Known) -> Any:
         return value
     if not any(_is_flat(key, held) for key, held in value.items()):
         return {key: _resolved(held, stored, known) for key, held in value.items()}
+    check_coverage(stored, [held.name for held in value.values() if isinstance(held, TensorEntry)])
     part = {key: _shards(held) if _is_flat(key, held) else held for key, held in value.items()}
     file = stored.path / ".metadata"
     units = [flat_unit(key, [held], [file]) for key, held in part.items() if isinstance(held, PickledShards)]
