@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError, RehearsalError, ShardStateError
 from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
+from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
 from mmfsdp.testing import single_rank
 
 WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}
@@ -117,7 +119,10 @@ def test_an_accelerator_computes_many_tensors_at_a_time(step: Rehearsal) -> None
         kinds = [item for item in found.allocations if item.kind == "optimizer temporary"]
         return highest(kinds)[0]
 
-    assert temporary(rehearse(device_type="cuda")) > 2 * temporary(step)
+    many, wide = rehearse(device_type="cuda"), rehearse(device_type="cuda", mesh=64)
+    assert temporary(many) > 2 * temporary(step)
+    # Only of shards: DTensor may compute whole shapes on fake tensors of its own.
+    assert temporary(wide) < temporary(many) < 3 * many.static["parameter"]
 
 
 def test_on_an_accelerator_attention_and_dropout_keep_little() -> None:
@@ -241,3 +246,57 @@ def test_accounting() -> None:
 def test_equal_layers_share_a_row() -> None:
     held = [allocation(8, 0, None, f"layers.{place}.up") for place in range(3)] + [allocation(30, 0, None, "head")]
     assert shares(held) == [("head", "activation", 30, 1), ("layers.{0..2}.up", "activation", 24, 3)]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved", "expandable"),
+    [
+        ([1, 512], 2 * MIB, 2 * MIB),  # small blocks share a segment
+        ([MIB, MIB, 1], 4 * MIB, 4 * MIB),
+        ([MIB + 1], 20 * MIB, 20 * MIB),  # above 1 MiB the pool is another
+        ([9 * MIB, 9 * MIB], 20 * MIB, 20 * MIB),
+        ([9 * MIB, 9 * MIB, 9 * MIB], 40 * MIB, 40 * MIB),  # a segment grows, or is another one
+        ([19 * MIB, 2 * MIB], 40 * MIB, 40 * MIB),  # a large rest of 1 MiB is not split off
+        ([10 * MIB], 10 * MIB, 20 * MIB),
+        ([31 * MIB], 32 * MIB, 40 * MIB),
+    ],
+)
+def test_segments_of_the_caching_allocator(sizes: list[int], reserved: int, expandable: int) -> None:
+    for wanted, grows in ((reserved, False), (expandable, True)):
+        allocator = CachingAllocator(expandable=grows)
+        for size in sizes:
+            allocator.allocate(size)
+        assert allocator.reserved == wanted
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_caching_allocator_joins_what_is_freed(expandable: bool) -> None:
+    allocator, random, live = CachingAllocator(expandable=expandable), Random(1), list[Any]()
+    for _ in range(3_000):
+        if random.random() < 0.5 or not live:
+            live.append(allocator.allocate(random.choice([100, 700_000, 3 * MIB, 12 * MIB, 64 * MIB + 5])))
+        else:
+            allocator.release(live.pop(random.randrange(len(live))))
+        assert allocator.allocated == sum(block.size for block in live) <= allocator.reserved
+    for block in live:
+        allocator.release(block)
+    before = allocator.reserved
+    assert allocator.allocated == 0
+    # Everything is one free piece again: the largest block fits into what is reserved.
+    allocator.allocate(64 * MIB)
+    assert allocator.reserved == before
+
+
+def test_memory_of_another_stream_cannot_be_used() -> None:
+    found = [allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)]
+    assert reserved_bytes(found, {}) == (30 * MIB, 30 * MIB)
+    assert reserved_bytes(found, {"gathered": 1}) == (60 * MIB, 30 * MIB)
+
+
+def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:
+    for expandable in (False, True):
+        low, high = step.reserved(expandable=expandable)
+        assert step.peak.nbytes <= low <= high

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.support import invoke
 from torch import nn
 
@@ -111,3 +112,36 @@ def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypat
     result = invoke("doctor", tmp_path / "config.py")
     assert result.exit_code == 2
     assert "pip install mmfsdp-mmengine" in result.stderr
+
+
+def test_a_batch_rehearses_a_step() -> None:
+    truth = mmfsdp.plan(build(), wrapped(), 2)
+    step = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"))
+    arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4")
+    told = "With AdamW; for another one: --optimizer sgd, sgd-momentum, adam."
+    assert plan(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
+    shown = plan(*arguments, "--json")[1]
+    assert json.loads(shown)["rehearsal"] == json.loads(json.dumps(step.describe()))
+    assert mmfsdp.ShardPlan.from_json(shown) == truth
+    head, *bars = plan(*arguments, "--chart")[1].splitlines()
+    assert head.startswith("Memory of rank 0 over a step, peak ")
+    assert {"backward", "optimizer"} <= {bar.partition(",")[0] for bar in bars}
+    named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")
+    assert str(named) in plan(*BLOCKS, "--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", "6x"), "'6x' is not a tensor. Write its shape"),
+        (("--batch", "6x4:int65"), "int65"),
+        (("--batch", "6x4", "--batch", "x=6x4"), "give a name to all tensors, or to none"),
+        (("--batch", "6x4", "--optimizer", "lion"), "'lion' is not an optimizer that a rehearsal knows"),
+        (("--batch", "6x5"), "The step failed in forward"),
+        (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both."),
+    ],
+)
+def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
+    code, _, told = plan(*words)
+    assert code == 2
+    assert message in " ".join(told.split())

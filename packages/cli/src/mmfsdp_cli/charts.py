@@ -1,4 +1,4 @@
-"""Draws the sizes of a plan's units as bars of text."""
+"""Draws bytes as bars of text: those of a plan's units, and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mmfsdp import ShardPlan
 
-__all__ = ["bar_chart"]
+__all__ = ["bar_chart", "bars"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LONGEST = 40  # characters of a name
@@ -31,14 +31,15 @@ def bar_chart(plan: ShardPlan, *, every_unit: bool, limit: int, width: int) -> s
     for coordinate in range(plan.mesh.shard):
         sizes.setdefault(plan.param_bytes(coordinate), []).append(coordinate)
     kept = [(f"{len(ranks)} ranks" if ranks[1:] else f"rank {ranks[0]}", n) for n, ranks in sizes.items()]
-    lines = [f"Parameters of a unit while it is gathered ({len(plan.units)} units):", *_bars(units, width)]
+    lines = [f"Parameters of a unit while it is gathered ({len(plan.units)} units):", *bars(units, width)]
     if hidden > 0:
         lines.append(f"... and {hidden} smaller units (--limit 0 shows all)")
-    lines += ["", f"Parameters that a rank keeps between steps ({plan.mesh}):", *_bars(kept, width)]
+    lines += ["", f"Parameters that a rank keeps between steps ({plan.mesh}):", *bars(kept, width)]
     return "\n".join(lines)
 
 
-def _bars(rows: list[tuple[str, int]], width: int) -> list[str]:
+def bars(rows: list[tuple[str, int]], width: int) -> list[str]:
+    """Return a line for each label and its bytes, with a bar as long as they are many."""
     from mmfsdp.basics import human_bytes
 
     rows = [(label if len(label) <= _LONGEST else f"...{label[3 - _LONGEST :]}", count) for label, count in rows]

@@ -45,9 +45,10 @@ def reporting_errors() -> Iterator[None]:
         MissingTorchError,
         MmfsdpError,
         PlanError,
+        RehearsalError,
     )
 
-    usage = (ConfigError, PlanError, CheckpointNotFoundError, FormatError, MissingTorchError)
+    usage = (ConfigError, PlanError, RehearsalError, CheckpointNotFoundError, FormatError, MissingTorchError)
     try:
         yield
     except MmfsdpError as error:

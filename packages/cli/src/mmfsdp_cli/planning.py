@@ -25,6 +25,7 @@ from mmfsdp_cli.options import (
     ranks,
     several,
 )
+from mmfsdp_cli.rehearsing import rehearsed, timeline_chart
 from mmfsdp_cli.settings import with_settings
 
 if TYPE_CHECKING:
@@ -65,8 +66,15 @@ def _optimizers() -> Iterable[str]:
     shell_complete=completing(_optimizers),
     help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config.",
 )
+@several(
+    "--batch",
+    "batch",
+    section="Settings",
+    metavar="[NAME=]SHAPE[:DTYPE]",
+    help="Rehearse a step with what one rank gets: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
+)
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
-@flag("--chart", section=_VIEW, help="Show the bytes of units as bars.")
+@flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
 @flag("--all", "every_unit", section=_VIEW, help="Show each unit; by default equal layers share a row.")
 @limit
@@ -78,6 +86,7 @@ def plan_command(
     config: Path | None,
     changes: tuple[str, ...],
     optimizer: str | None,
+    batch: tuple[str, ...],
     tree: bool,
     chart: bool,
     other: Path | None,
@@ -93,7 +102,9 @@ def plan_command(
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
         raise click.UsageError("Give one of --tree, --chart, --json and --diff.")
-    if optimizer is not None and (chart or other is not None):
+    if batch and other is not None:
+        raise click.UsageError("Give --batch or --diff, not both.")
+    if optimizer is not None and not batch and (chart or other is not None):
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     wanted = key_values(changes, "--set")
     with reporting_errors():
@@ -110,17 +121,23 @@ def plan_command(
             difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
-            about = {} if source is None else {"plan_is_suggested": advised}
+            about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
+            if batch:
+                about["rehearsal"] = rehearsed(built, plan, batch, optimizer).describe()
             click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
+        elif chart and batch:
+            click.echo(timeline_chart(rehearsed(built, plan, batch, optimizer), terminal_width() or 80))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            memory = _memory(plan, optimizer)
+            memory = rehearsed(built, plan, batch, optimizer) if batch else _memory(plan, optimizer)
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
             say(f"\n{memory}")
-            if optimizer is None:
+            if optimizer is None and batch:
+                say("\nWith AdamW; for another one: --optimizer sgd, sgd-momentum, adam.")
+            elif optimizer is None:
                 say("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
 
 

@@ -101,7 +101,7 @@ class ShardPlan(Record):
     def from_json(cls, text: str | bytes) -> Self:
         """Return the plan that `to_json` wrote.
 
-        The keys ``memory`` and ``plan_is_suggested``, which ``mmfsdp-cli plan --json`` adds, are ignored.
+        The keys that ``mmfsdp-cli plan --json`` adds, such as ``memory``, are ignored.
 
         Raises:
             PlanError: The text is not such JSON, or was written by another version of it.
@@ -109,7 +109,7 @@ class ShardPlan(Record):
         try:
             given = json.loads(text)
             if isinstance(given, dict):
-                for added in ("memory", "plan_is_suggested"):
+                for added in ("memory", "rehearsal", "plan_is_suggested"):
                     given.pop(added, None)
             return cls.model_validate(given)
         except ValidationError as error:

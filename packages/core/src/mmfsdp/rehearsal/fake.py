@@ -9,6 +9,7 @@ those of torch 2.9 to 2.15.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -40,8 +41,9 @@ __all__ = [
     "group_of",
     "is_backward",
     "is_fake",
+    "is_made_in",
     "local_of",
-    "quiet_addresses",
+    "quiet",
     "skipped",
     "watched_resizes",
     "without_fakes",
@@ -80,16 +82,29 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def quiet_addresses() -> Iterator[None]:
-    """Ignore torch's warning that fake tensors have no address: FSDP1 asks whether two tensors have the same one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
+def quiet() -> Iterator[None]:
+    """Drop the warning that fake tensors have no address, which FSDP1 compares, and what torch logs before raising."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        logger.disabled = before
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_made_in(mode: Any, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in this context of `fake_tensors`.
+
+    Before torch 2.12, DTensor computes shapes on fake tensors of a context of its own.
+    """
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
 
 def without_fakes() -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.rehearsal.fake import group_of, is_fake, local_of, skipped, without_fakes
+from mmfsdp.rehearsal.fake import group_of, is_fake, is_made_in, local_of, skipped, without_fakes
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.records import Allocation, Collective
 
@@ -40,6 +40,7 @@ class Recorder(TorchDispatchMode):
     resized. What a kernel allocates and frees inside an operator is not seen.
 
     Args:
+        mode: The context of `fake_tensors` that the step runs in.
         places: Where the step is.
         scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
 
@@ -50,9 +51,9 @@ class Recorder(TorchDispatchMode):
         moment: The current moment.
     """
 
-    def __init__(self, places: Places, scratch: Callable[[str, Any, Any], int] | None = None) -> None:
+    def __init__(self, mode: Any, places: Places, scratch: Callable[[str, Any, Any], int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.scratch = scratch
+        self.mode, self.scratch = mode, scratch
         self.places = places
         self.ended: list[Allocation] = []
         self.collectives: list[Collective] = []
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and is_fake(value):
+            if isinstance(value, torch.Tensor) and is_made_in(self.mode, value):
                 storage = value.untyped_storage()
                 if id(storage) not in self._live:
                     self._add(storage, self.places.kind, self.places.module)

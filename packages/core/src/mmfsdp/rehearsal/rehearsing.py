@@ -17,7 +17,7 @@ from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, RehearsalError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
-from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, FewChunks, fake_tensors, fake_world, quiet_addresses, watched_resizes
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, FewChunks, fake_tensors, fake_world, quiet, watched_resizes
 from mmfsdp.rehearsal.kernels import accelerator_kernels, scratch_bytes
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.recorder import Recorder
@@ -91,9 +91,9 @@ def rehearse(
     places = Places()
     with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
-        stack.enter_context(fake_tensors())
+        mode = stack.enter_context(fake_tensors())
         stack.enter_context(unwatched())
-        stack.enter_context(quiet_addresses())
+        stack.enter_context(quiet())
         with FewChunks():
             state = shard_in_place(fake_model(model), plan, ranks)
         module = state.module  # the state alone would not keep it
@@ -102,7 +102,7 @@ def rehearse(
         on_cpu = device_type == "cpu"
         if not on_cpu:
             stack.enter_context(accelerator_kernels())
-        with Recorder(places, scratch_bytes if on_cpu else None) as recorder, watched_resizes(recorder.resized):
+        with Recorder(mode, places, scratch_bytes if on_cpu else None) as recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
                 for _ in range(2):  # the first step makes the optimizer's state, and what FSDP keeps from step to step

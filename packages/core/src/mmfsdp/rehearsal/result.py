@@ -11,11 +11,13 @@ from typing import Any
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
+from mmfsdp.rehearsal.caching import reserved_bytes
 from mmfsdp.rehearsal.records import Allocation, Collective, Moment
 
 __all__ = ["Rehearsal"]
 
 _POINTS = 120  # of a timeline
+_STREAMS = {"gathered": "gathers", "reduce buffer": "reduces"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,19 @@ class Rehearsal:
             ordered(counts),
         )
 
+    def reserved(self, *, expandable: bool = False) -> tuple[int, int]:
+        """Return the least and the most bytes that torch's caching allocator is expected to take from the device.
+
+        The allocations are replayed through a model of the allocator: once on one stream, and once with what is
+        gathered and reduced on streams of their own, whose freed memory others cannot use. Not included: the context
+        of the device, NCCL's buffers and workspaces of kernels.
+
+        Args:
+            expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        """
+        found = [reserved_bytes(self.allocations, streams, expandable=expandable)[0] for streams in ({}, _STREAMS)]
+        return min(found), max(found)
+
     def held(self, moment: int | None = None) -> list[tuple[str, str, int, int]]:
         """Return what is held at a moment, by module and kind, the most first; by default at the peak.
 
@@ -100,6 +115,7 @@ class Rehearsal:
             "engine": self.engine,
             "device_type": self.device_type,
             "peak": self.peak.describe(),
+            "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "static": dict(self.static),
             "held_at_peak": [
                 dict(zip(("module", "kind", "nbytes", "modules"), row, strict=True)) for row in self.held()
@@ -119,6 +135,9 @@ class Rehearsal:
         peak = self.peak
         where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
         lines = [f"Peak of rank {self.rank} of {self.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
+        if self.device_type != "cpu":
+            low, high = (human_bytes(size) for size in self.reserved())
+            lines.insert(1, f"With what the allocator keeps: {low if low == high else f'{low} to {high}'}")
         kinds = [
             (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
         ]

@@ -1,0 +1,186 @@
+"""Replays allocations through a model of torch's caching allocator: how much memory it takes from the device.
+
+Rules of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp), without ``max_split_size``, limits and retries:
+sizes are rounded up to 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20
+MiB, and above they get a segment of their own, rounded up to 2 MiB. The smallest free block of the same stream that is
+large enough is used, and split if the rest is worth it; free neighbours are joined. Segments stay. With expandable
+segments there is one segment per stream and pool, which grows by pages of 2 or 20 MiB.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mmfsdp.rehearsal.records import Allocation
+
+__all__ = ["CachingAllocator", "reserved_bytes"]
+
+_MIB = 1 << 20
+_SMALLEST = 512
+_SMALL = _MIB  # the largest size of the small pool
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB  # the smallest size that gets a segment of its own
+
+_Pool = tuple[Hashable, bool]
+"""A stream, and whether the pool is that of small blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    pool: _Pool
+    address: int
+    size: int
+    is_free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass(slots=True)
+class _Free:
+    """The free blocks of a pool, ordered by size, then address."""
+
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, _Block] = field(default_factory=dict)
+
+    def add(self, block: _Block) -> None:
+        insort(self.keys, (block.size, block.address))
+        self.blocks[block.address] = block
+
+    def remove(self, block: _Block) -> None:
+        del self.keys[bisect_left(self.keys, (block.size, block.address))]
+        del self.blocks[block.address]
+
+    def smallest(self, size: int) -> _Block | None:
+        place = bisect_left(self.keys, (size, 0))
+        return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
+
+
+class CachingAllocator:
+    """The state of the allocator.
+
+    Args:
+        expandable: Use expandable segments.
+
+    Attributes:
+        reserved: Bytes of all segments.
+        allocated: Bytes of all blocks in use, rounded as the allocator rounds them.
+    """
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.reserved = self.allocated = 0
+        self._expandable = expandable
+        self._free: dict[_Pool, _Free] = {}
+        self._last: dict[_Pool, _Block] = {}  # of expandable segments
+        self._next = 0
+
+    def allocate(self, nbytes: int, stream: Hashable = 0) -> _Block:
+        """Return a block of at least ``nbytes``, for `release`."""
+        size = max(-(-nbytes // _SMALLEST), 1) * _SMALLEST
+        pool = stream, size <= _SMALL
+        free = self._free.setdefault(pool, _Free())
+        block = free.smallest(size)
+        if block is None:
+            block = self._grown(pool, size) if self._expandable else self._segment(pool, size)
+        else:
+            free.remove(block)
+        rest = block.size - size
+        if rest >= _SMALLEST and (pool[1] or self._expandable or rest > _SMALL):
+            tail = _Block(pool, block.address + size, rest, True, block, block.after)
+            if block.after is not None:
+                block.after.before = tail
+            elif self._last.get(pool) is block:
+                self._last[pool] = tail
+            block.size, block.after = size, tail
+            free.add(tail)
+        block.is_free = False
+        self.allocated += block.size
+        return block
+
+    def release(self, block: _Block) -> None:
+        """Take back a block, and join it with free neighbours."""
+        self.allocated -= block.size
+        free = self._free[block.pool]
+        block.is_free = True
+        for first, second in ((block.before, block), (block, block.after)):
+            if first is not None and second is not None and first.is_free and second.is_free:
+                other = first if second is block else second
+                free.remove(other)
+                block.address, block.size = first.address, first.size + second.size
+                block.before, block.after = first.before, second.after
+                if block.before is not None:
+                    block.before.after = block
+                if block.after is not None:
+                    block.after.before = block
+                if self._last.get(block.pool) is other:
+                    self._last[block.pool] = block
+        free.add(block)
+
+    def _segment(self, pool: _Pool, size: int) -> _Block:
+        if pool[1]:
+            taken = _SMALL_SEGMENT
+        else:
+            taken = _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        return self._taken(pool, taken)
+
+    def _grown(self, pool: _Pool, size: int) -> _Block:
+        page = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
+        last = self._last.get(pool)
+        if last is not None and last.is_free:
+            self._free[pool].remove(last)
+            more = -(-(size - last.size) // page) * page
+            last.size += more
+            self.reserved += more
+            return last
+        block = self._taken(pool, -(-size // page) * page)
+        if last is not None:
+            block.address, block.before, last.after = last.address + last.size, last, block
+        self._last[pool] = block
+        return block
+
+    def _taken(self, pool: _Pool, size: int) -> _Block:
+        self.reserved += size
+        self._next += 1 << 50  # segments have no neighbours
+        return _Block(pool, self._next, size)
+
+
+def reserved_bytes(
+    allocations: Iterable[Allocation], streams: Mapping[str, Hashable], *, expandable: bool = False
+) -> tuple[int, int]:
+    """Return the bytes that the allocator takes from the device, and the most that it hands out at a time. Pure.
+
+    What is there before the step is allocated first, in its order; then the step runs twice, because the first one
+    leaves segments behind that the second one finds.
+
+    Args:
+        allocations: All allocations of a step.
+        streams: The stream of each kind that is not allocated on the main one.
+        expandable: Use expandable segments.
+    """
+    allocator = CachingAllocator(expandable=expandable)
+    items = list(allocations)
+    steps = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
+    steps += [(item.end, False, place) for place, item in enumerate(items) if item.end is not None]
+    live = {
+        place: allocator.allocate(item.nbytes, streams.get(item.kind, 0))
+        for place, item in enumerate(items)
+        if not item.begin
+    }
+    first = dict(live)
+    most = allocator.allocated
+    for _ in range(2):
+        for _, begins, place in sorted(steps):
+            item = items[place]
+            if begins:
+                live[place] = allocator.allocate(item.nbytes, streams.get(item.kind, 0))
+                most = max(most, allocator.allocated)
+            elif place in live:
+                allocator.release(live.pop(place))
+        for place in [place for place in live if place not in first]:
+            allocator.release(live.pop(place))  # the next step replaces what this one leaves
+        for place, item in enumerate(items):
+            if not item.begin and place not in live:
+                live[place] = allocator.allocate(item.nbytes, streams.get(item.kind, 0))
+    return allocator.reserved, most
