@@ -72,6 +72,9 @@ class FsspecTransport:
 
     def __init__(self, store: Any, path: Callable[[str], str]) -> None:
         self._store, self._to_path = store, path
+        # What reads parts through open files, as for the Hugging Face Hub, would read megabytes ahead by itself.
+        by_file = getattr(store.cat_file, "__func__", None) is getattr(_base(), "cat_file", None)
+        self._options = {"cache_type": "none"} if by_file else {}
 
     def first(self, url: Url) -> tuple[Info, bytes] | None:
         path = self._path(url)
@@ -121,7 +124,8 @@ class FsspecTransport:
         return self._to_path(url.full)
 
     def _part(self, url: Url, begin: int, end: int) -> bytes:
-        data: bytes = self._called(url, lambda: self._store.cat_file(self._path(url), start=begin, end=end))
+        path = self._path(url)
+        data: bytes = self._called(url, lambda: self._store.cat_file(path, start=begin, end=end, **self._options))
         return data
 
     def _called(self, url: Url, call: Callable[[], T]) -> T:
@@ -136,6 +140,12 @@ class FsspecTransport:
             if "credential" in text.lower():
                 raise _denied(url, error) from error
             raise PassingError(f"its store says {text.rstrip('.')!r}") from error
+
+
+def _base() -> Any:
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+    return AbstractFileSystem
 
 
 def _info(url: Url, found: Any) -> Info:
