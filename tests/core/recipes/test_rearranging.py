@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfsdp.checkpoint import Layout, TensorEntry, open_layout
+from mmfsdp.checkpoint import Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import check_coverage, cut
@@ -111,3 +112,14 @@ def test_a_record_that_is_moved_whole_keeps_its_checksum(stored: Layout) -> None
 def test_patterns_that_do_not_fit(stored: Layout, text: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")):
         Pattern(text).applied(stored.tensors["rows"], sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_views_whose_last_dimension_is_short(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.arange(3 * 2 * 40 * 2).reshape(3, 2, 40, 2).to(dtype)
+    views = {"".join(map(str, order)): values.permute(order)[1:, :, :2] for order in itertools.permutations(range(4))}
+    torch.save(views, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "b.pth")
+    found = torch.load(tmp_path / "b.pth", weights_only=True)["state_dict"]
+    assert found.keys() == views.keys()
+    assert all(torch.equal(found[name], view) for name, view in views.items())

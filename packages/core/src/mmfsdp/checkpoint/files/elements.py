@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import tempfile
@@ -13,7 +14,7 @@ from mmfsdp.basics.descriptors import read_into, size_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry, row_major_strides
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[
     if step == 0 and below <= BLOCK:  # an expanded dimension
         unit = b"".join(_pieces(data, item, sizes[1:], strides[1:]))
         yield from _repeated(unit, size)
+    elif len(sizes) > 1 and 4 * sizes[-1] < max(sizes) and size * below <= BLOCK and 0 not in strides:
+        yield _scattered(data, item, sizes, strides)
     elif len(sizes) > 1:
         for index in range(size):
             yield from _pieces(data[index * step * item :], item, sizes[1:], strides[1:])
@@ -180,6 +183,23 @@ def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[
             count = min(BLOCK // item, size - begin)
             elements = data[begin * step * item : (begin * step + (count - 1) * step + 1) * item]
             yield elements.cast(_FORMATS[item])[::step].tobytes()
+
+
+def _scattered(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """Return elements whose last dimension is short, going along the longest one: pieces would be of few elements."""
+    places = row_major_strides(sizes)
+    longest = sizes.index(max(sizes))
+    others = [dim for dim in range(len(sizes)) if dim != longest]
+    packed = bytearray(item * math.prod(sizes))
+    target = memoryview(packed).cast(_FORMATS[item])
+    step, place = strides[longest], places[longest]
+    reach = (sizes[longest] - 1) * step + 1
+    for index in itertools.product(*(range(sizes[dim]) for dim in others)):
+        begin = sum(at * strides[dim] for at, dim in zip(index, others, strict=True))
+        first = sum(at * places[dim] for at, dim in zip(index, others, strict=True))
+        elements = data[begin * item : (begin + reach) * item].cast(_FORMATS[item])
+        target[first : first + (sizes[longest] - 1) * place + 1 : place] = elements[::step]
+    return bytes(packed)
 
 
 def _repeated(unit: bytes, times: int) -> Iterator[bytes]:
