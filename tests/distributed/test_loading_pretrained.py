@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.core.web_server import serving
 from tests.distributed.test_state_dicts import equal
 from torch import nn
 
 import mmfsdp
-from mmfsdp.errors import ConfigError, CorruptCheckpointError, StateDictError
+from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, StateDictError
+from mmfsdp.saving.source import Source
 from mmfsdp.testing import run_ranks
 
 BLOCKS = {"kind": "module_class", "classes": "Layer"}
@@ -233,3 +235,57 @@ def test_damage_that_one_rank_reads_is_named_on_all(tmp_path: Path) -> None:
     path.write_bytes(content)
     for message in run_ranks(damaged, 2, str(path)):
         assert "weights.pth is damaged: the CRC-32 of bytes" in message
+
+
+def from_server(rank: int, url: str, names: list[str]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for name in names:
+        model = sharded(CASES["replicate" if name.endswith("pth") else "fsdp2"][1])
+        assert mmfsdp.load_pretrained(model, f"{url}/{name}").clean
+        found.append(mmfsdp.model_state_dict(model, rank0_only=False))
+    rest, report = mmfsdp.load_checkpoint(f"{url}/whole.pth", model)
+    assert rest["epoch"] == 3
+    assert report.clean
+    return found
+
+
+def saved(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    model = mmfsdp.shard(Decoder(), CASES["fsdp2"][1])
+    mmfsdp.save_checkpoint(f"{folder}/dcp", model, extra={"epoch": 3})
+    mmfsdp.save_checkpoint(f"{folder}/local", model, kind="local", extra={"epoch": 3})
+    mmfsdp.save_checkpoint(f"{folder}/whole.pth", model, kind="full", extra={"epoch": 3})
+    return mmfsdp.model_state_dict(model, rank0_only=False)
+
+
+def test_from_a_server(tmp_path: Path) -> None:
+    want = run_ranks(saved, 2, str(tmp_path))[0]
+    names = ["dcp", "local", "whole.pth"]
+    with serving(tmp_path) as server:
+        for found in run_ranks(from_server, 2, server.url, names):
+            assert all(equal(weights, want) for weights in found)
+
+
+def changing(rank: int, url: str, folder: str) -> str:
+    model = sharded(CASES["fsdp2"][1])
+    replaced = Path(folder) / "whole.pth"
+    read = Source.find
+
+    def replace(*args: Any) -> Any:
+        replaced.write_bytes(replaced.read_bytes()[::-1])
+        return read(*args)
+
+    Source.find = replace
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            mmfsdp.load_pretrained(model, f"{url}/whole.pth")
+    finally:
+        Source.find = read
+    return str(raised.value)
+
+
+def test_a_file_that_changes_on_its_server_is_named_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(saved, 2, str(tmp_path))
+    with serving(tmp_path) as server:
+        for message in run_ranks(changing, 2, server.url, str(tmp_path)):
+            assert "whole.pth changed" in message

@@ -6,7 +6,6 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mmfsdp.collective.scopes import Scope
@@ -135,15 +134,16 @@ def all_equal(scope: Scope, text: str) -> bool:
     return lowest == -highest
 
 
-def same_path(path: str | Path, scope: Scope) -> Path:
-    """Return the absolute path that all ranks gave. Collective: every rank of the scope.
+def same_path(path: str | os.PathLike[str], scope: Scope) -> str:
+    """Return the absolute path, or the URL, that all ranks gave. Collective: every rank of the scope.
 
     Raises:
         RankMismatchError: Ranks gave different paths, or relative paths in different working directories.
     """
-    own = os.path.abspath(path)
+    text = str(path)
+    own = text if "://" in text else os.path.abspath(text)
     if all_equal(scope, own):
-        return Path(own)
+        return own
     given = gather_objects(scope, own)
     other = next(place for place, path in enumerate(given) if path != given[0])
     raise RankMismatchError(

@@ -6,12 +6,13 @@ A rank that needs some rows of a tensor can check what it reads without reading 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from array import array
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import read_at
+from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout
@@ -51,12 +52,13 @@ def embedded_sums(layout: Layout) -> dict[Path, FileEntry]:
     """
     if layout.format != "torch_zip":
         return {}
-    with layout.path.open("rb", buffering=0) as file:
-        records = read_records(layout.path, source=file.fileno())
+    with OpenFiles() as files:
+        source = files.descriptor(layout.path)
+        records = read_records(layout.path, source=source)
         record = next((record for name, record in records.items() if name.endswith(_NAME)), None)
         if record is None:
             return {}
-        data = os.pread(file.fileno(), record.nbytes, record.offset)
+        data = read_at(source, record.nbytes, record.offset)
     try:
         if record.crc32 not in (None, crc32(data)):
             raise ValueError("its CRC-32 does not match")

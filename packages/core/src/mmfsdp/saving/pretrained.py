@@ -51,8 +51,8 @@ def load_pretrained(
 
     Args:
         model: A sharded model, such as one that was planned on the meta device.
-        path: Anything that `mmfsdp.checkpoint.open_layout` reads; the same on every rank. Nothing but the weights is
-            read, and no pickled object is made.
+        path: Anything that `mmfsdp.checkpoint.open_layout` reads, on a disk that all hosts share or on a server; the
+            same on every rank. Nothing but the weights is read, and no pickled object is made.
         rules: A recipe that turns the checkpoint's names and shapes into the model's: the name of one that
             `mmfsdp.checkpoint.known_recipes` lists, or the path of a file.
         inverse: Undo the recipe instead.
@@ -101,7 +101,7 @@ def load_pretrained(
 
     given = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
     source, weights = open_weights(
-        Path(path),
+        path,
         scope,
         verify=verify,
         reference=lambda: given or reference_of(model),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import Layout
@@ -52,7 +53,7 @@ def read_checkpoint(
         UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
         FormatError: ``path`` is not a checkpoint of a known format.
     """
-    source = _opened(Path(os.path.abspath(path)), lambda: reference, verify)
+    source = _opened(place(path).absolute(), lambda: reference, verify)
     if source.layout.format == "torch_zip":
         return _mapped(source.path, safe_globals)
     return _content(source, safe_globals)
@@ -101,7 +102,7 @@ def check_shared(path: str | Path, scope: Scope) -> tuple[Source, str]:
     Raises:
         CheckpointError: The checkpoint is damaged or cannot be read; raised on every rank.
     """
-    target = same_path(path, scope)
+    target = place(same_path(path, scope))
 
     def first() -> tuple[Source, str]:
         source = _opened(target, lambda: None, True)
@@ -149,7 +150,7 @@ def open_shared(
 
 
 def open_weights(
-    path: str | Path,
+    path: str | os.PathLike[str],
     scope: Scope,
     *,
     verify: bool = True,
@@ -187,13 +188,13 @@ def open_weights(
 
 
 def _shared(
-    path: str | Path,
+    path: str | os.PathLike[str],
     scope: Scope,
     opener: Callable[[Path], Callable[[], Layout]],
     read: Callable[[Source], dict[str, Any]],
     verify: bool,
 ) -> tuple[Source, dict[str, Any]]:
-    target = same_path(path, scope)
+    target = place(same_path(path, scope))
 
     def first() -> tuple[Source, dict[str, Any]]:
         found = interrupted(target) or target  # a save that was killed may have left the checkpoint beside its path

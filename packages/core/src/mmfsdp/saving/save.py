@@ -99,7 +99,7 @@ def save_checkpoint(
     if like is not None:
         scope = scope_of(state.mesh)
         weights = model_state_dict(model, "sharded")
-        folder = ModelFolder.of(weights, same_path(like, scope), target, scope, overwrite=overwrite)
+        folder = ModelFolder.of(weights, Path(same_path(like, scope)), target, scope, overwrite=overwrite)
         save = DirectorySave.begin(target, scope, overwrite=overwrite)
         save.finish(lambda save: write_model_folder(save, folder, scope), scope)
         return PendingSave.over()
@@ -149,7 +149,7 @@ def write_checkpoint(
 def _free_target(path: str | Path, state: ShardedModel, overwrite: bool) -> Path:
     """Return the path once all ranks agree on it, the save before is over, and nothing is there. Collective."""
     scope = scope_of(state.mesh)
-    target = same_path(path, scope)
+    target = Path(same_path(path, scope))
     settle_saves(state.mesh)
     on_all_ranks(lambda: None if overwrite or not scope.is_first else refuse_existing(target), scope)
     return target

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
@@ -157,6 +158,7 @@ class Source:
         """
         self._told.update(zip(wanted, found.entries, strict=True))
         self._files.add_sums(found.sums)
+        self._files.expect(zip(found.entries, (box for _, box in wanted), strict=True))
         self.check(found.checks)
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
@@ -220,7 +222,12 @@ def save_at(path: Path) -> str:
                     match = _SAVE_ID.search(file.read(_HEAD))
                 if match is not None:
                     return f"save {match[1].decode(errors='replace')}"
-            path = next((path / name for name in _MARKS if (path / name).exists()), path)
+            marked = next((path / name for name in _MARKS if (path / name).exists()), None)
+            if isinstance(path, RemoteLike) and marked is None:
+                return f"the directory {path}"  # its files are compared with themselves while they are read
+            path = marked or path
+        if isinstance(path, RemoteLike):
+            return path.identity()
         state = path.stat()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error

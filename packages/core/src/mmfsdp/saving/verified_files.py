@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mmfsdp.basics import descriptors
 from mmfsdp.basics.boxes import Bounds, is_within, meet
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.files.elements import packed_blocks
+from mmfsdp.checkpoint.files.expecting import extent_of
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
@@ -63,6 +64,12 @@ class VerifiedFiles:
     def add_files(self, entries: Mapping[Path, FileEntry]) -> None:
         """Add the checksums of all blocks of some files; nothing is copied."""
         self._entries.update(entries)
+
+    def expect(self, boxes: Iterable[tuple[TensorEntry, Bounds]]) -> None:
+        """Say which boxes of tensors will be read, in this order, so that servers are asked for them in time."""
+        self._open.close()  # files that are open know nothing of it
+        runs = (run for entry, box in boxes for run in byte_runs(entry, *box))
+        self._open.expect(extent_of(run) for run in runs)
 
     def close(self) -> None:
         """Close all files."""
@@ -174,7 +181,7 @@ class VerifiedFiles:
         if self._block[:2] != (file, number):
             source, begin = self._open.descriptor(file), number * BLOCK
             known = self._sum_of(file, number)
-            data = os.pread(source, BLOCK if known is None else known[0], begin)
+            data = descriptors.read_at(source, BLOCK if known is None else known[0], begin)
             if known is not None:
                 length, expected = known
                 _compare(crc32(data), expected, name, file, begin, begin + length)
@@ -198,7 +205,7 @@ def _is_all_of(run: Run | StridedRun, chunk: Chunk) -> bool:
 def _read_all(source: int, file: Path, at: int, view: memoryview, name: str) -> None:
     done = 0
     while done < len(view):
-        count = os.preadv(source, [view[done:]], at + done)
+        count = descriptors.read_into(source, view[done:], at + done)
         if count == 0:
             raise truncated(file, name, at + done)
         done += count

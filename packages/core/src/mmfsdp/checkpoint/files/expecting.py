@@ -9,7 +9,7 @@ from pathlib import Path
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, TensorEntry
 
-__all__ = ["alternating", "compared_extents", "copied_extents", "read_extents"]
+__all__ = ["alternating", "compared_extents", "copied_extents", "extent_of", "read_extents"]
 
 _PART = 4 << 20  # bytes; more than the blocks that are compared
 
@@ -36,11 +36,15 @@ def read_extents(entry: TensorEntry) -> Iterator[Extent]:
     if isinstance(entry, ComputedEntry):
         yield from alternating(entry.parts)
         return
-    for run in byte_runs(entry):
-        span = run.length
-        if isinstance(run, StridedRun):
-            span = run.item * (1 + sum((size - 1) * step for size, step in zip(run.sizes, run.strides, strict=True)))
-        yield run.file, run.source, run.source + span
+    yield from map(extent_of, byte_runs(entry))
+
+
+def extent_of(run: Run | StridedRun) -> Extent:
+    """Return where the bytes of a run lie."""
+    span = run.length
+    if isinstance(run, StridedRun):
+        span = run.item * (1 + sum((size - 1) * step for size, step in zip(run.sizes, run.strides, strict=True)))
+    return run.file, run.source, run.source + span
 
 
 def compared_extents(pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> Iterator[Extent]:

@@ -50,7 +50,7 @@ class RemotePath(RemoteLike, _Base):
         self._session = session
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._url,)
+        return RemotePath, (self._url, self._session)
 
     def __str__(self) -> str:
         return str(self._url)
@@ -160,7 +160,3 @@ class RemotePath(RemoteLike, _Base):
     def read_ahead(self, extents: Iterable[tuple[object, int, int]]) -> ReadAhead:
         there = ((path, begin, end) for path, begin, end in extents if isinstance(path, RemotePath))
         return ReadAhead((path._session, path._url, begin, end) for path, begin, end in there)
-
-
-def _restored(url: Url) -> RemotePath:
-    return RemotePath(url, Session.of(url))

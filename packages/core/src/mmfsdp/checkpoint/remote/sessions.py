@@ -85,6 +85,7 @@ class Session:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._origin: Url | None = None
         self._infos: dict[Url, Info | None] = {}
         self._names: dict[Url, list[str]] = {}
         self._kept: OrderedDict[Url, list[tuple[int, bytes]]] = OrderedDict()
@@ -99,7 +100,13 @@ class Session:
         Raises:
             ConfigError: The driver for its scheme is not installed.
         """
-        return cls(_transport(url))
+        session = cls(_transport(url))
+        session._origin = url
+        return session
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process sees the files as this one saw them first, and notices if they have changed.
+        return _restored, (self._origin, dict(self._infos))
 
     def info(self, url: Url) -> Info | None:
         """Return what the server says of a file or directory; ``None`` if there is neither.
@@ -206,6 +213,12 @@ class Session:
         if url in self._read and info is not None:
             self._read.discard(url)
             _retried(url, lambda: self._transport.check(url, info))
+
+
+def _restored(origin: Url, infos: dict[Url, Info | None]) -> Session:
+    session = Session.of(origin)
+    session._infos |= infos
+    return session
 
 
 def copied(view: memoryview, at: int, begin: int, data: bytes) -> int:
