@@ -142,6 +142,11 @@ def timm_swin() -> Any:
     return randomised(swin_transformer.SwinTransformer(**sizes, **STAGES, num_classes=7))
 
 
+def timm_resnet() -> Any:
+    resnet = pytest.importorskip("timm.models.resnet")
+    return resnet.ResNet(resnet.Bottleneck, [2, 1, 1, 1], num_classes=7).eval()
+
+
 STAGES = {"depths": (2, 1, 1, 1), "num_heads": (2,) * 4}
 ARCH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGES = {
@@ -151,6 +156,7 @@ IMAGES = {
         "SwinConfig",
         {"embed_dim": 8, "window_size": 4, "image_size": 128, "depths": [2, 1, 1, 1], "num_heads": [2] * 4},
     ),
+    "resnet": ("ResNetForImageClassification", "ResNetConfig", {"depths": [2, 1, 1, 1]}),
 }
 CLASSIFIERS: dict[str, dict[str, Any]] = {
     "vit": {
@@ -177,14 +183,14 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_models_of_timm_in_transformers(kind: str, tmp_path: Path) -> None:
-    model = {"vit": timm_vit, "swin": timm_swin}[kind]()
+    model = {"vit": timm_vit, "swin": timm_swin, "resnet": timm_resnet}[kind]()
     name, config, settings = IMAGES[kind]
     eps = {"layer_norm_eps": 1e-6} if kind == "vit" else {}
     built(name, config, **settings, **eps, num_labels=7).config.save_pretrained(tmp_path / "like")
     torch.save(model.state_dict(), tmp_path / "a.pth")
     convert(tmp_path / "a.pth", tmp_path / "out", to="hf", like=tmp_path / "like", recipe=f"timm-{kind}-to-hf")
     loaded = getattr(transformers, name).from_pretrained(tmp_path / "out").eval()
-    size = settings["image_size"]
+    size = settings.get("image_size", 64)
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(logits(loaded, x), model(x), atol=1e-5)
 

@@ -67,6 +67,8 @@ def timm_models() -> None:
     stages = {"depths": (2, 1, 1, 1), "num_heads": (2,) * 4}
     swin = SwinTransformer(img_size=128, patch_size=4, window_size=4, embed_dim=8, num_classes=7, **stages)
     write("timm-swin", timm, swin.state_dict())
+    resnet = timm.models.resnet.ResNet(timm.models.resnet.Bottleneck, [2, 1, 1, 1], num_classes=7)
+    write("timm-resnet", timm, resnet.state_dict())
 
 
 def transformers_models() -> None:
@@ -81,6 +83,8 @@ def transformers_models() -> None:
     buffers = "relative_position_index"
     state = library.SwinForImageClassification(swin).state_dict()
     write("hf-swin", library, {key: value for key, value in state.items() if not key.endswith(buffers)})
+    resnet = library.ResNetConfig(depths=[2, 1, 1, 1], num_labels=7)
+    write("hf-resnet", library, library.ResNetForImageClassification(resnet).state_dict())
     write("hf-llama", library, library.LlamaForCausalLM(library.LlamaConfig(**LLAMA)).state_dict())
     write("hf-phi3", library, library.Phi3ForCausalLM(library.Phi3Config(**LLAMA)).state_dict())
     write("hf-qwen-moe", library, library.Qwen2MoeForCausalLM(library.Qwen2MoeConfig(**LLAMA, **EXPERTS)).state_dict())

@@ -19,6 +19,7 @@ PAIRS = [
     ("timm-vit", "timm-vit-to-hf", "hf-vit"),
     ("mmpretrain-swin", "mmpretrain-swin-to-timm", "timm-swin"),
     ("timm-swin", "timm-swin-to-hf", "hf-swin"),
+    ("timm-resnet", "timm-resnet-to-hf", "hf-resnet"),
     ("hf-llama", "hf-llama-to-fused", "hf-phi3"),
     ("hf-qwen-moe", "hf-qwen-moe-to-stacked", "hf-qwen-moe-stacked"),
 ]
