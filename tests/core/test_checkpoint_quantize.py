@@ -151,4 +151,4 @@ class TestErrors:
         self.refused(tmp_path, weights(), message, to="dcp")
 
     def test_unknown(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, weights(), "quantize: Input should be 'fp8', got 'int4'", quantize="int4")
+        self.refused(tmp_path, weights(), "quantize: Input should be 'fp8' or 'q8_0', got 'int4'", quantize="int4")

@@ -144,7 +144,7 @@ def test_a_recipe_and_its_numbers(tmp_path: Path) -> None:
         ({"like": "full", "rename": [("mlp", "mpl")]}, "Did you mean 'transformer.h.0.mlp.weight'?"),
         ({"like": "other"}, "'transformer.h.0.mlp.weight' has shape [4, 4] (expected [2, 4])"),
         ({"like": "plain", "keep": "all"}, "holds the weights; it cannot be combined with 'keep' 'all'"),
-        ({"like": "plain", "to": "pth"}, "'like' applies only to the format 'huggingface', not to 'pth'"),
+        ({"like": "plain", "to": "pth"}, "'like' applies only to the format 'huggingface' or 'gguf', not to 'pth'"),
         ({"like": "broken"}, "config.json is not valid JSON"),
     ],
 )

@@ -36,7 +36,7 @@ def _recipes() -> Iterable[str]:
 def _formats(*, written: bool) -> Iterable[str]:
     from mmfsdp.checkpoint import known_formats
 
-    return [info.name for info in known_formats() if info.writes or not written]
+    return [info.name for info in known_formats() if (info.writes if written else info.reads)]
 
 
 _OPTIONS = (
@@ -72,7 +72,7 @@ _OPTIONS = (
         "--like",
         section=_WRITE,
         metavar="FOLDER",
-        help="For hf: a folder of the same model, for its config and tokenizer files.",
+        help="For hf and gguf: a folder of the same model, for its config and tokenizer files.",
     ),
     several(
         "--dtype",
@@ -84,9 +84,9 @@ _OPTIONS = (
     option(
         "--quantize",
         section=_WRITE,
-        metavar="fp8",
-        shell_complete=completing(lambda: ("fp8",)),
-        help="Write linear layers as 8-bit floats with scales, as transformers and vLLM load them.",
+        metavar="fp8|q8_0",
+        shell_complete=completing(lambda: ("fp8", "q8_0")),
+        help="Write 8 bits per weight: fp8 as transformers and vLLM load them, q8_0 in a .gguf file.",
     ),
     option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each."),
     ranks(_WRITE, "For dcp and local: number of ranks"),

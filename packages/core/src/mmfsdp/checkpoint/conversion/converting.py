@@ -135,6 +135,9 @@ def convert(
         folders = _folders()
         chosen = chosen.changed({"like": folders.like_folder(chosen.like, layout.path, target)})
         beside = folders.companions(Path(chosen.like or ""), target if chosen.overwrite else None)
+    elif kind.name == "gguf":
+        folder = _folders().like_folder(chosen.like, layout.path, target, "A GGUF file")
+        chosen = chosen.changed({"like": folder})
     overflowed: Counter[str] = Counter()
     intent = intended(layout, kind, chosen, overflowed)
     check_coverage(intent.layout, intent.sources)

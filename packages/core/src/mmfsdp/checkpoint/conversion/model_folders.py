@@ -40,8 +40,14 @@ _TIES = (
 )
 
 
-def like_folder(given: str | None, source: Path, target: Path) -> Path:
+def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hugging Face folder") -> Path:
     """Return the folder whose files a Hugging Face folder gets: the given one, the source, or what is at the target.
+
+    Args:
+        given: A folder that the user gave.
+        source: What is converted.
+        target: What is written.
+        what: What that is, for errors.
 
     Raises:
         ConfigError: None of them has a ``config.json``.
@@ -52,8 +58,8 @@ def like_folder(given: str | None, source: Path, target: Path) -> Path:
     if given is not None:
         raise ConfigError(f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.", config="like")
     raise ConfigError(
-        f"A Hugging Face folder needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same "
-        "model as 'like'; its configuration and tokenizer are copied.",
+        f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as 'like'; "
+        "its configuration and tokenizer are copied.",
         config="like",
     )
 

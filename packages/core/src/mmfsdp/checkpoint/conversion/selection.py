@@ -76,11 +76,16 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         selection = _with_states(selection, layout, target)
     if conversion.recipe is not None:
         layout, selection = _through_recipe(layout, selection, conversion)
-    if target.name == "huggingface":
+    if target.name in ("huggingface", "gguf"):
         selection = _for_folder(layout, selection, Path(conversion.like or ""))
+    model = None if target.name != "gguf" else _gguf_models().GgufModel.of(Path(conversion.like or ""))
+    if model is not None:
+        layout, selection = _for_gguf(layout, selection, model)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
+    if model is not None:
+        casts = model.dtypes(casts, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
         changed = name in casts or isinstance(entry, ComputedEntry)
@@ -89,7 +94,11 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     if target.name == "huggingface":
         notes = _model_folders().dtype_notes(named, Path(conversion.like or ""))
         selection = replace(selection, notes=(*selection.notes, *notes))
-    if conversion.quantize:
+    keys: dict[str, bytes] = {}
+    if model is not None:
+        named, keys, notes = model.finished(named, conversion.quantize, partial(_count, overflowed))
+        selection = replace(selection, notes=(*selection.notes, *notes))
+    elif conversion.quantize:
         named, notes = _quantizing().quantized(named, partial(_count, overflowed))
         selection = replace(selection, notes=(*selection.notes, *notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
@@ -97,7 +106,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
-    content = Content(tree, tensors, named, limit, ranks)
+    content = Content(tree, tensors, named, limit, ranks, keys=keys)
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
@@ -134,10 +143,24 @@ def _through_recipe(layout: Layout, selection: Selection, conversion: Conversion
         values=conversion.recipe_values,
         folders=[*recipes.folders_of(layout), *([Path(conversion.like)] if conversion.like else [])],
     )
+    return _with_weights(layout, selection, made, "recipe")
+
+
+def _with_weights(
+    layout: Layout, selection: Selection, made: Mapping[str, TensorEntry], maker: str
+) -> tuple[Layout, Selection]:
     # What lies beside the weights keeps its name, which must not be one of the new ones.
-    part = {name: TensorRef(f"recipe:{name}") for name in made}
+    part = {name: TensorRef(f"{maker}:{name}") for name in made}
     tensors = {**layout.tensors, **{part[name].name: entry for name, entry in made.items()}}
     return replace(layout, tensors=tensors), _with_part(selection, part)
+
+
+def _for_gguf(layout: Layout, selection: Selection, model: Any) -> tuple[Layout, Selection]:
+    """Return the layout and the selection with the weights as llama.cpp names and orders them."""
+    names = named_tensors(selection.part)
+    made, notes = model.renamed({name: layout.tensors[source] for name, source in names.items()})
+    layout, selection = _with_weights(layout, selection, made, "gguf")
+    return layout, replace(selection, notes=(*selection.notes, *notes))
 
 
 def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
@@ -151,6 +174,10 @@ def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
 
 def _model_folders() -> Any:
     return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
+
+
+def _gguf_models() -> Any:
+    return import_module("mmfsdp.checkpoint.conversion.gguf_models")  # for who writes such a file
 
 
 def _quantizing() -> Any:

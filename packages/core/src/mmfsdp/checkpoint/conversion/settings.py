@@ -19,6 +19,7 @@ from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Conversion", "NameRules", "target_format"]
 
+_READ = [item for item in FORMATS if item.module is not None]
 _WRITTEN = [item for item in FORMATS if item.writer is not None]
 
 
@@ -66,7 +67,8 @@ class Conversion:
     quantize: str | None = None
     """``'fp8'``: write the weights of linear layers as float8_e4m3fn with a float32 scale for each block of 128 x 128,
     under the names that transformers and vLLM load, after any ``dtype``. Embeddings, heads, routers and norms stay. For
-    safetensors and Hugging Face folders, whose ``config.json`` gets a ``quantization_config``. Needs numpy."""
+    safetensors and Hugging Face folders, whose ``config.json`` gets a ``quantization_config``. ``'q8_0'``, for
+    ``gguf``: write every matrix in blocks of 32 signed bytes with a float16 scale. Needs numpy."""
     use_ema: bool = False
     """Write the averaged weights as the model's weights."""
     publish: bool = False
@@ -79,7 +81,8 @@ class Conversion:
     like: str | None = None
     """For ``huggingface``: a folder of the same model, whose configuration and tokenizer files are copied and whose
     weights, if it has any, say which names and shapes are right. By default the source, if it is such a folder, or
-    what is at the target."""
+    what is at the target. For ``gguf``: the folder with the model's ``config.json`` and, if there is one,
+    ``vocab.gguf``, a GGUF file from which the tokenizer is copied; by default the source."""
     ranks: int | str | None = None
     """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas
     of four shards. By default as many as wrote the source."""
@@ -235,9 +238,9 @@ def _dtypes(value: Any) -> str | dict[str, str]:
 
 
 def _quantization(value: Any) -> str:
-    if value != "fp8":
-        raise _mistyped("'fp8'", value)
-    return "fp8"
+    if value not in ("fp8", "q8_0"):
+        raise _mistyped("'fp8' or 'q8_0'", value)
+    return _text(value)
 
 
 def _ranks(value: Any) -> int | str:
@@ -274,7 +277,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "max_shard_size": parse_bytes,
     "to": _format(_WRITTEN, "format to write"),
     "ranks": _ranks,
-    "source_format": _format(FORMATS, "format to read"),
+    "source_format": _format(_READ, "format to read"),
     "jobs": _positive,
 }
 _CHECKS |= {item.name: _flag for item in fields(Conversion) if isinstance(item.default, bool)}
@@ -298,7 +301,7 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     elif conversion.max_shard_size is None:
         raise ConfigError(
             f"The suffix {path.suffix!r} of {path.name!r} does not name a format. Use .safetensors, .pth or .pt, or "
-            "set 'to' to 'safetensors', 'pth', 'hf', 'dcp' or 'local'."
+            "set 'to' to 'safetensors', 'pth', 'hf', 'gguf', 'dcp' or 'local'."
         )
     elif by_suffix is not None:
         raise ConfigError(
@@ -307,19 +310,27 @@ def target_format(path: Path, conversion: Conversion) -> Format:
         )
     else:
         target = find_format("safetensors_index")
+    is_gguf = target.name == "gguf"
+    if conversion.quantize == "q8_0":
+        quantizes, quantized = is_gguf, "'gguf'"
+    else:
+        quantizes = target.tensors_only and not is_gguf
+        quantized = "'safetensors', 'safetensors_index' or 'huggingface'"
     for setting, fits, needed in (
         ("max_shard_size", target.name in ("safetensors_index", "huggingface"), "'safetensors_index' or 'huggingface'"),
-        ("like", target.name == "huggingface", "'huggingface'"),
-        ("quantize", target.tensors_only, "'safetensors', 'safetensors_index' or 'huggingface'"),
+        ("like", is_gguf or target.name == "huggingface", "'huggingface' or 'gguf'"),
+        ("quantize", quantizes, quantized),
+        ("verify_output", target.module is not None, "that can be read"),
         ("publish", not target.directory, "of a single file"),
         ("ranks", target.by_rank, "'dcp' or 'local'"),
     ):
         if getattr(conversion, setting) and not fits:
             given = conversion.to or target.name
             raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {given!r}.")
-    if target.name == "huggingface" and (conversion.drop or conversion.keep not in (None, "model")):
+    if target.name in ("huggingface", "gguf") and (conversion.drop or conversion.keep not in (None, "model")):
         given = f"'keep' {conversion.keep!r}" if conversion.keep else "'drop'"
-        raise ConfigError(f"A Hugging Face folder holds the weights; it cannot be combined with {given}. Remove it.")
+        what = "GGUF file" if is_gguf else "Hugging Face folder"
+        raise ConfigError(f"A {what} holds the weights; it cannot be combined with {given}. Remove it.")
     return target
 
 

@@ -109,6 +109,8 @@ class Content:
     """How many ranks, for formats with files per rank."""
     save_id: str = field(default_factory=lambda: os.urandom(8).hex())
     """Identifies this checkpoint; every file of it carries the same id."""
+    keys: Mapping[str, bytes] = field(default_factory=dict)
+    """For ``gguf``: the key-value pairs, each value with its type as the file holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ class Format:
     """Its name, as ``Layout.format`` reports it."""
     description: str
     """What it is, in a few words."""
-    module: str
-    """The module of this folder that reads it."""
+    module: str | None
+    """The module of this folder that reads it; ``None`` if it is only written."""
     sniff: Callable[[Source], bool] | None = None
     """Tells from first bytes and file names whether a path is of this format; ``None`` if the reader of a related
     format, listed before, tells them apart."""
@@ -145,6 +147,7 @@ class Format:
 
     def read(self, source: Source) -> Layout:
         """Read the layout of a checkpoint of this format; see the format's module for errors."""
+        assert self.module is not None
         layout: Layout = getattr(_module(self.module), self.reader)(source)
         return layout
 
@@ -304,6 +307,14 @@ FORMATS: tuple[Format, ...] = (
         "torch_legacy",
         lambda source: source.head.startswith(_LEGACY_MAGIC),
     ),
+    Format(
+        "gguf",
+        "a GGUF file of a Llama-like model, which llama.cpp loads",
+        None,
+        writer="gguf",
+        suffixes=(".gguf",),
+        tensors_only=True,
+    ),
 )
 """Every format, in the order in which they are tried."""
 
@@ -317,7 +328,8 @@ class FormatInfo:
     description: str
     """What it is, in a few words."""
     reads: bool
-    """Whether ``open_layout`` reads it. Whatever can be read can be converted to whatever can be written."""
+    """Whether ``open_layout`` reads it. Whatever can be read can be converted to whatever can be written, to
+    ``gguf`` if the model is like Llama."""
     writes: bool
     """Whether ``convert`` writes it."""
     suffixes: tuple[str, ...]
@@ -331,9 +343,11 @@ class FormatInfo:
 
 
 def known_formats() -> list[FormatInfo]:
-    """Return the formats, those that can be written first. All of them can be read."""
+    """Return the formats, those that can be written first. All of them can be read, but for ``gguf``."""
     infos = [
-        FormatInfo(item.name, item.description, True, item.writer is not None, item.suffixes, item.aliases)
+        FormatInfo(
+            item.name, item.description, item.module is not None, item.writer is not None, item.suffixes, item.aliases
+        )
         for item in FORMATS
     ]
     return sorted(infos, key=lambda info: not info.writes)
@@ -473,7 +487,9 @@ def _chosen(name: str, path: Path) -> Format:
     directory = path.is_dir() or path.name.endswith(INDEX_SUFFIX)
     kind = "directory" if directory else "file"
     return find_format(
-        name, [item for item in FORMATS if item.directory == directory], f"format of the {kind} {path.name!r}"
+        name,
+        [item for item in FORMATS if item.module and item.directory == directory],
+        f"format of the {kind} {path.name!r}",
     )
 
 
