@@ -178,6 +178,16 @@ def test_the_target_may_be_replaced_and_is_not_read(tmp_path: Path) -> None:
         open_layout(tmp_path / "out.gguf")
 
 
+def test_blocks_of_tiny_numbers_are_zeros_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    source = folder(tmp_path, "qwen2")
+    given = {**load_file(source / "model.safetensors"), "model.embed_tokens.weight": torch.full((24, 32), 1e-40)}
+    save_file(given, source / "model.safetensors")
+    convert(source, tmp_path / "out.gguf", quantize="q8_0")
+    _, _, data = Parsed(tmp_path / "out.gguf").tensors["token_embd.weight"]
+    assert {data[place : place + 2] for place in range(0, len(data), 34)} == {b"\0\0"}  # the scales
+    assert not recwarn.list
+
+
 class TestErrors:
     def refused(self, parent: Path, message: str, name: str = "llama", *, settings: Any = None, **changes: Any) -> None:
         source = folder(parent, name, **changes)

@@ -62,6 +62,7 @@ def _encoded(numbers: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
             config="quantize",
         )
     whole = np.trunc(shares)
-    encoded[:, 2:] = (whole + np.trunc(2 * (shares - whole))).astype(np.int8).view(np.uint8)
+    with np.errstate(invalid="ignore"):  # of a scale so small that its inverse is infinite; it is stored as zero
+        encoded[:, 2:] = (whole + np.trunc(2 * (shares - whole))).astype(np.int8).view(np.uint8)
     encoded[:, :2] = stored.view(np.uint8)
     return encoded
