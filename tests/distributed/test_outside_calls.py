@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -267,6 +268,7 @@ def in_full_precision(rank: int) -> list[torch.dtype]:
 def compiled(rank: int, settings: dict[str, Any]) -> tuple[float, dict[str, int]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    gc.collect()  # dynamo goes through torch's table of modules, which models that die meanwhile leave
     model, alone, _ = two_of(settings)
     run = torch.compile(model, backend="eager")
     x = torch.randn(4, DIM)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import FormatError
-from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading import open_shared, read_whole
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 
-__all__ = ["load_checkpoint", "reference_of"]
+__all__ = ["load_checkpoint", "reference_of", "under_tied_names"]
 
 _PREFIX = "module."
 
@@ -74,7 +74,8 @@ def load_checkpoint(
             if key not in content and (key == "state_dict" or optimizer is not None):
                 found = name_list(sorted(map(str, content))) or "nothing"
                 raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
-        return _without_prefix(content, own)
+        content = _without_prefix(content, own)
+        return {**content, "state_dict": under_tied_names(content["state_dict"], state)}
 
     source, content = open_shared(
         path,
@@ -104,6 +105,17 @@ def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
     if isinstance(content.get("optimizer"), dict):
         content["optimizer"] = renamed(content["optimizer"], _PREFIX)
     return content
+
+
+def under_tied_names(weights: Mapping[str, Any], state: ShardedModel) -> dict[str, Any]:
+    """Return weights under every name that the model ties to theirs: files such as Hugging Face's hold them once."""
+    found = dict(weights)
+    for param in state.plan.all_params():
+        names = (param.fqn, *param.aliases)
+        given = [name for name in names if name in weights]
+        if given:
+            found |= {name: weights[given[0]] for name in names if name not in weights}
+    return found
 
 
 def reference_of(model: nn.Module) -> Layout:

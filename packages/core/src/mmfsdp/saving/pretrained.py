@@ -18,7 +18,7 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.load import reference_of
+from mmfsdp.saving.load import reference_of, under_tied_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor
@@ -97,7 +97,7 @@ def load_pretrained(
         weights = _under_own_names(_one_per_place(source), state, path)
         if not ignore_mismatched_sizes:
             _check_shapes(weights, state, path)
-        return _tied(weights, state)
+        return under_tied_names(weights, state)
 
     given = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
     source, weights = open_weights(
@@ -167,14 +167,3 @@ def _check_shapes(weights: Mapping[str, LazyTensor], state: ShardedModel, path: 
 def _own_shapes(state: ShardedModel) -> dict[str, tuple[int, ...]]:
     params = {name: param.shape for param in state.plan.all_params() for name in (param.fqn, *param.aliases)}
     return params | {clean_fqn(name): tuple(buffer.shape) for name, buffer in state.module.named_buffers()}
-
-
-def _tied(weights: dict[str, LazyTensor], state: ShardedModel) -> dict[str, LazyTensor]:
-    """Return the weights with every name that the model gives to one that it ties."""
-    weights = dict(weights)
-    for param in state.plan.all_params():
-        names = (param.fqn, *param.aliases)
-        given = next((weights[name] for name in names if name in weights), None)
-        if given is not None:
-            weights |= {name: given for name in names if name not in weights}
-    return weights

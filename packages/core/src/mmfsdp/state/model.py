@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -96,7 +95,6 @@ def load_model_state_dict(
     offered = _offered(state_dict, state, from_rank0)
     shapes = {name: _shape(into) for name, into in target.items()}
     found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
-    found = replace(found, missing=tuple(name for name in found.missing if not _is_tied_to(name, offered, state)))
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
     scope = scope_of(state.mesh)
@@ -141,16 +139,6 @@ def is_first_rank(state: ShardedModel) -> bool:
 def send_from_first(value: torch.Tensor, state: ShardedModel) -> None:
     """Broadcast from the mesh's first rank, in place. Collective: every rank."""
     broadcast_tensor(value, state.mesh)
-
-
-def _is_tied_to(name: str, offered: Mapping[str, Any], state: ShardedModel) -> bool:
-    """Whether a parameter is also one that is offered: files such as Hugging Face's hold tied weights once."""
-    if state.is_fsdp1:
-        return False  # its parameters are views of flat ones
-    named = {clean_fqn(key): param for key, param in state.module.named_parameters(remove_duplicate=False)}
-    return name in named and any(
-        other in offered and param is named[name] for other, param in named.items() if other != name
-    )
 
 
 @torch.no_grad()
