@@ -115,7 +115,7 @@ def is_group_pair(given: Any) -> bool:
 def place_in(mesh: DeviceMesh) -> int:
     """Return this rank's place in the mesh, in row-major order; the first is 0."""
     place = 0
-    for size, coordinate in zip(mesh.mesh.shape, mesh.get_coordinate() or [], strict=True):
+    for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or [], strict=True):
         place = place * size + coordinate
     return place
 

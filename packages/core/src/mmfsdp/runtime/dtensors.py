@@ -45,7 +45,7 @@ def box_of(tensor: torch.Tensor) -> Box:
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         raise StateDictError(f"This rank is not in the mesh of a tensor of shape {tuple(tensor.shape)}: {mesh}.")
-    return Box(*sharded_box(tensor.shape, mesh.mesh.shape, placements_of(tensor), coordinates))
+    return Box(*sharded_box(tensor.shape, mesh.shape, placements_of(tensor), coordinates))
 
 
 def placements_of(tensor: DTensor) -> list[int | None]:

@@ -112,7 +112,7 @@ def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh
         "world_size": save.world_size,
         "rank": save.rank,
         "save_id": save.save_id,
-        "mesh": list(mesh.mesh.shape),
+        "mesh": list(mesh.shape),
         "tensors": boxes,
     }
     return {**tree, "mmfsdp": header}
@@ -126,7 +126,7 @@ def _share(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, in
     mesh = tensor.device_mesh
     coordinates = tuple(mesh.get_coordinate() or ())
     replicas, mine = 1, 0
-    for size, coordinate, dim in zip(mesh.mesh.shape, coordinates, placements_of(tensor), strict=True):
+    for size, coordinate, dim in zip(mesh.shape, coordinates, placements_of(tensor), strict=True):
         if dim is None:
             replicas, mine = replicas * size, mine * size + coordinate
     if not tensor.dim():

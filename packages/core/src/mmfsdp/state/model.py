@@ -106,14 +106,15 @@ def load_model_state_dict(
         stored = [name for name in given if isinstance(state_dict[name], LazyTensor)]
         replicas = _replicas(stored, target, state) if read_once and not by_torch else {}
         mine = [name for name in given if name not in replicas or replicas[name].reads]
-        locate([(state_dict[name], _held(target[name])) for name in mine], scope)
+        boxes = {name: _held(target[name]) for name in mine}
+        locate([(state_dict[name], box) for name, box in boxes.items()], scope)
         if by_torch:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
 
             def fill() -> None:
-                for name in mine:
-                    _fill(target[name], state_dict[name])
+                for name, box in boxes.items():
+                    _fill(target[name], state_dict[name], box)
                 check_unchanged(state_dict[name] for name in mine)
 
             on_all_ranks(fill, scope)  # a disk may fail on one rank
@@ -142,11 +143,11 @@ def send_from_first(value: torch.Tensor, state: ShardedModel) -> None:
 
 
 @torch.no_grad()
-def _fill(into: torch.Tensor | FlatPiece, value: Any) -> None:
+def _fill(into: torch.Tensor | FlatPiece, value: Any, box: Box | None = None) -> None:
     if isinstance(into, FlatPiece):
         fill_piece(into, value)
     elif isinstance(value, LazyTensor):
-        value.read_into(_local(into), box_of(into))
+        value.read_into(_local(into), box or box_of(into))
     else:
         _local(into).copy_(local_value(value, into))
 
