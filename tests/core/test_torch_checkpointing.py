@@ -45,7 +45,7 @@ def test_loads_into_a_sharded_model() -> None:
 
 
 def test_without_metadata(tmp_path: Path) -> None:
-    """The library writes none if no item can be resharded; DTensors say where they lie all the same."""
+    """The library writes none if no item can be resharded; DTensors still say where they lie."""
     source = tmp_path / "step_7"
     shutil.copytree(GOLDEN / "tp-4" / "step_7", source)
     (source / "metadata.pkl").unlink()

@@ -1,6 +1,6 @@
 """Reads open files by their descriptor: those of the system, and those that another module gives a number.
 
-What reads checkpoints works on descriptors. A file on a server has a negative one, which is no file of the system.
+Readers of checkpoints work on descriptors. A file on a server gets a negative one, which the system never hands out.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Pattern:
 
 
 def _box(chunk: Chunk, skipped: int, axes: Sequence[_Axis], item: int) -> Chunk:
-    """Return a part of a chunk that begins so many elements behind it."""
+    """Return a part of a chunk, which begins the given number of elements after the chunk does."""
     counts = tuple(axis.length for axis in axes)
     return replace(
         chunk,

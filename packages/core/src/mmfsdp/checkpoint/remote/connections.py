@@ -46,7 +46,7 @@ class Response:
         self.close()
 
     def read(self, most: int) -> bytes:
-        """Return up to so many bytes: fewer if the server stops."""
+        """Return up to the given number of bytes: fewer if the server stops."""
         data = bytearray()
         try:
             while len(data) < most and (block := self._response.read(min(1 << 20, most - len(data)))):
@@ -184,7 +184,7 @@ def _unanswered(address: str, error: Exception) -> Exception:
         )
     if isinstance(error, socket.gaierror):
         return PassingError(f"there is no server {host!r}, or the network is down")
-    if isinstance(error, ValueError):  # a port that is no number
+    if isinstance(error, ValueError):  # the port is not a number
         return CheckpointError(f"{shown(address)!r} is not the address of a server: {error}.")
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return PassingError(f"the server {host!r} does not answer ({text})")
