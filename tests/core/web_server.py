@@ -78,7 +78,7 @@ class Handler(SimpleHTTPRequestHandler):
             self.answer(request)
 
     def answer(self, request: Request, *, stop: int | None = None, **changes: object) -> None:
-        """Answer as a good server does, apart from changes of headers; with ``stop``, break off after that many bytes."""
+        """Answer as a good server does, apart from changes of headers; with ``stop``, break off after those bytes."""
         file = self.web.directory / unquote(urlsplit(request.path).path).lstrip("/")
         if file.is_dir():
             self._answer_directory(file, request)
@@ -102,7 +102,7 @@ class Handler(SimpleHTTPRequestHandler):
         self.reply(status, body, {**headers, **{name: str(text) for name, text in changes.items()}}, stop)
 
     def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None, stop: int | None = None) -> None:
-        """Send an answer; with ``stop``, break the connection after that many bytes of it."""
+        """Send an answer; with ``stop``, break the connection after that many bytes."""
         self.send_response(status)
         for name, text in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, text)

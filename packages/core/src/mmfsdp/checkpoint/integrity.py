@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from mmfsdp.basics.descriptors import expect, read_into, size_of
-from mmfsdp.errors import FormatError
+from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
     "Extent",
     "Scanned",
+    "add_rank_file",
     "crc32",
     "crc32_combine",
     "crc32_of_stretch",
@@ -206,6 +207,21 @@ def parse_json(text: str | bytes) -> Any:
         RecursionError: The text is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+
+
+def add_rank_file(files: dict[int, Path], rank: int, path: Path) -> None:
+    """Add the file of a rank to those that were found in its directory.
+
+    Raises:
+        CorruptCheckpointError: The rank has one already.
+    """
+    if rank in files:
+        raise CorruptCheckpointError(
+            f"{path.parent.name} holds two files of rank {rank}: {files[rank].name} and {path.name}. One is left over "
+            "from another save; remove it.",
+            file=str(path),
+        )
+    files[rank] = path
 
 
 def inside(directory: Path, name: str, origin: Path) -> Path:

@@ -14,7 +14,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes
 from mmfsdp.checkpoint.formats.deepspeed_latest import STATES
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
-from mmfsdp.checkpoint.integrity import inside
+from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.layout import Chunk
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -119,13 +119,7 @@ class Files:
         files = self.models if whole or (of_rank and of_rank[3] == "model") else self.states
         rank = int(of_rank[1]) if of_rank else 0
         self.is_partitioned |= of_rank is not None and of_rank[3] == "model"
-        if rank in files:
-            raise CorruptCheckpointError(
-                f"{self.folder.name} holds two files of rank {rank}: {files[rank].name} and {name}. One is left over "
-                "from another save; remove it.",
-                file=str(path),
-            )
-        files[rank] = path
+        add_rank_file(files, rank, path)
 
     def model(self, rank: int | None = None) -> Mapping[str, Any]:
         """Return the content of a rank's file of the model; of the lowest rank's by default."""

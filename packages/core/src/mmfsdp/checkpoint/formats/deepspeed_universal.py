@@ -80,7 +80,7 @@ class UniversalParams:
         return {key: plain(self._optimizer[key]) for key in _SETTINGS if key in self._optimizer}
 
     def _shared_step(self) -> dict[str, Any]:
-        # Stage 3 leaves the step where the first rank's file had it, once for each of its flat tensors, all of them equal.
+        # Stage 3 leaves the step where the first rank's file had it, once for each of its flat tensors, all equal.
         state = self._optimizer.get("optimizer_state_dict", {}).get("state", {})
         return next(({"step": entries["step"]} for entries in state.values() if "step" in entries), {})
 

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.geometry import check_box
-from mmfsdp.checkpoint.integrity import inside
+from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -148,14 +148,7 @@ def read(source: Source) -> Layout:
         key = _KEYS.get(match["kind"], match["kind"])
         key = f"{key}_{match['index']}" if int(match["index"] or 0) else key
         files = kinds.setdefault(key, {})
-        rank, path = int(match["rank"]), inside(source.path, name, source.path)
-        if rank in files:
-            raise CorruptCheckpointError(
-                f"{source.path.name} holds two files of rank {rank}: {files[rank].name} and {name}. One is left over "
-                "from another save; remove it.",
-                file=str(path),
-            )
-        files[rank] = path
+        add_rank_file(files, int(match["rank"]), inside(source.path, name, source.path))
     if not kinds:
         raise CheckpointNotFoundError(f"{source.path.name} holds no file of a rank.", file=str(source.path))
     if len(kinds) == 1:
