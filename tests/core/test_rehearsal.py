@@ -163,6 +163,7 @@ def test_a_model_on_meta_and_a_plan_give_the_same(step: Rehearsal) -> None:
     with torch.device("meta"):
         model, batch = Net(), torch.empty(64, 32)
     again = mmfsdp.rehearse(mmfsdp.plan(model, WRAP, 4), model, batch, device_type="cpu")
+    assert again.plan == step.plan == mmfsdp.plan(Net(), WRAP, 4)
     assert again.peak == step.peak
     assert again.collectives == step.collectives
 

@@ -119,6 +119,7 @@ def rehearse(
         collectives=tuple(recorder.collectives),
         phases=tuple(recorder.phases),
         last=recorder.moment,
+        plan=plan,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.caching import reserved_bytes
 from mmfsdp.rehearsal.records import Allocation, Collective, Moment
@@ -43,6 +44,8 @@ class Rehearsal:
     forward and backward once for each micro-batch."""
     last: int
     """The last moment."""
+    plan: ShardPlan
+    """The plan that was applied."""
 
     @cached_property
     def peak(self) -> Moment:
