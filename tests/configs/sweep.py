@@ -186,13 +186,15 @@ def main() -> None:
     sys.exit(any(item.kind in ("false error", "weak advice", "traceback") for item in outcomes))
 
 
-def _stand_in() -> None:
+def stand_in() -> None:
     """Let packages be imported that lack compiled code, which building a model does not run.
 
     torchvision's CUDA build does not load its operators beside torch's CPU build, and mmcv-lite has none.
     """
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        if not hasattr(torch.ops.torchvision, name):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", signature)
     compiled = ModuleType("mmcv._ext")
     vars(compiled)["__getattr__"] = lambda name: None
     sys.modules["mmcv._ext"] = compiled
@@ -200,5 +202,5 @@ def _stand_in() -> None:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nobody waits for it
-    _stand_in()
+    stand_in()
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,59 @@ def test_models_of_mmpretrain_in_timm(kind: str, tmp_path: Path) -> None:
     size = IMAGES[kind][2]["image_size"]
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(classifier(x, mode="tensor"), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 6})])
+def test_models_of_megatron_in_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """The logits are those that Megatron itself computed on the ranks that saved."""
+    own = Path(__file__).parents[1] / "core/recipes/golden/megatron-0.16.1"
+    sizes = {**LLAMA, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 50}
+    config = getattr(transformers, f"{kind.capitalize()}Config")(**sizes, rms_norm_eps=1e-6, **more)
+    config.save_pretrained(tmp_path / "like")
+    convert(own / kind, tmp_path / "out", to="hf", like=tmp_path / "like", recipe="megatron-llama-to-hf")
+    loaded = getattr(transformers, f"{kind.capitalize()}ForCausalLM").from_pretrained(tmp_path / "out").eval()
+    expected = torch.load(own / f"{kind}.pt", weights_only=True)
+    assert torch.allclose(logits(loaded, expected["ids"]), expected["logits"], atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # mmcv's and mmdet's own
+@pytest.mark.parametrize("kind", ["timm", "resnet"])
+def test_detr_of_mmdet_in_transformers(kind: str, tmp_path: Path) -> None:
+    if find_spec("mmdet") is None:
+        pytest.skip("`nox -s configs` has mmdet, with another transformers")
+    from tests.configs.sweep import stand_in
+
+    stand_in()
+    import mmdet
+    from mmdet.registry import MODELS
+    from mmdet.structures import DetDataSample
+    from mmdet.utils import register_all_modules
+    from mmengine.config import Config
+
+    register_all_modules()
+    config = Config.fromfile(Path(mmdet.__file__).parent / ".mim/configs/detr/detr_r50_8xb2-150e_coco.py").model
+    config.backbone.init_cfg = None
+    config.num_queries, config.bbox_head.num_classes = 5, 7
+    torch.manual_seed(0)
+    model = MODELS.build(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.ndim > 1 and not name.startswith("backbone."):
+                tensor.normal_(0, 0.05)
+            elif name.endswith("running_var"):
+                tensor.uniform_(0.5, 1.5)
+    own = {"backbone": None, "backbone_config": transformers.ResNetConfig(out_features=["stage4"])}
+    backbone = {"backbone": "resnet50"} if kind == "timm" else own
+    settings = {"use_timm_backbone": kind == "timm", "use_pretrained_backbone": False, **backbone}
+    transformers.DetrConfig(**settings, num_queries=5, num_labels=7).save_pretrained(tmp_path / "like")
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    recipe = "mmdet-detr-to-hf" if kind == "timm" else "mmdet-detr-to-hf-resnet"
+    convert(tmp_path / "a.pth", tmp_path / "out", to="hf", like=tmp_path / "like", recipe=recipe)
+    loaded = transformers.DetrForObjectDetection.from_pretrained(tmp_path / "out").eval()
+    x = torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(1))
+    sample = DetDataSample(metainfo={"batch_input_shape": (64, 96), "img_shape": (64, 96)})
+    with torch.no_grad():
+        classes, boxes = model.bbox_head(**model.forward_transformer(model.extract_feat(x), [sample]))
+        found = loaded(x)
+    assert torch.allclose(found.logits, classes[-1], atol=1e-5)
+    assert torch.allclose(found.pred_boxes, boxes[-1], atol=1e-5)

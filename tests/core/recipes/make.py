@@ -1,4 +1,4 @@
-"""Writes names and shapes of small models of mmpretrain, timm and transformers, for tests of the recipes between them.
+"""Writes names and shapes of small models of OpenMMLab, timm and transformers, for tests of the recipes between them.
 
 Run it where the library is installed: ``python tests/core/recipes/make.py timm``. Each file records its version;
 transformers 4 has the names of the files in memory, too.
@@ -56,6 +56,33 @@ def mmpretrain_models() -> None:
     write("mmpretrain-swin", mmpretrain, build_classifier(swin).state_dict())
 
 
+def detr_models() -> None:
+    """Detectors of mmdet and transformers, with one block for each stage of the backbone."""
+    import mmdet
+    import transformers as library
+    from mmdet.models.backbones import ResNet
+    from mmdet.models.backbones.resnet import Bottleneck
+    from mmdet.registry import MODELS
+    from mmdet.utils import register_all_modules
+    from mmengine.config import Config
+
+    register_all_modules()
+    ResNet.arch_settings[50] = (Bottleneck, (1, 1, 1, 1))
+    config = Config.fromfile(Path(mmdet.__file__).parent / ".mim/configs/detr/detr_r50_8xb2-150e_coco.py").model
+    config.backbone.init_cfg = None
+    config.num_queries, config.bbox_head.num_classes = 5, 7
+    for part in (config.encoder, config.decoder):
+        part.num_layers, part.layer_cfg.ffn_cfg.feedforward_channels = 2, 32
+    write("mmdet-detr", mmdet, MODELS.build(config).state_dict())
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    layers |= {"num_queries": 5, "num_labels": 7}
+    timm = {"backbone": "resnet50", "use_timm_backbone": True, "backbone_kwargs": {"layers": (1,) * 4}}
+    own = {"backbone": None, "use_timm_backbone": False, "backbone_config": library.ResNetConfig(depths=[1] * 4)}
+    for name, backbone in (("hf-detr-timm", timm), ("hf-detr", own)):
+        detr = library.DetrConfig(**layers, **backbone, use_pretrained_backbone=False)
+        write(name, library, library.DetrForObjectDetection(detr).state_dict())
+
+
 def timm_models() -> None:
     """The same of timm."""
     import timm
@@ -102,7 +129,7 @@ def transformers_5_models() -> None:
 
 if __name__ == "__main__":
     parts = {"mmpretrain": mmpretrain_models, "timm": timm_models, "transformers": transformers_models}
-    parts |= {"transformers_5": transformers_5_models}
+    parts |= {"detr": detr_models, "transformers_5": transformers_5_models}
     HERE.mkdir(exist_ok=True)
     for part in sys.argv[1:]:
         parts[part]()

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.recipes.rearranging import Pattern
 from mmfsdp.checkpoint.recipes.recipe import Recipe
-from mmfsdp.checkpoint.recipes.rules import Drop, Fuse, Rearrange, Rename, Rule, Split, Stack, Tie, Unstack, Untie
+from mmfsdp.checkpoint.recipes.rules import Drop, Fuse, Rearrange, Rename, Rule, Split, Stack, Tie, Trim, Unstack, Untie
 from mmfsdp.checkpoint.recipes.templates import Template
 from mmfsdp.errors import ConfigError, closest
 
@@ -112,6 +112,7 @@ def _stacked(where: str, given: Any) -> tuple[Template, str, Template, int]:
     over = _text(given["over"], f"{where}.over")
     part = Template(_text(given["parts"], f"{where}.parts"), {over: r"\d+"})
     whole = Template(_text(given["whole"], f"{where}.whole"), part.regexes)
+    part = Template(part.text, whole.regexes)
     if {*part.names} != {*whole.names, over} or over in whole.names:
         raise ConfigError(
             f"{where}: {part.text!r} must have the placeholders of {whole.text!r} and {{{over}}}.", config=where
@@ -132,6 +133,14 @@ def _rearrange(where: str, optional: bool, given: Any) -> Rule:
     return Rearrange(where, optional, _templates(given["names"], where), text, sized)
 
 
+def _trim(where: str, optional: bool, given: Any) -> Rule:
+    _check_keys(given, ("names", "size", "dim"), where, ("names", "size"))
+    size = given["size"]
+    if not isinstance(size, str | int) or isinstance(size, bool):
+        raise ConfigError(f"{where}.size is {size!r}, expected a number or a value.", config=where)
+    return Trim(where, optional, _templates(given["names"], where), str(size), _dim(given, where))
+
+
 _KINDS: dict[str, Callable[[str, bool, Any], Rule]] = {
     "rename": _rename,
     "fuse": _fuse,
@@ -139,6 +148,7 @@ _KINDS: dict[str, Callable[[str, bool, Any], Rule]] = {
     "stack": _stack,
     "unstack": _unstack,
     "rearrange": _rearrange,
+    "trim": _trim,
     "drop": lambda where, optional, given: Drop(where, optional, _templates(given, where), False),
     "tie": _tie,
     "untie": _untie,

@@ -13,7 +13,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import Chunk, FoldedEntry, TensorEntry, row_major_strides, simplified_strides
 
-__all__ = ["Pattern", "fused", "split", "stacked", "unstacked"]
+__all__ = ["Pattern", "fused", "split", "stacked", "trimmed", "unstacked"]
 
 
 def fused(name: str, entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
@@ -100,6 +100,19 @@ def unstacked(entry: TensorEntry, dim: int) -> list[TensorEntry]:
         ]
         slices.append(TensorEntry(entry.name, entry.dtype, _removed(entry.shape, dim), tuple(chunks)))
     return slices
+
+
+def trimmed(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
+    """Return the first elements of a tensor along a dimension.
+
+    Raises:
+        ValueError: The tensor has no such dimension, or fewer elements there.
+    """
+    if dim >= len(entry.shape):
+        raise ValueError(f"it has no dimension {dim}")
+    if entry.shape[dim] < size:
+        raise ValueError(f"dimension {dim} has {entry.shape[dim]} elements, expected {size} or more")
+    return cut(entry, (0,) * len(entry.shape), _replaced(entry.shape, dim, size))
 
 
 class _Axis(NamedTuple):

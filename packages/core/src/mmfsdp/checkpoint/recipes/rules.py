@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
-from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, unstacked
+from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, trimmed, unstacked
 from mmfsdp.checkpoint.recipes.templates import Group, Template, grouped
 from mmfsdp.checkpoint.recipes.values import Values
 from mmfsdp.errors import ConfigError
 
-__all__ = ["Drop", "Fuse", "Rearrange", "Rename", "Rule", "Split", "Stack", "Step", "Tie", "Unstack", "Untie"]
+__all__ = ["Drop", "Fuse", "Rearrange", "Rename", "Rule", "Split", "Stack", "Step", "Tie", "Trim", "Unstack", "Untie"]
 
 Tensors = Mapping[str, TensorEntry]
 T = TypeVar("T")
@@ -242,6 +242,27 @@ class Rearrange(Rule):
 
     def inverse(self) -> Rule:
         return replace(self, pattern=Pattern(self.pattern).inverse)
+
+    def templates(self) -> list[str]:
+        return [template.text for template in self.names]
+
+
+@dataclass(frozen=True)
+class Trim(Rule):
+    """Leaves out what pads tensors at the end of a dimension, such as rows of a vocabulary that no token has."""
+
+    names: tuple[Template, ...]
+    size: str
+    dim: int
+
+    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+        for name, entry in tensors.items():
+            if any(template.match(name) is not None for template in self.names):
+                size = values.number(self.size, self.where)
+                yield Step((name,), {name: self._checked([name], tensors, lambda: trimmed(entry, self.dim, size))})  # noqa: B023
+
+    def inverse(self) -> None:
+        return None  # who pads tensors does so again
 
     def templates(self) -> list[str]:
         return [template.text for template in self.names]
