@@ -15,7 +15,7 @@ from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import cast_block
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, cut
@@ -142,7 +142,7 @@ def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry]) -
     with OpenFiles() as files:
         for layout, part in zip(layouts[:-1], parts[:-1], strict=True):
             blocks = zip(tensor_blocks(files, part), tensor_blocks(files, last), strict=True)
-            if all(one == two for one, two in blocks):
+            if all(equal_bytes(one, two) for one, two in blocks):
                 continue
             if len(last.shape) <= 1 and not last.dtype.startswith("complex"):
                 return False

@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.arithmetic.matching import for_weights, refuse_settings
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks
+from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -153,7 +153,7 @@ def _compared(files: OpenFiles, a: TensorEntry, b: TensorEntry) -> tuple[bool, i
     """Tell whether two tensors are equal, and return the checksum of the first."""
     equal, crc = True, 0
     for one, two in zip(tensor_blocks(files, a), tensor_blocks(files, b), strict=True):
-        equal = equal and one == two
+        equal = equal and equal_bytes(one, two)
         crc = crc32(one, crc)
     return equal, crc
 

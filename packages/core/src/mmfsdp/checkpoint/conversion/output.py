@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import tensor_blocks
+from mmfsdp.checkpoint.files.elements import equal_bytes, tensor_blocks
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.inspection.verification import verify
@@ -83,7 +83,7 @@ class _Bytes:
                 if not self._rest:
                     return False
             count = min(len(data), len(self._rest))
-            if data[:count] != self._rest[:count]:
+            if not equal_bytes(data[:count], self._rest[:count]):
                 return False
             data, self._rest = data[count:], self._rest[count:]
         return True

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import has_numpy, raw, tensor_blocks, values
+from mmfsdp.checkpoint.files.elements import equal_bytes, has_numpy, raw, tensor_blocks, values
 from mmfsdp.checkpoint.geometry import without_repeats
 from mmfsdp.checkpoint.layout import TensorEntry
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["ValueDifference", "compare_tensors"]
 
 _ELEMENTS = 1 << 17  # per block: two of them fit the second-level cache, in float64 too
+_PIECE = 1 << 14  # of these elements that are looked at one by one
+_HUGE = 2.0**100
 _LEAST, _DECADES = -8, 11  # the histogram begins with what is below 1e-8, and ends with what is 10 or more
 
 
@@ -75,13 +78,15 @@ def compare_tensors(
         tensor_blocks(files, two, _ELEMENTS * itemsize(two.dtype)),
         strict=True,
     )
+    nearness = None  # made when it is needed: equal bytes do without numpy
     for a, b in blocks:
-        if one.dtype != two.dtype or a != b:
-            if one.dtype == two.dtype and not has_numpy():
+        if one.dtype != two.dtype or not equal_bytes(a, b):
+            if nearness is None and not has_numpy():
                 differing, counted = 1, False
                 break
-            count, absolute, ratio = _differences(a, b, one.dtype, two.dtype, rtol, atol, decades)
-            differing, largest, relative = differing + count, max(largest, absolute), max(relative, ratio)
+            nearness = nearness or _Nearness(one, two, rtol, atol)
+            for count, absolute, ratio in _differences(a, b, nearness, decades):
+                differing, largest, relative = differing + count, max(largest, absolute), max(relative, ratio)
         advance(len(a) // itemsize(one.dtype) * times)
     if not differing:
         return None
@@ -97,26 +102,34 @@ def compare_tensors(
 
 
 def _differences(
-    a: memoryview, b: memoryview, a_dtype: str, b_dtype: str, rtol: float, atol: float, decades: list[int]
-) -> tuple[int, float, float]:
+    a: memoryview, b: memoryview, nearness: _Nearness, decades: list[int]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield how many elements of two blocks differ, and by how much, in pieces that fit the first-level cache."""
     import numpy as np
 
-    x, y = values(a, a_dtype), values(b, b_dtype)
-    exact = a_dtype == b_dtype
-    if rtol or atol or not exact:
-        where = _far(x, y, rtol, atol)
-        if where is not None:
-            if not where.size:
-                return 0, -1.0, -1.0
-            x, y = x[where], y[where]
-    elif exact:
-        unequal = raw(a, a_dtype) != raw(b, b_dtype)
+    words = [raw(block, dtype) for block, dtype in zip((a, b), nearness.dtypes, strict=True)]
+    if nearness.exact:
+        unequal = words[0] != words[1]
         where = np.flatnonzero(unequal.any(axis=1) if unequal.ndim == 2 else unequal)
-        x, y = x[where], y[where]
+    else:
+        where = nearness.doubtful(a, b)
+    for begin in range(0, where.size, _PIECE):
+        some = where[begin : begin + _PIECE]
+        x, y = (
+            values(part[some].reshape(-1).view(np.uint8).data, dtype)
+            for part, dtype in zip(words, nearness.dtypes, strict=True)
+        )
+        yield _sizes(x, y, nearness, decades)
+
+
+def _sizes(x: NDArray[Any], y: NDArray[Any], nearness: _Nearness, decades: list[int]) -> tuple[int, float, float]:
+    """Return how many of some elements differ, and the largest differences, absolute and relative."""
+    import numpy as np
+
     distance, scale = _distance(x, y)
-    if not exact or rtol or atol:
+    if not nearness.exact:
         with np.errstate(all="ignore"):
-            within = np.isfinite(distance) & (distance <= atol + rtol * scale)
+            within = np.isfinite(distance) & (distance <= nearness.atol + nearness.rtol * scale)
             close = within | (x == y) | (_nan(x) & _nan(y))
         distance, scale = distance[~close], scale[~close]
     known = ~np.isnan(distance)
@@ -133,22 +146,54 @@ def _differences(
     return count, float(distance.max(initial=-1.0)), float(ratio.max(initial=-1.0))
 
 
-def _far(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> NDArray[Any] | None:
-    """Return where real numbers are not close; ``None`` for infinities, NaNs and integers, which take more care."""
-    import numpy as np
+class _Nearness:
+    """Finds the elements of two tensors that may differ by more than is tolerated, in few passes over small blocks.
 
-    if x.dtype.kind != "f" or y.dtype.kind != "f":
-        return None
-    gap, limit = x.astype(np.float64), y.astype(np.float64)
-    with np.errstate(all="ignore"):
-        np.subtract(gap, limit, out=gap)
-        np.abs(gap, out=gap)
-        if not gap.max(initial=0.0) < np.inf:
-            return None
-        np.abs(limit, out=limit)
-        limit *= rtol
-        limit += atol
-    return np.flatnonzero(gap > limit)
+    Args:
+        one: The first tensor.
+        two: The second.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+    """
+
+    def __init__(self, one: TensorEntry, two: TensorEntry, rtol: float, atol: float) -> None:
+        import numpy as np
+
+        self.rtol, self.atol = rtol, atol
+        self.dtypes = one.dtype, two.dtype
+        self.exact = one.dtype == two.dtype and not rtol and not atol  # bits count
+        self._wide: type[np.float32 | np.float64] = np.float64 if "float64" in self.dtypes else np.float32
+        self._rooms = np.empty((2, min(_ELEMENTS, one.numel)), self._wide)
+        # The error of float32 is some 2**-24 of a number. A limit that is smaller by more only adds doubtful elements.
+        self._factor, self._more = (
+            self._wide(min(given, _HUGE) * (1 - 2**-20) if given > 1 / _HUGE else 0) for given in (rtol, atol)
+        )
+        self._accurate = float(np.finfo(self._wide).tiny) * 2**24  # below, products lose digits
+
+    def doubtful(self, a: memoryview, b: memoryview) -> NDArray[np.intp]:
+        """Return the positions of all elements but those that are certainly within the tolerance.
+
+        Args:
+            a: A block of the first tensor.
+            b: The same elements of the second.
+        """
+        import numpy as np
+
+        x, y = (values(*given) for given in zip((a, b), self.dtypes, self._rooms.view(np.float32), strict=True))
+        if x.dtype.kind != "f" or y.dtype.kind != "f":
+            return np.arange(len(x))
+        gap, limit = self._rooms[:, : len(x)]
+        with np.errstate(all="ignore"):
+            np.subtract(x, y, out=gap, dtype=self._wide)
+            np.abs(gap, out=gap)
+            np.multiply(y, self._factor, out=limit, dtype=self._wide)
+            np.abs(limit, out=limit)
+            if self._more:
+                np.add(limit, self._more, out=limit)
+            np.subtract(gap, limit, out=gap)  # not a number for infinities, so that they are doubtful
+            if gap.max() <= 0 and limit.min() >= self._accurate:
+                return np.empty(0, np.intp)
+            return np.flatnonzero(~((gap <= 0) & ((limit >= self._accurate) | (gap == -limit))))
 
 
 def _distance(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
