@@ -130,6 +130,23 @@ def test_a_batch_rehearses_a_step() -> None:
     assert str(named) in plan(*BLOCKS, "--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd")[1]
 
 
+def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
+    other, page = tmp_path / "other.json", tmp_path / "step.html"
+    other.write_text(json.dumps({"precision": "bf16"}))
+    arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4", "--diff", other, "--html", page)
+    code, told, _ = plan(*arguments)
+    assert code == 0
+    assert "precision" in told
+    text = page.read_text(encoding="utf-8")
+    step = mmfsdp.rehearse(mmfsdp.plan(build(), wrapped(), 2), build(), torch.empty(6, 4, device="meta"))
+    assert f'Rank 0 holds most, <data value="{step.peak.nbytes}"' in text
+    assert f"<b>{other}</b> needs" in text
+    code, _, told = plan(*arguments)
+    assert code == 2
+    assert "exists already. Add --force to replace it." in " ".join(told.split())
+    assert page.read_text(encoding="utf-8") == text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -138,7 +155,9 @@ def test_a_batch_rehearses_a_step() -> None:
         (("--batch", "6x4", "--batch", "x=6x4"), "give a name to all tensors, or to none"),
         (("--batch", "6x4", "--optimizer", "lion"), "'lion' is not an optimizer that a rehearsal knows"),
         (("--batch", "6x5"), "The step failed in forward"),
-        (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both."),
+        (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both, unless --html shows both steps."),
+        (("--html", "a.html"), "needs --batch: the page shows a rehearsed step."),
+        (("--batch", "6x4", "--html", "nowhere/a.html"), "the directory 'nowhere' does not exist."),
     ],
 )
 def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:

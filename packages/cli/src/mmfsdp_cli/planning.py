@@ -26,6 +26,7 @@ from mmfsdp_cli.options import (
     several,
 )
 from mmfsdp_cli.rehearsing import rehearsed, timeline_chart
+from mmfsdp_cli.reporting import free_target, write_report
 from mmfsdp_cli.settings import with_settings
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def _optimizers() -> Iterable[str]:
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
 @flag("--all", "every_unit", section=_VIEW, help="Show each unit; by default equal layers share a row.")
+@option("--html", section="Output", type=PATH, metavar="FILE", help="Write a page that shows the rehearsed step.")
+@flag("--force", "overwrite", section="Output", help="Replace an existing page.")
 @limit
 @json_report
 def plan_command(
@@ -91,6 +94,8 @@ def plan_command(
     chart: bool,
     other: Path | None,
     every_unit: bool,
+    html: Path | None,
+    overwrite: bool,
     limit: int,
     as_json: bool,
 ) -> None:
@@ -102,8 +107,12 @@ def plan_command(
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
         raise click.UsageError("Give one of --tree, --chart, --json and --diff.")
-    if batch and other is not None:
-        raise click.UsageError("Give --batch or --diff, not both.")
+    if batch and other is not None and html is None:
+        raise click.UsageError("Give --batch or --diff, not both, unless --html shows both steps.")
+    if html is not None and not batch:
+        raise click.BadParameter("needs --batch: the page shows a rehearsed step.", param_hint="--html")
+    if html is not None:
+        free_target(html, overwrite=overwrite)
     if optimizer is not None and not batch and (chart or other is not None):
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     wanted = key_values(changes, "--set")
@@ -117,20 +126,25 @@ def plan_command(
         ranks = ranks or "8"
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
         advised = config is None and source is not None and not source.shards()
-        if other is not None:
-            difference = plan.diff(_plan(built, ranks, _settings(built, None, other, wanted)))
+        step = rehearsed(built, plan, batch, optimizer) if batch else None
+        second = None if other is None else _plan(built, ranks, _settings(built, None, other, wanted))
+        if html is not None and step is not None:
+            steps = [step] if second is None else [step, rehearsed(built, second, batch, optimizer)]
+            write_report(steps, [str(config or model), str(other)][: len(steps)], html, overwrite=overwrite)
+        if second is not None:
+            difference = plan.diff(second)
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
             about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
-            if batch:
-                about["rehearsal"] = rehearsed(built, plan, batch, optimizer).describe()
+            if step is not None:
+                about["rehearsal"] = step.describe()
             click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
-        elif chart and batch:
-            click.echo(timeline_chart(rehearsed(built, plan, batch, optimizer), terminal_width() or 80))
+        elif chart and step is not None:
+            click.echo(timeline_chart(step, terminal_width() or 80))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            memory = rehearsed(built, plan, batch, optimizer) if batch else _memory(plan, optimizer)
+            memory = _memory(plan, optimizer) if step is None else step
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)

@@ -9,14 +9,16 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment
     from mmfsdp.rehearsal.rehearsing import rehearse
+    from mmfsdp.rehearsal.reporting.page import report
     from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["KINDS", "Allocation", "Collective", "Moment", "Rehearsal", "rehearse"]
+__all__ = ["KINDS", "Allocation", "Collective", "Moment", "Rehearsal", "rehearse", "report"]
 
 _WHERE = {
     **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment"), "mmfsdp.rehearsal.records"),
     "Rehearsal": "mmfsdp.rehearsal.result",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
+    "report": "mmfsdp.rehearsal.reporting.page",
 }
 
 _NEEDS_TORCH = {"rehearse"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from mmfsdp.basics.pages import html_page
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.disk import refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference
@@ -64,7 +65,7 @@ def diff_page(report: DiffReport) -> str:
         *(_list(title, names) for title, names in lists if names),
         f"<footer>{report.compared:,} tensors compared ({escape(report.scope)}) in {report.seconds:.1f} s.</footer>",
     ]
-    return _PAGE.replace("{style}", _STYLE).replace("{body}", "\n".join(part for part in parts if part))
+    return html_page("Two checkpoints", "\n".join(part for part in parts if part), style=_STYLE)
 
 
 def write_page(page: str, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -225,34 +226,8 @@ def _number(value: float) -> str:
     return "infinite" if math.isinf(value) else f"{value:.2g}"
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Two checkpoints</title>
-<style>{style}</style>
-</head>
-<body><main>
-{body}
-</main></body>
-</html>
-"""
-
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --dim: #5f6b7a; --line: #dde2e8; --page: #fff; --soft: #f4f6f8;
-  --mark: #2868c8; --warn: #a04a00; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --dim: #9aa5b3; --line: #323a45; --page: #14181d;
-  --soft: #1d232a; --mark: #6ea8ff; --warn: #ffb06a; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
-small, footer, .note, .same { color: var(--dim); } footer { margin-top: 2rem; }
-.cards { display: flex; flex-wrap: wrap; gap: .5rem; list-style: none; padding: 0; }
-.cards li { background: var(--soft); border-radius: .5rem; padding: .5rem .9rem; color: var(--dim); }
-.cards b { display: block; font-size: 1.4rem; color: var(--ink); line-height: 1.2; }
+.same { color: var(--dim); }
 .cards .changed b { color: var(--mark); } .cards .lone b { color: var(--warn); }
 .chart { display: flex; gap: 3px; height: 11rem; padding: 0; margin: 0; list-style: none; max-width: 44rem; }
 .chart li { flex: 1; display: flex; flex-direction: column; justify-content: flex-end; text-align: center;
@@ -260,19 +235,8 @@ small, footer, .note, .same { color: var(--dim); } footer { margin-top: 2rem; }
 .chart b { background: var(--mark); border-radius: 3px 3px 0 0; min-height: 0; }
 .chart span { font-size: .75rem; color: var(--dim); border-top: 1px solid var(--line); padding-top: .2rem; }
 .chart em { font-size: .7rem; font-style: normal; color: var(--dim); white-space: nowrap; }
-.row { display: grid; grid-template-columns: minmax(0, 1fr) 13rem 13rem 5rem; gap: .2rem 1rem; align-items: center;
-  padding: .3rem .5rem; border-bottom: 1px solid var(--line); }
-.head { color: var(--dim); font-size: .85rem; }
-.name { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
-.name small { font-family: system-ui, sans-serif; white-space: nowrap; }
-summary.row { cursor: pointer; } summary.row .name::before { content: "\u25b8\u00a0"; color: var(--dim); }
-details[open] > summary.row .name::before { content: "\u25be\u00a0"; }
-details > .row:not(summary), details > details { margin-left: 1rem; }
+.row { grid-template-columns: minmax(0, 1fr) 13rem 13rem 5rem; }
 .list summary { cursor: pointer; } .list h2 { display: inline-block; margin: .4rem 0; }
-.share i { display: inline-block; width: 6rem; height: .6rem; background: var(--line); border-radius: .3rem;
-  overflow: hidden; }
-.share i b { display: block; height: 100%; background: var(--mark); }
 svg { fill: var(--mark); display: block; }
-@media (max-width: 48rem) { .row { grid-template-columns: minmax(0, 1fr) auto; } .head { display: none; }
-  .row .name { grid-column: 1 / -1; } .share i { width: 4rem; } .row span:empty { display: none; } }
+@media (max-width: 48rem) { .row { grid-template-columns: minmax(0, 1fr) auto; } }
 """

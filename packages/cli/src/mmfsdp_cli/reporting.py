@@ -1,0 +1,34 @@
+"""Writes the page of HTML of ``mmfsdp-cli plan --html``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from mmfsdp.rehearsal import Rehearsal
+
+__all__ = ["free_target", "write_report"]
+
+
+def free_target(path: Path, *, overwrite: bool) -> None:
+    """Reject a path that cannot be written, before the rehearsals that the page shows.
+
+    Raises:
+        BadParameter: The file exists and is not to be replaced, or its directory is missing.
+    """
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"the directory {str(path.parent)!r} does not exist.", param_hint="--html")
+    if path.exists() and not overwrite:
+        raise click.BadParameter(f"{str(path)!r} exists already. Add --force to replace it.", param_hint="--html")
+
+
+def write_report(steps: Sequence[Rehearsal], names: Sequence[str], path: Path, *, overwrite: bool) -> None:
+    """Write a page about one rehearsal or several, complete or not at all."""
+    from mmfsdp.checkpoint import write_page
+    from mmfsdp.rehearsal import report
+
+    write_page(report(*steps, names=names), path, overwrite=overwrite)

@@ -1,0 +1,1 @@
+"""Draws rehearsals as one page of HTML."""

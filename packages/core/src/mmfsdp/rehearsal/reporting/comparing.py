@@ -1,0 +1,70 @@
+"""Says how two or more rehearsals differ: in their plans, their peaks, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmfsdp.basics.text import human_bytes
+from mmfsdp.rehearsal.records import KINDS
+from mmfsdp.rehearsal.reporting.looks import key_of
+from mmfsdp.rehearsal.reporting.markup import signed, size, table, text
+from mmfsdp.rehearsal.result import Rehearsal
+
+__all__ = ["compared"]
+
+_LINES = 60  # of the differences of two plans
+_LONGEST = 300  # characters of a line
+
+
+def compared(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
+    """Return how each rehearsal differs from the first one, as sentences, a table and the differences of the plans."""
+    first, *others = steps
+    parts = []
+    for step, name in zip(others, names[1:], strict=True):
+        parts.append(f"<p>{_sentence(first, step, names[0], name)}</p>{_table(first, step, names[0], name)}")
+        lines = first.plan.diff(step.plan).splitlines()
+        if not lines:
+            parts.append("<p>The plans are the same: the batches, the optimizers or the loops differ.</p>")
+            continue
+        shown = "\n".join(text(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...") for line in lines[:_LINES])
+        more = f"\nand {len(lines) - _LINES} more" if lines[_LINES:] else ""
+        title = f"How the plan of {text(name)} differs: {len(lines)} line{'s' if lines[1:] else ''}"
+        parts.append(f"<details open><summary>{title}</summary><pre>{shown}{more}</pre></details>")
+    return "".join(parts)
+
+
+def _sentence(first: Rehearsal, other: Rehearsal, name: str, other_name: str) -> str:
+    change = other.peak.nbytes - first.peak.nbytes
+    if not change:
+        return f"<b>{text(other_name)}</b> and <b>{text(name)}</b> need the same at their peaks."
+    verb = "more" if change > 0 else "less"
+    kinds = {
+        kind: other.peak.by_kind.get(kind, 0) - first.peak.by_kind.get(kind, 0)
+        for kind in dict.fromkeys([*first.peak.by_kind, *other.peak.by_kind])
+    }
+    largest = max(kinds, key=lambda kind: abs(kinds[kind]))
+    sent = _sent(other) - _sent(first)
+    much = f"{human_bytes(abs(sent))} {'more' if sent > 0 else 'less'}" if sent else "as much"
+    return (
+        f"At its peak, <b>{text(other_name)}</b> needs {size(abs(change))} {verb} than <b>{text(name)}</b>: "
+        f"{size(other.peak.nbytes)}, not {size(first.peak.nbytes)}. The largest change is {signed(kinds[largest])} of "
+        f"{text(largest)}. It sends {much} in a step."
+    )
+
+
+def _table(first: Rehearsal, other: Rehearsal, name: str, other_name: str) -> str:
+    rows = []
+    for kind in (kind for kind in KINDS if kind in first.peak.by_kind or kind in other.peak.by_kind):
+        a, b = first.peak.by_kind.get(kind, 0), other.peak.by_kind.get(kind, 0)
+        rows.append((f'<i class="swatch k-{key_of(kind)}"></i>{text(kind)}', size(a), size(b), signed(b - a)))
+    pairs = [
+        ("peak", first.peak.nbytes, other.peak.nbytes),
+        ("between steps", sum(first.static.values()), sum(other.static.values())),
+        ("sent in the step", _sent(first), _sent(other)),
+    ]
+    rows += [(title, size(a), size(b), signed(b - a)) for title, a, b in pairs]
+    return table(f"{name} and {other_name}", ("", name, other_name, "difference"), rows)
+
+
+def _sent(step: Rehearsal) -> int:
+    return sum(item.nbytes for item in step.collectives if item.ranks > 1)

@@ -1,0 +1,77 @@
+"""Writes pieces of HTML: text that is safe whatever it holds, sizes with their exact bytes, tables and sections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from mmfsdp.basics.text import human_bytes
+
+__all__ = ["exact", "json_data", "section", "share", "signed", "size", "table", "text"]
+
+
+def text(value: object) -> str:
+    """Return any value as text that is safe in HTML and in its attributes."""
+    return escape(str(value))
+
+
+def size(nbytes: int) -> str:
+    """Return bytes with a binary unit; the exact number is what programs read, and what a pointer shows."""
+    return f'<data value="{nbytes}" title="{nbytes:,} bytes">{human_bytes(nbytes)}</data>'
+
+
+def signed(nbytes: int) -> str:
+    """Return a difference in bytes with its sign."""
+    sign = "" if not nbytes else "+" if nbytes > 0 else "\u2212"
+    return f'<data value="{nbytes}" title="{nbytes:,} bytes">{sign}{human_bytes(abs(nbytes))}</data>'
+
+
+def exact(nbytes: int) -> str:
+    """Return bytes with a binary unit and the exact number, as plain text."""
+    return human_bytes(nbytes) if nbytes < 1024 else f"{human_bytes(nbytes)} ({nbytes:,} bytes)"
+
+
+def share(part: float, whole: float) -> str:
+    """Return a part of a whole in percent."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %" if 0 < percent < 100 else f"{percent:.0f} %"
+
+
+def table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> str:
+    """Return a table.
+
+    Args:
+        caption: What the table shows, as text.
+        titles: The titles of the columns, as text.
+        rows: Cells, as HTML; the first of a row is its header.
+        names: How many columns on the left are text; the others are numbers.
+    """
+    kinds = [""] * names + ["num"] * (len(titles) - names)
+    head = "".join(
+        f'<th scope="col"{_class(kind)}>{text(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
+    )
+    body = []
+    for first, *others in rows:
+        cells = "".join(f"<td{_class(kind)}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=True))
+        body.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
+    return (
+        f'<div class="wide"><table><caption>{text(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def section(place: str, title: str, *parts: str) -> str:
+    """Return a section with a heading that links can name."""
+    return f'<section aria-labelledby="{place}"><h2 id="{place}">{text(title)}</h2>{"".join(parts)}</section>'
+
+
+def json_data(place: str, value: Any) -> str:
+    """Return plain data for the page's script, under an id."""
+    found = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{place}">{found}</script>'
+
+
+def _class(kind: str) -> str:
+    return ' class="num"' if kind == "num" else ""

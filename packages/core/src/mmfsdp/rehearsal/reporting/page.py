@@ -1,0 +1,148 @@
+"""Draws one rehearsal, or several side by side, as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mmfsdp.basics.pages import html_page
+from mmfsdp.basics.text import human_bytes
+from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.reporting import axes, looks, memory, outline, treemap
+from mmfsdp.rehearsal.reporting.comparing import compared
+from mmfsdp.rehearsal.reporting.markup import section, size, table, text
+from mmfsdp.rehearsal.reporting.modules import module_tree
+from mmfsdp.rehearsal.reporting.script import SCRIPT
+from mmfsdp.rehearsal.result import Rehearsal
+
+__all__ = ["report"]
+
+
+def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
+    """Return a page of HTML that shows what a step holds, when, and what it sends.
+
+    The page loads nothing, and works without scripts. It follows the reader's light or dark theme, fits phones and
+    paper, and its charts can be read with the keyboard.
+
+    Args:
+        steps: What `rehearse` returned. Several are shown side by side, with their differences from the first one.
+        names: A name for each of several; default: ``A``, ``B``, and so on.
+
+    Raises:
+        ConfigError: There is no rehearsal, or not one name for each.
+    """
+    if not steps:
+        raise ConfigError("report() needs a rehearsal. Write report(mmfsdp.rehearse(...)).")
+    shown = [_letter(place) for place in range(len(steps))] if names is None else [*names]
+    if len(shown) != len(steps):
+        raise ConfigError(f"names has {len(shown)} names for {len(steps)} rehearsals. Give one for each, or none.")
+    trees = [module_tree(step) for step in steps]
+    top = memory.top_of(steps)
+    peak = max(step.peak.nbytes for step in steps) or 1
+
+    def each(draw: Callable[[int], str]) -> str:
+        columns = [(f"<h3>{text(shown[place])}</h3>" if steps[1:] else "") + draw(place) for place in range(len(steps))]
+        return f'<div class="pair">{"".join(f"<div>{column}</div>" for column in columns)}</div>'
+
+    parts = [
+        _header(steps, shown),
+        each(lambda place: _cards(steps[place])),
+        section("differences", "What differs", compared(steps, shown)) if steps[1:] else "",
+        section(
+            "memory",
+            "Memory over the step",
+            looks.legend(memory.kinds_of(steps)),
+            each(
+                lambda place: (
+                    memory.explained(steps[place])
+                    + memory.memory_chart(steps[place], f"memory{place}", top)
+                    + memory.held_table(steps[place])
+                )
+            ),
+        ),
+        section(
+            "bytes",
+            "Whose bytes the peak is",
+            each(lambda place: treemap.treemap(trees[place], steps[place].peak.nbytes / peak)),
+        ),
+        section("modules", "Modules", each(lambda place: outline.outline(steps[place], trees[place]))),
+        section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
+        section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
+        "<footer>Rehearsed on fake tensors, not measured. Not included: the context of the device, buffers of NCCL and "
+        "workspaces of kernels. Units are binary.</footer>",
+    ]
+    style = looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + _STYLE
+    return html_page(
+        f"A step of {_model(steps[0])}", looks.patterns() + "\n".join(filter(None, parts)), style=style, script=SCRIPT
+    )
+
+
+def _letter(place: int) -> str:
+    return chr(ord("A") + place) if place < 26 else str(place + 1)
+
+
+def _model(step: Rehearsal) -> str:
+    return step.plan.root.class_name
+
+
+def _header(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
+    lines = []
+    for step, name in zip(steps, names, strict=True):
+        head = f"<b>{text(name)}</b>: " if steps[1:] else ""
+        plan = step.plan
+        rest = f"rank {step.rank} of {step.mesh}, {plan.strategy} with {plan.engine}, to train on {step.device_type}"
+        recomputed = "" if plan.activation_checkpointing is None else ", with activation checkpointing"
+        lines.append(f"<li>{head}{text(rest)}{recomputed}{', offloaded to the CPU' if plan.cpu_offload else ''}</li>")
+    return (
+        f'<header><h1>A step of <code>{text(_model(steps[0]))}</code></h1><ul class="plain">{"".join(lines)}</ul>'
+        "</header>"
+    )
+
+
+def _cards(step: Rehearsal) -> str:
+    low, high = step.reserved()
+    reserved = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
+    sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
+    cards = [
+        (size(step.peak.nbytes), "at the peak"),
+        *([(reserved, "with what the allocator keeps")] if step.device_type != "cpu" else []),
+        (size(sum(step.static.values())), "between steps"),
+        (size(sent), "sent in the step"),
+        (f"{step.plan.param_numel:,}", "parameters"),
+        (f"{len(step.plan.units):,}", "shard units"),
+    ]
+    return f'<ul class="cards">{"".join(f"<li><b>{value}</b> {label}</li>" for value, label in cards)}</ul>'
+
+
+def _sent(step: Rehearsal) -> str:
+    rows = [
+        (text(name), f"{ranks:,}", f"{stride:,}", f"{count:,}", size(nbytes))
+        for (name, ranks, stride), (count, nbytes) in step.sent().items()
+    ]
+    if not rows:
+        return "<p>The rank sends nothing.</p>"
+    return table("Collectives of the step", ("collective", "ranks", "stride", "number", "bytes"), rows)
+
+
+def _notes(step: Rehearsal) -> str:
+    if not step.plan.notes:
+        return "<p>None.</p>"
+    return f"<ul>{''.join(f'<li>{text(note.text)}</li>' for note in step.plan.notes)}</ul>"
+
+
+_STYLE = """
+h3 { font-size: 1rem; margin: .8rem 0 .3rem; }
+.plain { list-style: none; padding: 0; margin: .3rem 0; color: var(--dim); }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 2rem; }
+.pair > div { min-width: 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--dim); font-size: .85rem; padding: .2rem 0; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); font-weight: 400;
+  vertical-align: top; }
+thead th { color: var(--dim); font-size: .85rem; } .num { text-align: right; white-space: nowrap; }
+th code { overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-radius: .3rem;
+  background: var(--soft); padding: .5rem; font-size: .8rem; }
+details > summary { cursor: pointer; }
+@media print { section { break-inside: avoid-page; } }
+"""

@@ -1,0 +1,116 @@
+"""Draws what a rank holds at the peak as a treemap: modules within modules, and in each the kinds of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mmfsdp.basics.text import human_bytes
+from mmfsdp.rehearsal.reporting.looks import key_of
+from mmfsdp.rehearsal.reporting.markup import exact, share, text
+from mmfsdp.rehearsal.reporting.modules import Node
+from mmfsdp.rehearsal.reporting.squares import squarified
+
+__all__ = ["STYLE", "treemap"]
+
+_LEVELS = 4  # of modules within modules
+_SMALLEST = 0.002  # of the whole; smaller ones are joined
+_FRAMED = 0.04  # of the whole; smaller groups get no title
+
+_SIDES = ("left", "top", "width", "height")
+
+
+@dataclass
+class _Item:
+    """A rectangle: a kind of memory, or a group of them."""
+
+    label: str
+    where: str
+    nbytes: int
+    kind: str = ""
+    inside: tuple[_Item, ...] = ()
+
+
+def treemap(root: Node, scale: float = 1.0) -> str:
+    """Return what the nodes hold at the peak as nested rectangles.
+
+    Args:
+        root: The model.
+        scale: The height, as a part of that of the highest treemap on the page: equal areas are equal bytes.
+    """
+    total = root.total("held").total()
+    items = _items(root, 0, total)
+    if not items:
+        return ""
+    inner = "".join(_boxes(items, total, 100.0, 52.0))
+    return (
+        f'<div class="cells treemap" style="--scale:{scale:.4f}" role="group" '
+        f'aria-label="Bytes held at the peak, by module and kind">{inner}</div><output class="told"></output>'
+    )
+
+
+def _items(node: Node, level: int, total: int) -> list[_Item]:
+    """Return what a node holds itself, and its modules; the largest first."""
+    name = node.path or "the model itself"
+    found = [_Item(kind, name, nbytes, kind) for kind, nbytes in node.held.items() if nbytes]
+    for below in node.children.values():
+        child = below
+        while len(child.children) == 1 and not child.held.total():  # lone children are joined
+            [child] = child.children.values()
+        nbytes = child.total("held").total()
+        if not nbytes:
+            continue
+        label = child.path.removeprefix(f"{node.path}.") if node.path else child.path
+        if level + 1 < _LEVELS:
+            inside = _items(child, level + 1, total)
+        else:
+            inside = [_Item(kind, child.path, count, kind) for kind, count in child.total("held").items() if count]
+        if len(inside) == 1 and not inside[0].inside:
+            found.append(_Item(f"{label}", child.path, nbytes, inside[0].kind))
+        else:
+            found.append(_Item(label, child.path, nbytes, inside=tuple(inside)))
+    large = sorted((item for item in found if item.nbytes >= _SMALLEST * total), key=lambda item: -item.nbytes)
+    small = [item for item in found if item.nbytes < _SMALLEST * total]
+    if len(small) > 1:
+        large.append(_Item(f"{len(small)} smaller", name, sum(item.nbytes for item in small), "smaller"))
+    return large + small[: len(small) == 1]
+
+
+def _boxes(items: Sequence[_Item], total: int, width: float, height: float) -> Iterator[str]:
+    items = sorted(items, key=lambda item: -item.nbytes)
+    boxes = squarified([item.nbytes for item in items], width, height)
+    for item, (left, top, wide, high) in zip(items, boxes, strict=True):
+        parts = zip(_SIDES, (left / width, top / height, wide / width, high / height), strict=True)
+        place = ";".join(f"{side}:{100 * part:.2f}%" for side, part in parts)
+        if item.inside:
+            inner = "".join(_boxes(item.inside, total, wide, high))
+            titled = item.nbytes >= _FRAMED * total
+            title = f"<b>{text(item.label)} <small>{human_bytes(item.nbytes)}</small></b>" if titled else ""
+            yield f'<div class="group{" titled" if titled else ""}" style="{place}">{title}<div>{inner}</div></div>'
+        else:
+            said = f"{item.where}: {item.kind}, {exact(item.nbytes)}, {share(item.nbytes, total)} of the peak"
+            yield (
+                f'<div class="cell k-{key_of(item.kind)}" role="img" tabindex="-1" title="{text(said)}" '
+                f'data-bytes="{item.nbytes}" style="{place}"><span>{text(item.label)}<br>'
+                f"{human_bytes(item.nbytes)}</span></div>"
+            )
+
+
+STYLE = """
+.treemap { position: relative; height: calc(34rem * var(--scale)); background: var(--line); overflow: hidden;
+  border-radius: .3rem; }
+.treemap div { position: absolute; overflow: hidden; }
+.treemap .group { border: 1px solid var(--page); background: var(--soft); }
+.treemap .group > div { inset: 0; }
+.treemap .titled > div { inset: 1.3rem 1px 1px 1px; }
+.treemap .group > b { display: block; font: 600 .75rem/1.3rem system-ui, sans-serif; padding: 0 .3rem;
+  white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.treemap .cell { border: 1px solid var(--page); font-size: .72rem; line-height: 1.15; container-type: size; }
+.treemap .cell span { display: block; padding: .2rem .3rem; white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis; }
+@container (max-width: 2.6rem) or (max-height: 1.7rem) { .treemap .cell span { display: none; } }
+.treemap .cell:focus-visible { outline: 3px solid var(--ink); outline-offset: -3px; }
+.treemap .cell:hover { filter: brightness(1.1); }
+.told { display: block; min-height: 1.6em; font-size: .85rem; color: var(--dim); }
+@media (max-width: 48rem) { .treemap { height: calc(30rem * var(--scale)); } }
+"""

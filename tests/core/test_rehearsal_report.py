@@ -1,0 +1,203 @@
+"""The page about rehearsals: its numbers are those of the rehearsals, it is whole, loads nothing and escapes names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import mmfsdp
+from mmfsdp.basics import human_bytes
+from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal import KINDS, Rehearsal, report
+from mmfsdp.rehearsal.reporting.looks import STYLE, key_of
+from mmfsdp.rehearsal.reporting.modules import module_tree
+from mmfsdp.rehearsal.reporting.squares import squarified
+
+EVIL = "<script>alert(1)</script>&\"'"
+VOID = {"meta", "br", "input"}
+CONFIG = {"wrap": {"kind": "module_class", "classes": "Block"}, "precision": "bf16"}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block(64) for _ in range(4)))
+        self.add_module(EVIL, nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, EVIL)(self.layers(x))
+
+
+class Reader(HTMLParser):
+    """Checks that tags match, and collects tags, attributes, text and the data of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.values: list[int] = []
+        self.data: dict[str, str] = {}
+        self.text = ""
+        self.feed(page)
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.stack[-1:] == ["script"]:
+            self.data[self.tags[-1][1].get("id", "")] = data
+        elif self.stack[-1:] != ["style"]:
+            self.text += data
+
+    def all(self, name: str) -> list[str]:
+        """Return the values of an attribute in the page."""
+        return [attrs[name] for _, attrs in self.tags if name in attrs]
+
+
+@pytest.fixture(scope="module")
+def steps() -> tuple[Rehearsal, Rehearsal]:
+    batch = torch.empty(32, 64, device="meta")
+    return (
+        mmfsdp.rehearse(CONFIG, Net(), batch, mesh=8, max_norm=1.0),
+        mmfsdp.rehearse({**CONFIG, "activation_checkpointing": {"mode": "full"}}, Net(), batch, mesh=8, max_norm=1.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def pages(steps: tuple[Rehearsal, Rehearsal]) -> tuple[str, str]:
+    return report(steps[0]), report(*steps, names=["plain", EVIL])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_is_whole_and_loads_nothing(pages: tuple[str, str], place: int) -> None:
+    page, read = pages[place], Reader(pages[place])
+    ids = read.all("id")
+    assert len(ids) == len({*ids})
+    named = [*read.all("aria-labelledby"), *read.all("data-series"), *re.findall(r"url\(#([^)]+)\)", page)]
+    assert len(named) > 10
+    assert {*named, *(link.removeprefix("#") for link in read.all("href"))} <= {*ids}
+    assert not re.search(r"https?:|//[a-z]|@import|src=", page.replace('="//', ""))
+    assert "default-src 'none'" in page
+    assert "@media screen and (prefers-color-scheme: dark)" in page
+    # Names are text, wherever they stand.
+    assert "<script>alert" not in page
+    assert EVIL in read.text
+    assert [attrs for tag, attrs in read.tags if tag == "script" if attrs.get("type") != "application/json"] == [{}]
+
+
+def test_numbers_are_those_of_the_rehearsal(steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]) -> None:
+    step, read = steps[0], Reader(pages[0])
+    data = json.loads(read.data["memory0-data"])
+    timeline = step.timeline(len(data["moments"]))
+    assert data["moments"] == [moment for moment, _ in timeline]
+    drawn = {kind["name"]: kind["bytes"] for kind in data["kinds"]}
+    assert [
+        {kind: found[place] for kind, found in drawn.items() if found[place]} for place in range(len(timeline))
+    ] == [counts for _, counts in timeline]
+    assert data["phases"] == [step.at(moment).phase for moment in data["moments"]]
+    assert sum(map(int, read.all("data-bytes"))) == step.peak.nbytes
+    rows = re.findall(r'<i class="swatch k-([\w-]+)"></i>[^<]+</th>.*?value="(\d+)".*?value="(\d+)"', pages[0])
+    assert {kind: (int(peak), int(static)) for kind, peak, static in rows} == {
+        key_of(kind): (step.peak.by_kind.get(kind, 0), step.static.get(kind, 0))
+        for kind in {*step.peak.by_kind, *step.static}
+    }
+    assert f"Rank 0 holds most, {human_bytes(step.peak.nbytes)}, in {step.peak.phase}" in read.text
+    gathers = step.sent()["all_gather", 8, 1]
+    assert re.search(rf'all_gather</th>.*?>8<.*?>{gathers[0]}<.*?value="{gathers[1]}"', pages[0])
+    assert len(pages[0]) < 60_000
+
+
+def test_equal_layers_are_one_module(steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]) -> None:
+    root = module_tree(steps[0])
+    assert [*root.children] == ["layers", EVIL]
+    [layer] = root.children["layers"].children.values()
+    assert (layer.path, layer.modules, layer.unit is not None) == ("layers.{0..3}", 4, True)
+    assert layer.children["up"].params == {"float32": 4 * 4 * (64 * 256 + 256)}
+    assert root.total("held") == Counter(steps[0].peak.by_kind)
+    assert root.total("kept") == Counter(steps[0].static)
+    assert root.total("params").total() == 4 * steps[0].plan.param_numel
+    shown = Reader(pages[0]).text
+    assert "layers.{0..3} 4 \u00d7 unit: Block computes in bfloat16 reduces in float32" in shown
+    assert "recomputed" not in shown
+
+
+def test_layers_that_differ_stay_apart(steps: tuple[Rehearsal, Rehearsal]) -> None:
+    model = nn.Sequential(*(nn.Linear(dim, dim) for dim in (4, 4, 8, 4)))
+    step = replace(steps[0], plan=mmfsdp.plan(model, {"wrap": {"kind": "none"}}, 2), allocations=())
+    assert [*module_tree(step).children] == ["{0..1,3}", "2"]
+    assert "The rank holds nothing" in report(step)
+
+
+def test_two_rehearsals_side_by_side(steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]) -> None:
+    first, second = steps
+    read = Reader(pages[1])
+    change = second.peak.nbytes - first.peak.nbytes
+    assert change < 0
+    assert f"At its peak, {EVIL} needs {human_bytes(-change)} less than plain" in read.text
+    assert f'peak</th><td class="num"><data value="{first.peak.nbytes}"' in pages[1]
+    assert f'<data value="{change}"' in pages[1]
+    assert "activation_checkpointing: None ->" in read.text
+    heights = [float(found) for found in re.findall(r"--scale:([\d.]+)", pages[1])]
+    assert heights == [1.0, pytest.approx(second.peak.nbytes / first.peak.nbytes, abs=1e-4)]
+    assert "memory1-data" in read.data
+
+
+def test_wrong_arguments(steps: tuple[Rehearsal, Rehearsal]) -> None:
+    with pytest.raises(ConfigError, match=r"report\(\) needs a rehearsal"):
+        report()
+    with pytest.raises(ConfigError, match="names has 1 names for 2 rehearsals"):
+        report(*steps, names=["a"])
+
+
+def test_kinds_look_different() -> None:
+    rules = dict(re.findall(r"\.k-([\w-]+)\{(.*?)color:#\w+\}", STYLE))
+    assert {key_of(kind) for kind in KINDS} <= {*rules}
+    assert len({*rules.values()}) == len(rules)
+
+
+def test_boxes_fill_the_rectangle_in_proportion() -> None:
+    sizes = [900.0, 300.0, 299.0, 50.0, 7.0, 1.0, 1.0]
+    boxes = squarified(sizes, 100, 52)
+    for size, (left, top, width, height) in zip(sizes, boxes, strict=True):
+        assert width * height == pytest.approx(5200 * size / sum(sizes))
+        assert left >= -1e-9
+        assert left + width <= 100 + 1e-9
+        assert top >= -1e-9
+        assert top + height <= 52 + 1e-9
+    for place, (left, top, width, height) in enumerate(boxes):
+        for other in boxes[place + 1 :]:
+            beside = other[0] >= left + width - 1e-9 or left >= other[0] + other[2] - 1e-9
+            assert beside or other[1] >= top + height - 1e-9 or top >= other[1] + other[3] - 1e-9
+    assert squarified([], 1, 1) == []
+
+
+def test_drawing_needs_no_torch() -> None:
+    code = "import sys, mmfsdp.rehearsal.reporting.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
