@@ -127,7 +127,9 @@ def test_a_batch_rehearses_a_step() -> None:
     assert head.startswith("Memory of rank 0 over a step, peak ")
     assert {"backward", "optimizer"} <= {bar.partition(",")[0] for bar in bars}
     named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")
-    assert str(named) in plan(*BLOCKS, "--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd")[1]
+    words = ("--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd", "--device", "a100")
+    assert f"{named}\n\n{named.time('a100')}\n" in plan(*BLOCKS, *words)[1]
+    assert json.loads(plan(*BLOCKS, *words, "--json")[1])["time"]["seconds"] == named.time("a100").seconds
 
 
 def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
@@ -158,6 +160,8 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
         (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both, unless --html shows both steps."),
         (("--html", "a.html"), "needs --batch: the page shows a rehearsed step."),
         (("--batch", "6x4", "--html", "nowhere/a.html"), "the directory 'nowhere' does not exist."),
+        (("--batch", "6x4", "--device", "h10"), "'h10' is not a device that is known"),
+        (("--device", "h100"), "the time of a step needs --batch"),
     ],
 )
 def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:

@@ -42,6 +42,12 @@ __all__ = ["mesh_of", "plan_command", "print_plan"]
 _VIEW = "What to show"
 
 
+def _devices() -> Iterable[str]:
+    from mmfsdp.rehearsal import devices
+
+    return devices()
+
+
 def _optimizers() -> Iterable[str]:
     from mmfsdp.planning import OPTIMIZERS
 
@@ -74,6 +80,13 @@ def _optimizers() -> Iterable[str]:
     metavar="[NAME=]SHAPE[:DTYPE]",
     help="Rehearse a step with what one rank gets: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
 )
+@option(
+    "--device",
+    section="Settings",
+    metavar="NAME",
+    shell_complete=completing(_devices),
+    help="With --batch, also the time of the step on a100, h100, h200, b200, rtx4090 or cpu.",
+)
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
@@ -90,6 +103,7 @@ def plan_command(
     changes: tuple[str, ...],
     optimizer: str | None,
     batch: tuple[str, ...],
+    device: str | None,
     tree: bool,
     chart: bool,
     other: Path | None,
@@ -115,6 +129,8 @@ def plan_command(
         free_target(html, overwrite=overwrite)
     if optimizer is not None and not batch and (chart or other is not None):
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
+    if device is not None and not batch:
+        raise click.BadParameter("the time of a step needs --batch.", param_hint="--device")
     wanted = key_values(changes, "--set")
     with reporting_errors():
         from mmfsdp.basics import require_torch
@@ -138,17 +154,19 @@ def plan_command(
             about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
             if step is not None:
                 about["rehearsal"] = step.describe()
+                about |= {} if device is None else {"time": step.time(device).describe()}
             click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
         elif chart and step is not None:
             click.echo(timeline_chart(step, terminal_width() or 80))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            memory = _memory(plan, optimizer) if step is None else step
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
-            say(f"\n{memory}")
+            say(f"\n{_memory(plan, optimizer) if step is None else step}")
+            if step is not None and device is not None:
+                say(f"\n{step.time(device).table(width=terminal_width())}")
             if optimizer is None and batch:
                 say("\nWith AdamW; for another one: --optimizer sgd, sgd-momentum, adam.")
             elif optimizer is None:

@@ -7,15 +7,41 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment
+    from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
     from mmfsdp.rehearsal.reporting.page import report
     from mmfsdp.rehearsal.result import Rehearsal
+    from mmfsdp.rehearsal.timing.devices import Device, devices
+    from mmfsdp.rehearsal.timing.links import Link, Links
+    from mmfsdp.rehearsal.timing.ranges import Range
+    from mmfsdp.rehearsal.timing.step_time import StepTime
+    from mmfsdp.rehearsal.timing.streams import Span
 
-__all__ = ["KINDS", "Allocation", "Collective", "Moment", "Rehearsal", "rehearse", "report"]
+__all__ = [
+    "KINDS",
+    "Allocation",
+    "Collective",
+    "Device",
+    "Link",
+    "Links",
+    "Moment",
+    "Operator",
+    "Range",
+    "Rehearsal",
+    "Span",
+    "StepTime",
+    "devices",
+    "rehearse",
+    "report",
+]
 
 _WHERE = {
-    **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment"), "mmfsdp.rehearsal.records"),
+    **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
+    **dict.fromkeys(("Device", "devices"), "mmfsdp.rehearsal.timing.devices"),
+    **dict.fromkeys(("Link", "Links"), "mmfsdp.rehearsal.timing.links"),
+    "Range": "mmfsdp.rehearsal.timing.ranges",
+    "Span": "mmfsdp.rehearsal.timing.streams",
+    "StepTime": "mmfsdp.rehearsal.timing.step_time",
     "Rehearsal": "mmfsdp.rehearsal.result",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "report": "mmfsdp.rehearsal.reporting.page",

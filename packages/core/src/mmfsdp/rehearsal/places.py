@@ -64,6 +64,13 @@ class Places:
             return "recomputed" if torch.is_grad_enabled() else "activation gradient"
         return {"forward": "activation", "backward": "activation gradient"}.get(self.phase, "optimizer temporary")
 
+    @property
+    def role(self) -> str:
+        """``gather`` or ``reduce`` while a unit is gathered or reduced, ``compute`` otherwise."""
+        if self.unit is None:
+            return "compute"
+        return "gather" if self.gathers else "reduce"
+
     @contextmanager
     def watch(self, state: ShardedModel, reduced: Callable[[Any], None]) -> Iterator[None]:
         """Follow the modules and units of a sharded model while it runs.

@@ -1,4 +1,4 @@
-"""Records every allocation and every collective of a running step, by watching the operators that torch dispatches."""
+"""Records allocations, collectives and operators of a running step, by watching what torch dispatches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmfsdp.rehearsal.fake import group_of, is_fake, is_made_in, local_of, skipped, without_fakes
+from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
-from mmfsdp.rehearsal.records import Allocation, Collective
+from mmfsdp.rehearsal.records import Allocation, Collective, Operator
 
 __all__ = ["Recorder"]
 
@@ -43,27 +44,36 @@ class Recorder(TorchDispatchMode):
         mode: The context of `fake_tensors` that the step runs in.
         places: Where the step is.
         scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
+        costs: What operators compute, read and write; None records no operators.
 
     Attributes:
         ended: The allocations that have ended.
         collectives: What was sent.
+        operators: What was computed and sent.
         phases: Each phase that has begun, with its first moment.
         moment: The current moment.
     """
 
-    def __init__(self, mode: Any, places: Places, scratch: Callable[[str, Any, Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        mode: Any,
+        places: Places,
+        scratch: Callable[[str, Any, Any], int] | None = None,
+        costs: Costs | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mode, self.scratch = mode, scratch
+        self.mode, self.scratch, self.costs = mode, scratch, costs
         self.places = places
         self.ended: list[Allocation] = []
         self.collectives: list[Collective] = []
+        self.operators: list[Operator] = []
         self.phases: list[tuple[str, int]] = []
         self.moment = 0
         self._live: dict[int, _Live] = {}
 
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
-        self.ended, self.collectives, self.phases, self.moment = [], [], [], 0
+        self.ended, self.collectives, self.operators, self.phases, self.moment = [], [], [], [], 0
         for live in self._live.values():
             live.begin = 0
 
@@ -113,11 +123,14 @@ class Recorder(TorchDispatchMode):
             with without_fakes():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and is_made_in(self.mode, value):
-                storage = value.untyped_storage()
-                if id(storage) not in self._live:
-                    self._add(storage, self.places.kind, self.places.module)
+        outputs = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        made = [value for value in outputs if is_made_in(self.mode, value)]
+        if self.costs is not None and (made or any(is_made_in(self.mode, value) for value in inputs)):
+            self._count(func, args, kwargs, result, inputs, outputs)
+        for value in made:
+            storage = value.untyped_storage()
+            if id(storage) not in self._live:
+                self._add(storage, self.places.kind, self.places.module)
         if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
@@ -137,6 +150,17 @@ class Recorder(TorchDispatchMode):
             self.moment += 1
             self.ended.append(Allocation(live.nbytes, live.kind, live.module, live.begin, self.moment))
 
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        if self.costs is None or func.namespace in (*_NAMESPACES, "prim"):  # what asks for a device runs nothing
+            return
+        places = self.places
+        module, role = places.module, places.role
+        unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
+        flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
+        self.operators.append(
+            Operator(func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes)
+        )
+
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         name = _spelt(func._schema.name.partition("::")[2])
         if name is None:
@@ -150,6 +174,10 @@ class Recorder(TorchDispatchMode):
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
         unit, phase = self.places.unit, self.places.phase
         self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
+        if self.costs is not None:
+            dtype = self.costs.dtype_of(tensors[0] + tensors[1])
+            module, role = self.places.module, self.places.role
+            self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
 

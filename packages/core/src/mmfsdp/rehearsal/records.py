@@ -1,4 +1,4 @@
-"""The records of a rehearsal: allocations with their lifetimes, collectives, and moments of the step. Torch-free."""
+"""The records of a rehearsal: allocations, collectives, operators, and moments of the step. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["KINDS", "Allocation", "Collective", "Moment"]
+__all__ = ["KINDS", "Allocation", "Collective", "Moment", "Operator"]
 
 KINDS = (
     "parameter",
@@ -59,6 +59,32 @@ class Collective:
     """``forward``, ``backward``, ``clipping`` or ``optimizer``."""
     moment: int
     """The moment at which it is issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator that the CPU issues; collectives are among them, as often and in the same order."""
+
+    name: str
+    """``aten::mm`` and others of torch; a collective has its plain name, such as ``all_gather``."""
+    flops: int
+    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
+    nbytes: int
+    """Bytes that are read and written; 0 for views and collectives."""
+    module: str
+    """FQN of the module that ran, in forward or in backward."""
+    unit: str | None
+    """FQN of the shard unit that the module belongs to; None if it belongs to none."""
+    phase: str
+    """``forward``, ``backward``, ``clipping``, ``optimizer`` or ``zero_grad``."""
+    moment: int
+    """The moment at which it runs; several may run at one."""
+    dtype: str
+    """The dtype that it computes in: ``bfloat16``; ``tfloat32`` where torch lets an accelerator round ``float32``."""
+    role: str = "compute"
+    """``gather`` for what collects a unit's parameters, ``reduce`` for what reduces its gradients."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of its first tensors."""
 
 
 @dataclass(frozen=True, slots=True)

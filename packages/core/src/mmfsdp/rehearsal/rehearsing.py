@@ -19,6 +19,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, FewChunks, fake_tensors, fake_world, quiet, watched_resizes
 from mmfsdp.rehearsal.kernels import accelerator_kernels, scratch_bytes
+from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.recorder import Recorder
 from mmfsdp.rehearsal.result import Rehearsal
@@ -102,7 +103,9 @@ def rehearse(
         on_cpu = device_type == "cpu"
         if not on_cpu:
             stack.enter_context(accelerator_kernels())
-        with Recorder(mode, places, scratch_bytes if on_cpu else None) as recorder, watched_resizes(recorder.resized):
+        costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
+        recorder = Recorder(mode, places, scratch_bytes if on_cpu else None, costs)
+        with recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
                 for _ in range(2):  # the first step makes the optimizer's state, and what FSDP keeps from step to step
@@ -120,6 +123,7 @@ def rehearse(
         phases=tuple(recorder.phases),
         last=recorder.moment,
         plan=plan,
+        operators=tuple(recorder.operators),
     )
 
 

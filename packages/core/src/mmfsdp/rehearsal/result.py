@@ -13,7 +13,10 @@ from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.caching import reserved_bytes
-from mmfsdp.rehearsal.records import Allocation, Collective, Moment
+from mmfsdp.rehearsal.records import Allocation, Collective, Moment, Operator
+from mmfsdp.rehearsal.timing.devices import Device, device_of
+from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
 __all__ = ["Rehearsal"]
 
@@ -46,6 +49,8 @@ class Rehearsal:
     """The last moment."""
     plan: ShardPlan
     """The plan that was applied."""
+    operators: tuple[Operator, ...] = ()
+    """In the order in which the CPU issues them, collectives among them."""
 
     @cached_property
     def peak(self) -> Moment:
@@ -100,6 +105,18 @@ class Rehearsal:
             points: How many spans at most.
         """
         return series(self.allocations, self.last, points)
+
+    def time(self, device: str | Device = "h100", links: Links | None = None) -> StepTime:
+        """Return how long the step takes on a device, by its roofline, and with FSDP's streams replayed.
+
+        Args:
+            device: One of `mmfsdp.rehearsal.devices`, or another `Device`.
+            links: How ranks are connected; default: as the device usually is.
+
+        Raises:
+            ConfigError: There is no such device.
+        """
+        return time_of(self.operators, self.collectives, device_of(device), links)
 
     def sent(self) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Return collectives by name, ranks of the group and their stride: how many, and their bytes together."""

@@ -1,0 +1,128 @@
+"""What an operator computes, reads and writes: floating-point operations, bytes and dtype, from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["Costs"]
+
+_READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"}
+"""Operators that read as much of their first tensor as they write."""
+
+_ADDS_ROWS = {"aten::scatter_add", "aten::index_put", "aten::index_add", "aten::embedding_dense_backward"}
+
+_WRITES_NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
+
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+
+_LIKE = {  # attention on the CPU, which torch counts from 2.15 on
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class Costs:
+    """Counts what operators of a step do.
+
+    FLOPs are those of ``torch.utils.flop_counter``; causal attention counts half, because kernels skip what is masked.
+
+    Args:
+        units: FQNs of the shard units.
+        is_accelerator: Whether the step will run on one, which may round ``float32`` in matrix products.
+    """
+
+    def __init__(self, units: Iterable[str], *, is_accelerator: bool) -> None:
+        self._units = frozenset(units)
+        self._owners: dict[str, str] = {}
+        self._views: dict[Any, bool] = {}
+        self._causal: dict[Any, int | None] = {}
+        self._shapes: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
+        self._rounds = is_accelerator and torch.get_float32_matmul_precision() != "highest"
+        self._convolves_rounded = is_accelerator and torch.backends.cudnn.allow_tf32
+
+    def unit_of(self, module: str, phase: str) -> str | None:
+        """Return the innermost shard unit that a module lies in; None outside of forward and backward."""
+        if phase not in ("forward", "backward"):
+            return None
+        if module not in self._owners:
+            name = module
+            while name and name not in self._units:
+                name = name.rpartition(".")[0]
+            self._owners[module] = name
+        return self._owners[module]
+
+    def dtype_of(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the dtype of the first floating-point tensor, or else of the first one, as text."""
+        dtypes = [tensor.dtype for tensor in tensors]
+        found = next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else "")
+        return str(found).removeprefix("torch.")
+
+    def of(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> tuple[int, int, str, tuple[tuple[int, ...], ...]]:
+        """Return FLOPs, bytes, dtype and shapes of an operator.
+
+        Args:
+            func: The operator, an overload.
+            args: Its positional arguments.
+            kwargs: Its other arguments.
+            result: What it returned.
+            inputs: The tensors among the arguments.
+            outputs: The tensors in the result.
+        """
+        if self._is_view(func):
+            return 0, 0, "", ()
+        dtype = self.dtype_of(inputs or outputs)
+        formula = flop_registry.get(_LIKE.get(func.overloadpacket, func.overloadpacket))
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        if flops and self._is_causal(func, args, kwargs):
+            flops //= 2
+        if flops and dtype == "float32":
+            rounds = self._convolves_rounded if func._schema.name in _CONVOLUTIONS else self._rounds
+            dtype = "tfloat32" if rounds else dtype
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
+        return flops, _moved(func._schema.name, inputs, outputs), dtype, self._shapes.setdefault(shapes, shapes)
+
+    def _is_causal(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func not in self._causal:
+            names = [argument.name for argument in func._schema.arguments]
+            self._causal[func] = names.index("is_causal") if "is_causal" in names else None
+        place = self._causal[func]
+        return bool(kwargs.get("is_causal", place is not None and len(args) > place and args[place]))
+
+    def _is_view(self, func: Any) -> bool:
+        known = self._views.get(func)
+        if known is None:
+            aliases = [value.alias_info for value in func._schema.returns]
+            known = any(alias is not None and not alias.is_write for alias in aliases)
+            known = self._views[func] = known or func._schema.name in _WRITES_NOTHING
+        return known
+
+
+def _moved(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that an operator reads and writes."""
+    plain = name.rstrip("_")
+    written = sum(map(_held, outputs))
+    if not outputs:  # it writes into its arguments: foreach operators, which read and write the first of them
+        return sum(map(_held, inputs)) + (0 if not inputs else _held(inputs[0]))
+    if plain in _READS_ROWS:
+        return 2 * written + sum(map(_held, inputs[1:]))
+    if plain in _ADDS_ROWS and name != plain:
+        return 3 * sum(map(_held, inputs[1:]))
+    if name in ("aten::zero_", "aten::fill_"):
+        return written
+    return written + sum(map(_held, inputs))
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor addresses; an expanded one repeats them."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else min(length, 1)
+    return size

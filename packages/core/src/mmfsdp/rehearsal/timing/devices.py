@@ -1,0 +1,124 @@
+"""Devices that a step may run on: their peaks as vendors state them, and the share of these that kernels reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mmfsdp.errors import ConfigError, closest
+from mmfsdp.rehearsal.timing.links import Link, Links
+from mmfsdp.rehearsal.timing.ranges import Range
+
+__all__ = ["Device", "device_of", "devices"]
+
+_TERA, _GIB, _MICRO = 1e12, 1 << 30, 1e-6
+
+_PRODUCTS, _ATTENTION, _STREAMING = Range(0.45, 0.65, 0.8), Range(0.3, 0.4, 0.65), Range(0.65, 0.8, 0.92)
+_ISSUE = Range(12 * _MICRO, 6 * _MICRO, 4 * _MICRO)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes, and what the CPU beside it needs to tell it so."""
+
+    name: str
+    peaks: Mapping[str, float]
+    """FLOP/s by dtype (dense), ``tfloat32`` included; dtypes that are missing compute as ``float32``."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    memory: int
+    """Bytes of its memory; 0 if it is not known."""
+    links: Links
+    """How it is connected to others, unless something else is said."""
+    source: str
+    """Where the peaks come from."""
+    products: Range = _PRODUCTS
+    """Share of the peak that large matrix products and convolutions reach."""
+    attention: Range = _ATTENTION
+    """Share of the peak that fused attention reaches."""
+    streaming: Range = _STREAMING
+    """Share of the bandwidth that other operators reach."""
+    issue: Range = _ISSUE
+    """Seconds that the CPU needs to issue an operator; of a view, a third."""
+    smallest: float = 2 * _MICRO
+    """Seconds of the smallest kernel."""
+    is_async: bool = True
+    """Whether the CPU runs ahead of it, and communication beside it."""
+    coverage: str = "the shares of the peaks that kernels usually reach; no device has measured it"
+    """What the interval of a step's time covers."""
+
+    def peak(self, dtype: str) -> float:
+        """Return FLOP/s of a dtype."""
+        return self.peaks.get(dtype) or self.peaks["float32"]
+
+
+_NVLINK_LATENCY, _NET_LATENCY = 1.9 * _MICRO, 4 * _MICRO
+"""Of one step of a ring; NCCL's own model of its protocol LL128 (``src/graph/tuning.cc``, ``hwLat``)."""
+
+
+def _sxm(nvlink: float, net: float) -> Links:
+    return Links(Link(nvlink, _NVLINK_LATENCY), Link(net, _NET_LATENCY), 8)
+
+
+def _gpu(name: str, peaks: tuple[float, float, float], bandwidth: float, gib: int, links: Links, source: str) -> Device:
+    half, rounded, single = (peak * _TERA for peak in peaks)
+    by_dtype = {"float16": half, "bfloat16": half, "tfloat32": rounded, "float32": single, "float64": single / 2}
+    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source)
+
+
+_PRESETS = {
+    device.name: device
+    for device in (
+        # name, TFLOP/s dense of bf16, TF32 and FP32, GB/s, GiB, links per direction; NICs of 200 or 400 Gbit/s per GPU
+        _gpu("a100", (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet; DGX A100"),
+        _gpu("h100", (989, 494, 67), 3350, 80, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100"),
+        _gpu("h200", (989, 494, 67), 4800, 141, _sxm(450e9, 50e9), "NVIDIA H200 SXM data sheet; DGX H200"),
+        _gpu("b200", (2250, 1100, 80), 8000, 180, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"),
+        replace(
+            _gpu(
+                "rtx4090",
+                (165.2, 82.6, 82.6),
+                1008,
+                24,
+                # Without peer-to-peer, messages pass through the memory of the host.
+                Links(Link(20e9, 5.7 * _MICRO), Link(3e9, 10 * _MICRO), 8),
+                "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
+            ),
+            products=Range(0.6, 0.8, 0.95),
+        ),
+        Device(
+            "cpu",
+            {"float32": 1.0 * _TERA, "bfloat16": 1.0 * _TERA, "float64": 0.5 * _TERA},
+            100e9,
+            0,
+            Links(Link(2e9, 50 * _MICRO), Link(1e9, 100 * _MICRO), 2),
+            "no data sheet: a server CPU with AVX-512 and about 16 cores; calibrate for another one",
+            products=Range(0.1, 0.5, 0.9),
+            attention=Range(0.05, 0.2, 0.5),
+            streaming=Range(0.1, 0.4, 0.8),
+            issue=Range(20 * _MICRO, 8 * _MICRO, 4 * _MICRO),
+            smallest=0.0,
+            is_async=False,
+        ),
+    )
+}
+
+
+def devices() -> tuple[str, ...]:
+    """Return the names of the devices that `mmfsdp.rehearsal.Rehearsal.time` knows."""
+    return tuple(_PRESETS)
+
+
+def device_of(device: str | Device) -> Device:
+    """Return a device by its name.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if isinstance(device, Device):
+        return device
+    text = str(device)
+    if text.lower() in _PRESETS:
+        return _PRESETS[text.lower()]
+    hint = closest(text, _PRESETS) or f" Known: {', '.join(_PRESETS)}."
+    raise ConfigError(f"{text!r} is not a device that is known.{hint}", config="device")

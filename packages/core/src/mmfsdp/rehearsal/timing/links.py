@@ -1,0 +1,81 @@
+"""The links between ranks, and how long collectives take on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mmfsdp.rehearsal.records import Collective
+from mmfsdp.rehearsal.timing.ranges import Range
+
+__all__ = ["Link", "Links", "collective_seconds"]
+
+_REACHED = Range(0.5, 0.75, 0.9)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank sends through."""
+
+    bandwidth: float
+    """Bytes per second in one direction."""
+    latency: float
+    """Seconds of one step from a rank to the next."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """How ranks are connected: within a node, and between nodes."""
+
+    within: Link
+    between: Link
+    """The share of one rank: the network of a node divided by its ranks."""
+    ranks_per_node: int = 8
+    reached: Range = _REACHED
+    """Share of the bandwidth that large messages reach."""
+    base: float = 10e-6
+    """Seconds of a collective before anything is sent."""
+
+    def placed(self, ranks: int, stride: int) -> tuple[int, int]:
+        """Return how many nodes a group spans, and how many of its ranks share a node.
+
+        Args:
+            ranks: Number of ranks in the group.
+            stride: Distance between neighbours.
+        """
+        together = max(min(self.ranks_per_node // max(stride, 1), ranks), 1)
+        return -(-ranks // together), together
+
+
+def collective_seconds(item: Collective, links: Links, reached: float) -> float:
+    """Return how long a collective takes by the usual model of latency and bandwidth. Pure.
+
+    A ring of n ranks sends (n - 1) / n of the bytes through each rank, an all-reduce twice as many, in n - 1 steps or
+    twice as many (nccl-tests, ``doc/PERFORMANCE.md``). An all-reduce may use a tree instead, with fewer steps (NCCL,
+    ``src/graph/tuning.cc``); the faster one counts. Through the network of a node go the shares of all ranks of the
+    group that are there.
+
+    Args:
+        item: The collective; its ``nbytes`` is the whole tensor.
+        links: The links.
+        reached: Share of the bandwidth that messages reach.
+    """
+    if item.ranks < 2:
+        return 0.0
+    nodes, together = links.placed(item.ranks, item.stride)
+    bandwidth = links.within.bandwidth if together > 1 else links.between.bandwidth
+    if nodes > 1:
+        bandwidth = min(bandwidth, links.between.bandwidth * together)
+    bandwidth *= reached
+    steps, across = item.ranks - 1, nodes - 1
+    if item.name in ("broadcast", "reduce", "scatter", "gather", "send", "recv"):
+        depth = math.ceil(math.log2(nodes)) * links.between.latency + (together - 1) * links.within.latency
+        return links.base + depth + item.nbytes / bandwidth
+    times = 2 if item.name == "all_reduce" else 1
+    latency = (steps - across) * links.within.latency + across * links.between.latency
+    sent = item.nbytes * steps / item.ranks / bandwidth
+    ring = links.base + times * (latency + sent)
+    if times == 1:
+        return ring
+    depth = 2 * ((together - 1) * links.within.latency + math.ceil(math.log2(nodes)) * links.between.latency)
+    return min(ring, links.base + depth + 2 * item.nbytes / bandwidth)

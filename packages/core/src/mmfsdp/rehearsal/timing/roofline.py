@@ -1,0 +1,38 @@
+"""How long an operator takes on a device: the time to compute or the time to move bytes, whichever is longer."""
+
+from __future__ import annotations
+
+from mmfsdp.rehearsal.records import Operator
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.ranges import CASES
+
+__all__ = ["kind_of", "operator_seconds"]
+
+
+def kind_of(operator: Operator) -> str:
+    """Return ``attention``, ``product``, ``moving`` or ``view``: what bounds an operator."""
+    if not operator.flops:
+        return "moving" if operator.nbytes else "view"
+    return "attention" if "attention" in operator.name else "product"
+
+
+def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[float, str]:
+    """Return how long an operator takes, and ``compute`` or ``memory``, which bounds it. Pure.
+
+    The roofline model (Williams, Waterman and Patterson, 2009): max(FLOPs / reached FLOP/s, bytes / reached bytes/s).
+
+    Args:
+        operator: The operator.
+        device: The device.
+        case: One of `CASES`.
+    """
+    kind = kind_of(operator)
+    if kind == "view":
+        return 0.0, "memory"
+    place = CASES.index(case)
+    moving = operator.nbytes / (device.bandwidth * device.streaming[place])
+    if kind == "moving":
+        return max(moving, device.smallest), "memory"
+    share = (device.attention if kind == "attention" else device.products)[place]
+    computing = operator.flops / (device.peak(operator.dtype) * share)
+    return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"

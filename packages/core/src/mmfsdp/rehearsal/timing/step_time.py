@@ -1,0 +1,173 @@
+"""`StepTime`: how long a step takes on a device, as a value that prints and becomes JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmfsdp.basics.tables import Column, format_table
+from mmfsdp.planning.repeats import join_repeated
+from mmfsdp.rehearsal.records import Collective, Operator
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.links import Links, collective_seconds
+from mmfsdp.rehearsal.timing.ranges import CASES
+from mmfsdp.rehearsal.timing.roofline import kind_of, operator_seconds
+from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
+
+__all__ = ["StepTime", "human_seconds", "time_of", "works_of"]
+
+_SPENT = {
+    "compute": "computing, bound by FLOPs",
+    "memory": "computing, bound by memory bandwidth",
+    "communication": "waiting for communication",
+    "launches": "waiting for the CPU to issue operators",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one step of one rank, as a roofline of the device and a model of the links predict it."""
+
+    device: str
+    seconds: float
+    low: float
+    high: float
+    coverage: str
+    """What the interval from `low` to `high` covers."""
+    compute: float
+    """Seconds for which the device computes."""
+    exposed: Mapping[str | None, float]
+    """Seconds for which computing waits for the communication of a unit; ``''`` is the root, None belongs to none."""
+    bound: str
+    """What most of the step is spent on: ``compute``, ``memory``, ``communication`` or ``launches``."""
+    spent: Mapping[str, float]
+    """Seconds by what bounds them; together, the step."""
+    flops: int
+    """Floating-point operations of the rank."""
+    utilization: float
+    """Share of the device's peak that these are, each in its dtype; recomputed ones count."""
+    spans: tuple[Span, ...]
+    """What runs when on which stream."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only."""
+        exposed = [{"unit": unit, "seconds": seconds} for unit, seconds in self.exposed.items()]
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("exposed", "spent", "spans")},
+            "spent": dict(self.spent),
+            "exposed": exposed,
+            "spans": [asdict(span) for span in self.spans],
+        }
+
+    def table(self, *, rows: int = 5, width: int | None = None) -> str:
+        """Return what the step is spent on, and the units whose communication nothing hides, as aligned text.
+
+        Args:
+            rows: How many units to show.
+            width: The longest line in characters; None for no limit.
+        """
+        span = f"{human_seconds(self.low)} to {human_seconds(self.high)}"
+        lines = [f"Step on {self.device}: {human_seconds(self.seconds)} ({span}), bound by {self.bound}"]
+        lines.append(f"{self.flops / 1e12:.3g} TFLOP per rank, {self.utilization:.0%} of the device's peak")
+        spent = [
+            (_SPENT[name], human_seconds(seconds), f"{seconds / self.seconds:.0%}")
+            for name, seconds in self.spent.items()
+            if seconds >= 0.005 * self.seconds
+        ]
+        columns = [Column("spent on"), Column("time", right=True), Column("share", right=True)]
+        lines += ["", *format_table(columns, spent, width)]
+        exposed = _joined(self.exposed)
+        if exposed:
+            shown = [(name, human_seconds(seconds)) for name, seconds in exposed[:rows]]
+            lines += ["", "Communication that nothing hides, by unit:", ""]
+            lines += format_table([Column("unit", wraps=True), Column("time", right=True)], shown, width)
+            if exposed[rows:]:
+                rest = sum(seconds for _, seconds in exposed[rows:])
+                lines.append(f"... and {human_seconds(rest)} in {len(exposed) - rows} more rows")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def time_of(
+    operators: Sequence[Operator], collectives: Sequence[Collective], device: Device, links: Links | None = None
+) -> StepTime:
+    """Return the time of a step. Pure.
+
+    Args:
+        operators: What the CPU issues, in order, collectives among them.
+        collectives: The collectives, in the same order.
+        device: The device.
+        links: The links between ranks; default: those that the device usually has.
+    """
+    found: dict[str, Replay] = {}
+    for case in CASES:
+        works = [*works_of(operators, collectives, device, links or device.links, case)]
+        found[case] = replay(works, is_async=device.is_async)
+    usual = found["usual"]
+    spent = {name: usual.spent[name] for name in _SPENT}
+    ideal = sum(item.flops / device.peak(item.dtype) for item in operators if item.flops)
+    return StepTime(
+        device=device.name,
+        seconds=usual.seconds,
+        low=found["best"].seconds,
+        high=found["worst"].seconds,
+        coverage=device.coverage,
+        compute=spent["compute"] + spent["memory"],
+        exposed={unit: seconds for unit, seconds in usual.exposed.items() if seconds},
+        bound=max(spent, key=lambda name: spent[name]),
+        spent=spent,
+        flops=sum(item.flops for item in operators),
+        utilization=ideal / usual.seconds if usual.seconds else 0.0,
+        spans=tuple(usual.spans),
+    )
+
+
+def works_of(
+    operators: Iterable[Operator], collectives: Iterable[Collective], device: Device, links: Links, case: str
+) -> Iterator[Work]:
+    """Yield what the CPU issues, with the time that each takes. Pure.
+
+    Args:
+        operators: Operators, with as many collectives among them as ``collectives`` has.
+        collectives: The collectives.
+        device: The device.
+        links: The links between ranks.
+        case: One of `CASES`.
+    """
+    place = CASES.index(case)
+    issue, reached = device.issue[place], links.reached[place]
+    known: dict[tuple[Any, ...], tuple[float, str]] = {}
+    sent = iter(collectives)
+    for item in operators:
+        if "::" not in item.name:
+            seconds = collective_seconds(next(sent), links, reached)
+            yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
+            continue
+        kind = kind_of(item)
+        key = kind, item.flops, item.nbytes, item.dtype
+        if key not in known:
+            known[key] = operator_seconds(item, device, case)
+        seconds, bound = known[key]
+        issued = issue / 3 if kind == "view" else issue
+        yield Work(item.name, item.unit, item.phase, item.role, seconds, issued, bound=bound)
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a time with a unit: ``'4.21 ms'``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _joined(exposed: Mapping[str | None, float]) -> list[tuple[str, float]]:
+    """Return names and seconds, equal layers as one, the longest first."""
+    names = {None: "(no unit)", "": "(root)"}
+    items = [(names.get(unit, unit or ""), seconds) for unit, seconds in exposed.items()]
+    # Neighbours wait about as long as each other, but not exactly.
+    keyed = [(name, float(f"{seconds:.1g}")) for name, seconds in items]
+    joined = [(same.name, sum(items[place][1] for place in same.members)) for same in join_repeated(keyed)]
+    return sorted(joined, key=lambda row: -row[1])
