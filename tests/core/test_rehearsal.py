@@ -174,6 +174,16 @@ def test_the_last_rank_holds_less() -> None:
     assert last.static["parameter"] < rehearse().static["parameter"]
 
 
+def test_a_rehearsal_leaves_no_mesh_to_the_next_one() -> None:
+    for rank in (0, 1):  # groups of equal meshes have other names on another rank
+        found = rehearse({"engine": "replicate"}, mesh=2, rank=rank, max_norm=1.0)
+        assert {item.ranks for item in found.collectives} == {2}
+    with single_rank():
+        model = mmfsdp.shard(Net(), {"engine": "replicate"})
+        model(torch.randn(4, 32)).sum().backward()
+        assert mmfsdp.clip_grad_norm_(model, 1.0) > 0
+
+
 def test_hybrid_sharding_reduces_over_both_dimensions() -> None:
     hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
     assert {("reduce_scatter", 4, 1), ("all_reduce", 2, 4)} <= {*hybrid.sent()}

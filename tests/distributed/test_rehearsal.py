@@ -18,7 +18,7 @@ CASES: list[tuple[str, str, str, int, int, str]] = [
     ("vit", "fp32", "none", 1, 2, "fsdp2"),
     ("swin", "bf16", "full", 1, 2, "fsdp2"),
     ("convnext", "fp32", "none", 2, 2, "fsdp2"),
-    ("resnet", "fp32", "none", 1, 2, "fsdp2"),
+    ("resnet", "bf16", "ops", 1, 2, "fsdp2"),
     ("mae", "bf16", "selective", 1, 2, "fsdp2"),
     ("segformer", "fp32", "full", 1, 2, "fsdp2"),
     ("detr", "fp32", "none", 1, 2, "replicate"),

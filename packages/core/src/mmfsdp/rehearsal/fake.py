@@ -69,11 +69,25 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    _forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches of shardings.
+
+    Their entries hold meshes, and equal meshes of another world have the same key: results would lie on a mesh whose
+    groups are gone, or not this world's.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    # The cache of torch's C++ code, from 2.10 on.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from mmfsdp.sharding.activation.operators import resolve_operators
 
 __all__ = ["offloading_contexts", "pins_memory", "selective_contexts"]
 
+_MARKS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+
 
 def selective_contexts(names: tuple[str, ...]) -> Any:
     """Return the contexts of forward and recomputation that keep the results of the named operators."""
     operators = resolve_operators(names)
+    # FSDP marks more of a shard unit within the region for the profiler when it is recomputed than in forward. torch
+    # 2.10 and later count every operator and raise.
+    SAC_IGNORED_OPS.update(_MARKS)
 
     def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
