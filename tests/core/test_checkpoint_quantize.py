@@ -46,9 +46,9 @@ def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def restored(found: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def restored(found: dict[str, torch.Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What transformers computes of a weight: each code times the scale of its block."""
-    codes, scales = found[name].float(), found[f"{name}_scale_inv"]
+    codes, scales = found[name].to(dtype), found[f"{name}_scale_inv"].to(dtype)
     whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return codes * whole[: codes.shape[0], : codes.shape[1]]
 
@@ -127,6 +127,53 @@ def test_zeros_infinities_and_nans(tmp_path: Path) -> None:
     assert report.overflowed == {"fc.weight": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_channel"])
+def test_a_scale_for_each_tensor_or_row(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = weights(dtype)
+    save_file(given, tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "out.safetensors", quantize=kind, verify_output=True)
+    found = load_file(tmp_path / "out.safetensors")
+    assert {*found} == {*given} | {f"{name}_scale" for name in LINEAR}
+    for name in LINEAR:
+        scales, weight = found[f"{name}_scale"], given[name].float()
+        assert scales.dtype == dtype  # to which transformers rounds them
+        largest = weight.abs().amax(1, keepdim=True) if kind == "fp8_channel" else weight.abs().max()[None]
+        assert scales.shape == largest.shape
+        # The next number above the exact scale, if that is not one itself: no code is too large.
+        below = torch.nextafter(scales, torch.zeros_like(scales)).float()
+        assert ((below < largest / 448) & (scales.float() >= (largest / 448).to(torch.float32))).all()
+        codes = (weight / scales.float()).to(torch.float8_e4m3fn)
+        assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+        assert codes.float().abs().max() == 448
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items() if name not in LINEAR)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_tensor", "fp8_channel"])
+def test_weights_are_restored(kind: str, tmp_path: Path) -> None:
+    """Each is the product of code and scale, rounded once, whatever the form of the target."""
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file(weights(), like / "model.safetensors", metadata={"format": "pt"})
+    (like / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+    convert(like, tmp_path / "codes", to="hf", quantize=kind)
+    found = load_file(tmp_path / "codes/model.safetensors")
+    # The scale of an input is of no use to who has numbers.
+    save_file(found | {"model.layers.0.mlp.gate_proj.input_scale": torch.ones(())}, tmp_path / "static.safetensors")
+    convert(tmp_path / "codes", tmp_path / "bf16", to="hf", quantize="none", dtype="bf16", verify_output=True)
+    convert(tmp_path / "static.safetensors", tmp_path / "dcp", to="dcp", ranks=3, quantize="none")
+    convert(tmp_path / "dcp", tmp_path / "float32.safetensors")
+    assert json.loads((tmp_path / "bf16/config.json").read_text()) == json.loads((like / "config.json").read_text())
+    halves, whole = load_file(tmp_path / "bf16/model.safetensors"), load_file(tmp_path / "float32.safetensors")
+    assert {*halves} == {*whole} == {*weights()}
+    for name in LINEAR:
+        for dtype, result in ((torch.float32, whole[name]), (torch.float64, halves[name])):
+            scale = found.get(f"{name}_scale")
+            exact = restored(found, name, dtype) if scale is None else found[name].to(dtype) * scale.to(dtype)
+            assert torch.equal(result, exact.to(result.dtype))
+        assert (whole[name] - weights()[name].float()).abs().max() < 0.05 * weights()[name].abs().max()
+
+
 class TestErrors:
     def refused(self, folder: Path, state: dict[str, torch.Tensor], message: str, **settings: object) -> None:
         save_file(state, folder / "model.safetensors")
@@ -151,4 +198,19 @@ class TestErrors:
         self.refused(tmp_path, weights(), message, to="dcp")
 
     def test_unknown(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, weights(), "quantize: Input should be 'fp8' or 'q8_0', got 'int4'", quantize="int4")
+        self.refused(tmp_path, weights(), "should be one of 'fp8', 'fp8_channel', .*got 'int4'", quantize="int4")
+
+    def test_nothing_to_restore(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, weights(), "quantize='none' finds nothing that is quantised", quantize="none")
+        packed = {"fc.weight_packed": torch.ones(2, 2, dtype=torch.int32), "fc.weight_scale": torch.ones(2, 1)}
+        self.refused(tmp_path, packed, "fc.weight_packed.*quantised in a way", quantize="none")
+
+    def test_scales_that_do_not_fit(self, tmp_path: Path) -> None:
+        wrong = {"fc.weight": torch.ones(4, 6).to(torch.float8_e4m3fn), "fc.weight_scale": torch.ones(3, 1)}
+        message = r"'fc.weight' of shape \[4, 6\] has float32 scales of shape \[3, 1\]. Expected one"
+        self.refused(tmp_path, wrong, message, quantize="none")
+
+    def test_restored_weights_in_gguf(self, tmp_path: Path) -> None:
+        self.refused(
+            tmp_path, weights(), "'quantize' applies only to the format of numbers", to="gguf", quantize="none"
+        )

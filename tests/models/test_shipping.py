@@ -264,3 +264,24 @@ def test_detr_of_mmdet_in_transformers(kind: str, tmp_path: Path) -> None:
         found = loaded(x)
     assert torch.allclose(found.logits, classes[-1], atol=1e-5)
     assert torch.allclose(found.pred_boxes, boxes[-1], atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_channel"])
+def test_compressed_tensors_in_transformers(kind: str, tmp_path: Path) -> None:
+    """The library of that name takes the folder, keeps its codes, and restores what we restore, bit for bit."""
+    pytest.importorskip("compressed_tensors")
+    model = built("LlamaForCausalLM", "LlamaConfig", **LLAMA).bfloat16()
+    model.save_pretrained(tmp_path / "llama")
+    convert(tmp_path / "llama", tmp_path / "codes", to="hf", quantize=kind)
+    convert(tmp_path / "codes", tmp_path / "restored", to="hf", quantize="none", dtype="bf16")
+    held = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "codes").state_dict()
+    codes = load_file(tmp_path / "codes/model.safetensors")
+    for name in [name for name in codes if name + "_scale" in codes]:
+        assert torch.equal(held[name].view(torch.uint8), codes[name].view(torch.uint8))
+        assert torch.equal(held[name + "_scale"], codes[name + "_scale"])
+    settings = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "codes", quantization_config=settings)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "restored").state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in theirs.state_dict().items() if name in ours)
+    assert {*ours} <= {*theirs.state_dict()}

@@ -84,9 +84,10 @@ _OPTIONS = (
     option(
         "--quantize",
         section=_WRITE,
-        metavar="fp8|q8_0",
-        shell_complete=completing(lambda: ("fp8", "q8_0")),
-        help="Write 8 bits per weight: fp8 as transformers and vLLM load them, q8_0 in a .gguf file.",
+        metavar="KIND",
+        shell_complete=completing(lambda: ("fp8", "fp8_channel", "fp8_tensor", "q8_0", "none")),
+        help="Write 8 bits per weight: fp8, fp8_channel or fp8_tensor as transformers and vLLM load them, q8_0 in a "
+        ".gguf file. none restores the weights.",
     ),
     option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each."),
     ranks(_WRITE, "For dcp and local: number of ranks"),

@@ -125,6 +125,8 @@ def convert(
     target = place(target)
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
+    if chosen.quantize == "none":
+        layout = import_module("mmfsdp.checkpoint.conversion.dequantizing").dequantized(layout)
     is_remote = isinstance(target, RemoteLike)
     if not is_remote:
         with write_errors(target):
@@ -163,7 +165,7 @@ def convert(
                 for name, file in beside.items():
                     shutil.copyfile(file, temporary / name)
                 if beside and chosen.quantize:
-                    _folders().add_quantization(temporary, intent.written)
+                    _folders().set_quantization(temporary, intent.written, chosen.quantize)
                 final = published_path(target, temporary) if chosen.publish else target
                 commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.conversion.quantizing import quantization_config
+from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Ties", "add_quantization", "check_names", "companions", "dtype_notes", "like_folder", "without_ties"]
+__all__ = ["Ties", "check_names", "companions", "dtype_notes", "like_folder", "set_quantization", "without_ties"]
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
@@ -183,15 +184,26 @@ def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
     ]
 
 
-def add_quantization(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
-    """Say in the config of a folder how its weights are quantised.
+def set_quantization(folder: Path, tensors: Mapping[str, TensorEntry], kind: str) -> None:
+    """Say in the config of a folder how its weights are quantised, or that they are not.
 
     Args:
         folder: The folder, which is not at its place yet.
         tensors: The weights as they are written.
+        kind: What the setting ``quantize`` says.
     """
-    config = {**_config(folder), "quantization_config": quantization_config(tensors)}
+    config = {key: value for key, value in _config(folder).items() if key != "quantization_config"}
+    if kind == "fp8":
+        config["quantization_config"] = quantizing.quantization_config(tensors)
+    elif kind != "none":
+        config["quantization_config"] = scaled_floats.quantization_config(tensors, kind)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_needless(name: str, kept: Mapping[str, TensorEntry]) -> bool:
+    """Tell whether a tensor is the scale of codes that are written as numbers."""
+    weight = re.sub(r"(weight_scale(_inv)?|input_scale)$", "weight", name)
+    return weight != name and weight in kept and itemsize(kept[weight].dtype) > 1
 
 
 def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) -> None:
@@ -208,7 +220,7 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
     expected = _weights(like)
     if not expected:
         return
-    missing = [name for name in expected if name not in given]
+    missing = [name for name in expected if name not in given and not _is_needless(name, kept)]
     unexpected = [name for name in kept if name not in expected]
     shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]
     problems = [

@@ -23,13 +23,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["SCALE", "quantization_config", "quantized"]
+__all__ = [
+    "LARGEST",
+    "SCALE",
+    "is_linear",
+    "is_matrix",
+    "quantization_config",
+    "quantized",
+    "refuse_quantized",
+    "stripes",
+]
 
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
 
+LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+
 _SIDE = 128  # of a block, in elements
-_MOST = 448.0  # the largest number of float8_e4m3fn
 # Matrices that are no linear layers, and those that stay as they are in published models: heads and routers.
 _KEPT = re.compile(
     r"(.*\.)?(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|lm_head|embed_out|head|score|classifier"
@@ -53,10 +64,9 @@ def quantized(
     made: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         made[name] = entry
-        if not _is_linear(name, entry):
+        if not is_linear(name, entry):
             continue
-        if name + SCALE in tensors or entry.dtype.startswith("float8"):
-            raise ConfigError(f"{name!r} is quantised already. Quantise the checkpoint from before that.")
+        refuse_quantized(name, entry, tensors)
         chunks = entry.chunks()
         blocks = tuple(-(-size // _SIDE) for size in entry.shape)
         made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name))
@@ -74,7 +84,7 @@ def quantization_config(names: Mapping[str, TensorEntry]) -> dict[str, Any]:
     Args:
         names: The weights as they are written.
     """
-    kept = {name.removesuffix(".weight") for name, entry in names.items() if _is_matrix(name, entry)}
+    kept = {name.removesuffix(".weight") for name, entry in names.items() if is_matrix(name, entry)}
     kept -= {name.removesuffix(".weight" + SCALE) for name in names if name.endswith(SCALE)}
     return {
         "quant_method": "fp8",
@@ -84,15 +94,26 @@ def quantization_config(names: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
-def _is_matrix(name: str, entry: TensorEntry) -> bool:
+def is_matrix(name: str, entry: TensorEntry) -> bool:
+    """Tell whether a tensor is a weight that is a matrix of floating point numbers."""
     return name.endswith(".weight") and len(entry.shape) == 2 and is_floating_point(entry.dtype) and entry.numel > 0
 
 
-def _is_linear(name: str, entry: TensorEntry) -> bool:
-    return _is_matrix(name, entry) and not _KEPT.fullmatch(name.removesuffix(".weight"))
+def is_linear(name: str, entry: TensorEntry) -> bool:
+    """Tell whether a tensor is the weight of a linear layer that published models quantise."""
+    return is_matrix(name, entry) and not _KEPT.fullmatch(name.removesuffix(".weight"))
 
 
-def _stripes(files: OpenFiles, source: TensorEntry) -> Iterator[NDArray[np.float32]]:
+def refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise a ``ConfigError`` if a weight is quantised already."""
+    if name + SCALE in tensors or name + "_scale" in tensors or entry.dtype.startswith("float8"):
+        raise ConfigError(
+            f"{name!r} is quantised already. Quantise the checkpoint from before that, or restore it first with "
+            "quantize='none'."
+        )
+
+
+def stripes(files: OpenFiles, source: TensorEntry) -> Iterator[NDArray[np.float32]]:
     """Yield the rows of a matrix, as many as a block has at a time."""
     import numpy as np
 
@@ -108,7 +129,7 @@ def _scales(stripe: NDArray[np.float32]) -> NDArray[np.float32]:
     sizes = np.abs(stripe)
     sizes[~np.isfinite(sizes)] = 0
     largest = np.maximum.reduceat(sizes.max(axis=0), range(0, stripe.shape[1], _SIDE))
-    scales = (largest / np.float32(_MOST)).astype(np.float32)
+    scales = (largest / np.float32(LARGEST)).astype(np.float32)
     # A block of zeros, or of numbers so small that their scale would be zero, is written as it is.
     return np.where(scales > 0, scales, np.float32(1))
 
@@ -121,7 +142,7 @@ class _Codes(ComputedEntry):
         import numpy as np
 
         lost = 0
-        for stripe in _stripes(files, self.parts[0]):
+        for stripe in stripes(files, self.parts[0]):
             columns = np.repeat(_scales(stripe), _SIDE)[: stripe.shape[1]]
             with np.errstate(all="ignore"):
                 shares = np.divide(stripe, columns)
@@ -139,5 +160,5 @@ class _Scales(ComputedEntry):
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
         import numpy as np
 
-        for stripe in _stripes(files, self.parts[0]):
+        for stripe in stripes(files, self.parts[0]):
             yield _scales(stripe).view(np.uint8).data

@@ -98,8 +98,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     if model is not None:
         named, keys, notes = model.finished(named, conversion.quantize, partial(_count, overflowed))
         selection = replace(selection, notes=(*selection.notes, *notes))
-    elif conversion.quantize:
-        named, notes = _quantizing().quantized(named, partial(_count, overflowed))
+    elif conversion.quantize not in (None, "none"):
+        named, notes = _quantized(named, conversion.quantize, partial(_count, overflowed))
         selection = replace(selection, notes=(*selection.notes, *notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     tree = selection.part if target.flat and keep == "model" else selection.tree
@@ -180,8 +180,11 @@ def _gguf_models() -> Any:
     return import_module("mmfsdp.checkpoint.conversion.gguf_models")  # for who writes such a file
 
 
-def _quantizing() -> Any:
-    return import_module("mmfsdp.checkpoint.conversion.quantizing")  # for who asks for it
+def _quantized(named: Mapping[str, TensorEntry], kind: str, count: Any) -> Any:
+    # Only for who asks for it.
+    if kind == "fp8":
+        return import_module("mmfsdp.checkpoint.conversion.quantizing").quantized(named, count)
+    return import_module("mmfsdp.checkpoint.conversion.scaled_floats").quantized(named, kind, count)
 
 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:

@@ -66,9 +66,11 @@ class Conversion:
     what is too large becomes infinite (448 in float8_e4m3fn) and is reported. Needs numpy."""
     quantize: str | None = None
     """``'fp8'``: write the weights of linear layers as float8_e4m3fn with a float32 scale for each block of 128 x 128,
-    under the names that transformers and vLLM load, after any ``dtype``. Embeddings, heads, routers and norms stay. For
-    safetensors and Hugging Face folders, whose ``config.json`` gets a ``quantization_config``. ``'q8_0'``, for
-    ``gguf``: write every matrix in blocks of 32 signed bytes with a float16 scale. Needs numpy."""
+    under the names that transformers and vLLM load, after any ``dtype``. Embeddings, heads, routers and norms stay.
+    ``'fp8_tensor'`` and ``'fp8_channel'``: the same with a scale for each tensor or output, in the layout of
+    compressed-tensors. All three are for safetensors and Hugging Face folders, whose ``config.json`` gets a
+    ``quantization_config``. ``'q8_0'``, for ``gguf``: write every matrix in blocks of 32 signed bytes with a float16
+    scale. ``'none'``: restore weights that such scales lie beside. Needs numpy."""
     use_ema: bool = False
     """Write the averaged weights as the model's weights."""
     publish: bool = False
@@ -237,9 +239,13 @@ def _dtypes(value: Any) -> str | dict[str, str]:
     return canonical_dtype(value)
 
 
+QUANTIZATIONS = ("fp8", "fp8_channel", "fp8_tensor", "q8_0", "none")
+"""What ``quantize`` may be."""
+
+
 def _quantization(value: Any) -> str:
-    if value not in ("fp8", "q8_0"):
-        raise _mistyped("'fp8' or 'q8_0'", value)
+    if value not in QUANTIZATIONS:
+        raise _mistyped(f"one of {', '.join(map(repr, QUANTIZATIONS))}", value)
     return _text(value)
 
 
@@ -311,7 +317,9 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     else:
         target = find_format("safetensors_index")
     is_gguf = target.name == "gguf"
-    if conversion.quantize == "q8_0":
+    if conversion.quantize == "none":
+        quantizes, quantized = not is_gguf, "of numbers, such as 'hf' (convert that to 'gguf')"
+    elif conversion.quantize == "q8_0":
         quantizes, quantized = is_gguf, "'gguf'"
     else:
         quantizes = target.tensors_only and not is_gguf

@@ -1,0 +1,143 @@
+"""Restores weights that are stored as 8-bit codes with scales, such as float8 of DeepSeek-V3 and compressed-tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.geometry import check_coverage, cut
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.tree import part_tensors
+from mmfsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["dequantized"]
+
+_SCALES = ("_scale_inv", "_scale")
+_CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
+_SIDE = 128  # of a block, in elements
+_READ = 1 << 20  # bytes of codes at a time, or one row
+# Scales of inputs, which were measured for codes; and what holds codes of other formats.
+_OF_INPUTS = ".input_scale"
+_OTHERS = re.compile(r".+\.(weight_packed|weight_zero_point|qweight|qzeros|weight_global_scale|SCB)")
+
+
+def dequantized(layout: Layout) -> Layout:
+    """Return the weights of a checkpoint as numbers: each code times its scale, exact or rounded once.
+
+    A scale may be that of a tensor, of a row, or of a block of 128 x 128, and its name ends with ``weight_scale`` or
+    ``weight_scale_inv``. Tensors without one stay. Scales of inputs are left out.
+
+    Args:
+        layout: The checkpoint.
+
+    Returns:
+        A layout of the weights alone; what was quantised is float32.
+
+    Raises:
+        ConfigError: Nothing is quantised, a scale does not fit, or the codes are of another kind; the message names
+            the tensor. Or numpy is missing.
+    """
+    require_numpy("Restoring quantised weights")
+    given = part_tensors(layout, "model")
+    if others := [name for name in given if _OTHERS.fullmatch(name)]:
+        raise ConfigError(
+            f"{name_list(others, 3)}: quantised in a way that mmfsdp does not read. It restores codes of 8 bits with "
+            "scales alone, named '*.weight' and '*.weight_scale' or '*.weight_scale_inv'. Load the model with the "
+            "library that wrote it, and save it unquantised.",
+            config="quantize",
+        )
+    scales = {
+        name: given[name + end]
+        for name, entry in given.items()
+        for end in _SCALES
+        if name.endswith(".weight") and name + end in given and entry.dtype in _CODES
+    }
+    if not scales:
+        raise ConfigError(
+            "quantize='none' finds nothing that is quantised: no float8 or int8 '*.weight' has a '*.weight_scale' or "
+            "'*.weight_scale_inv' beside it. Leave it out.",
+            config="quantize",
+        )
+    check_coverage(layout, [scale.name for scale in scales.values()])
+    gone = {name + end for name in scales for end in _SCALES}
+    gone |= {name for name in given if name.endswith(_OF_INPUTS) and name[: -len(_OF_INPUTS)] + ".weight" in scales}
+    tensors = {
+        name: _Restored.of(replace(entry, name=name), scales[name]) if name in scales else replace(entry, name=name)
+        for name, entry in given.items()
+        if name not in gone
+    }
+    tree = {name: TensorRef(name) for name in tensors}
+    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=(layout,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Restored(ComputedEntry):
+    """A box of a matrix whose parts are its codes and the scales of the whole."""
+
+    block: tuple[int, int] = field(kw_only=True)
+    """Rows and columns that share a scale."""
+    begin: tuple[int, int] = field(kw_only=True, default=(0, 0))
+    """Where the box begins."""
+
+    @classmethod
+    def of(cls, codes: TensorEntry, scale: TensorEntry) -> _Restored:
+        rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
+        blocks = {
+            (): (rows, columns),
+            (1,): (rows, columns),
+            (rows, 1): (1, columns),
+            (rows,): (1, columns),
+            (-(-rows // _SIDE), -(-columns // _SIDE)): (_SIDE, _SIDE),
+        }
+        block = blocks.get(scale.shape)
+        if len(codes.shape) != 2 or block is None or not is_floating_point(scale.dtype):
+            raise ConfigError(
+                f"{codes.name!r} of shape {[*codes.shape]} has {scale.dtype} scales of shape {[*scale.shape]}. "
+                f"Expected one, one for each row, or one for each block of {_SIDE} x {_SIDE} of a matrix.",
+                config="quantize",
+            )
+        return cls(codes.name, "float32", codes.shape, codes.chunks(), (codes, scale), block=block)
+
+    @property
+    def formula(self) -> Any:
+        return ("_Restored", self.block, self.begin)
+
+    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
+        codes, scale = self.parts
+        part = cut(codes, offsets, sizes)
+        begin = (self.begin[0] + offsets[0], self.begin[1] + offsets[1])
+        return replace(self, shape=tuple(sizes), stored=part.chunks(), parts=(part, scale), begin=begin)
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        import numpy as np
+
+        codes, scale = self.parts
+        # A product with a scale of 16 bits is exact in float32; with others it is rounded once, to the wanted dtype.
+        exact = np.float32 if self.dtype == "float32" or itemsize(scale.dtype) == 2 else np.float64
+        scales = np.concatenate([values(block, scale.dtype).astype(exact) for block in tensor_blocks(files, scale)])
+        scales = scales.reshape(scale.shape if len(scale.shape) == 2 else (-1, 1))
+        width = codes.shape[1]
+        across = (self.begin[1] + np.arange(width)) // max(self.block[1], 1)
+        row, lost = self.begin[0], 0
+        for block in tensor_blocks(files, codes, max(_READ // max(width, 1), 1) * max(width, 1)):
+            numbers = values(block, codes.dtype).astype(exact).reshape(-1, width)
+            down = (row + np.arange(len(numbers))) // max(self.block[0], 1)
+            row += len(numbers)
+            chosen = scales[down]
+            with np.errstate(all="ignore"):
+                product = numbers * (chosen if scales.shape[1] == 1 else chosen[:, across])
+            data, count = cast_block(product.reshape(-1).view(np.uint8).data, np.dtype(exact).name, self.dtype)
+            lost += count
+            yield data
+        if lost:
+            self.overflow(lost)

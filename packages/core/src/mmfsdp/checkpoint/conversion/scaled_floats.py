@@ -1,0 +1,174 @@
+"""Writes linear layers as 8-bit floats with a scale for each tensor or output, as compressed-tensors does.
+
+Beside ``weight`` of float8_e4m3fn lies ``weight_scale``, of shape ``[1]`` or ``[rows, 1]``, and a weight is the product
+of the two: ``format`` ``float-quantized`` of compressed-tensors (https://github.com/vllm-project/compressed-tensors),
+which vLLM and transformers load. Inputs are quantised by whoever runs the model, token by token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmfsdp.checkpoint.conversion.quantizing import LARGEST, is_linear, is_matrix, refuse_quantized, stripes
+from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["SCALE", "STRATEGIES", "quantization_config", "quantized"]
+
+SCALE = "_scale"
+"""What the name of a weight's scales ends with."""
+
+STRATEGIES = {"fp8_tensor": "tensor", "fp8_channel": "channel"}
+"""Settings of ``quantize``, and what compressed-tensors calls them."""
+
+
+def quantized(
+    tensors: Mapping[str, TensorEntry], kind: str, count: Callable[[str, int], None]
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors to write, with scales beside those that are quantised, and what the user should know.
+
+    Args:
+        tensors: The weights by name.
+        kind: ``'fp8_tensor'`` or ``'fp8_channel'``.
+        count: Called with a name and the number of its elements that were infinite, if there are any.
+
+    Raises:
+        ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
+    """
+    require_numpy("Quantising")
+    made: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        made[name] = entry
+        if not is_linear(name, entry):
+            continue
+        refuse_quantized(name, entry, tensors)
+        by_row = STRATEGIES[kind] == "channel"
+        scales = _Scales(entry, by_row)
+        chunks = entry.chunks()
+        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name), scales=scales)
+        shape = (entry.shape[0], 1) if by_row else (1,)
+        made[name + SCALE] = _ScaleEntry(name + SCALE, scales.dtype, shape, chunks, (entry,), scales=scales)
+    number = len(made) - len(tensors)
+    if not number:
+        raise ConfigError("'quantize' finds no weight of a linear layer: a floating point matrix named '*.weight'.")
+    return made, (f"{number} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
+
+
+def quantization_config(names: Mapping[str, TensorEntry], kind: str) -> dict[str, Any]:
+    """Return ``quantization_config`` of a model's config.
+
+    Args:
+        names: The weights as they are written.
+        kind: ``'fp8_tensor'`` or ``'fp8_channel'``.
+    """
+    kept = {name.removesuffix(".weight") for name, entry in names.items() if is_matrix(name, entry)}
+    kept -= {name.removesuffix(".weight" + SCALE) for name in names if name.endswith(SCALE)}
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": STRATEGIES[kind], "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(kept | {"lm_head"}),  # a tied head is in no file
+    }
+
+
+class _Scales:
+    """The scales of one matrix, computed when they are asked for first; threads may share them.
+
+    They have the matrix's dtype, because transformers rounds them to it. They are rounded up, so that no code is too
+    large.
+    """
+
+    def __init__(self, source: TensorEntry, by_row: bool) -> None:
+        self._source, self._by_row = source, by_row
+        self.dtype = source.dtype if source.dtype in ("bfloat16", "float16") else "float32"
+        self._lock = threading.Lock()
+        self._known: NDArray[np.float32] | None = None
+
+    def of(self, files: OpenFiles) -> NDArray[np.float32]:
+        """Return the scales: one for each row, or one."""
+        import numpy as np
+
+        with self._lock:
+            if self._known is None:
+                largest = [_largest(stripe) for stripe in stripes(files, self._source)]
+                found = np.concatenate(largest)
+                self._known = self._rounded_up((found if self._by_row else found.max(keepdims=True)) / LARGEST)
+            return self._known
+
+    def _rounded_up(self, exact: NDArray[np.float32]) -> NDArray[np.float32]:
+        import numpy as np
+
+        if self.dtype == "bfloat16":
+            scales = (exact.view(np.uint32) + np.uint32(0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+        elif self.dtype == "float16":
+            near = exact.astype(np.float16)
+            up = np.nextafter(near, np.float16(np.inf))
+            scales = np.where(near.astype(np.float32) < exact, up, near).astype(np.float32)
+        else:
+            scales = exact
+        # What is all zeros, or so small that its scale would be zero, is written as it is.
+        return np.where(scales > 0, scales, np.float32(1))
+
+
+def _largest(stripe: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the largest finite number of each row."""
+    import numpy as np
+
+    sizes = np.abs(stripe)
+    sizes[~np.isfinite(sizes)] = 0
+    largest: NDArray[np.float32] = sizes.max(axis=1)
+    return largest
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes(ComputedEntry):
+    """The quantised weight."""
+
+    scales: _Scales = field(kw_only=True, compare=False)
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        import numpy as np
+
+        scales, lost, row = self.scales.of(files), 0, 0
+        for stripe in stripes(files, self.parts[0]):
+            rows = scales[row : row + len(stripe), None] if scales.size > 1 else scales
+            row += len(stripe)
+            with np.errstate(all="ignore"):
+                shares = np.divide(stripe, rows)
+            data, count = cast_block(shares.reshape(-1).view(np.uint8).data, "float32", self.dtype)
+            lost += count
+            yield data
+        if lost:
+            self.overflow(lost)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScaleEntry(ComputedEntry):
+    """Its scales."""
+
+    scales: _Scales = field(kw_only=True, compare=False)
+
+    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        import numpy as np
+
+        found = self.scales.of(files)
+        yield cast_block(found.view(np.uint8).data, "float32", self.dtype)[0]
