@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.files.elements import values
+from mmfsdp.checkpoint.files.rounding import Rounding
 
 pytest.importorskip("numpy")
 
@@ -19,7 +20,8 @@ FLOAT8 = ["float8_e4m3fn", "float8_e5m2"]
 
 def cast(given: torch.Tensor, target: str) -> tuple[torch.Tensor, int]:
     source = str(given.dtype).removeprefix("torch.")
-    data, count = cast_block(memoryview(given.contiguous().view(torch.uint8).numpy()), source, target)
+    numbers = values(memoryview(given.contiguous().view(torch.uint8).numpy()), source)
+    data, count = Rounding(target, len(numbers))(numbers)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), count
 
 

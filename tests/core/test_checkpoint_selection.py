@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.basics.text import parse_bytes
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
-from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.files.elements import values
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, FormatError
 
 STATE = {
@@ -149,7 +150,8 @@ def test_casts_are_those_of_torch(source: str, target: str) -> None:
     given = raw.view(to_torch(source))
     if source == "float64":  # of a size that the others have too, so that not all is zero or infinite
         given = torch.randn(40_000, dtype=torch.float64, generator=generator) * torch.logspace(-44, 39, 40_000).double()
-    data, _ = cast_block(memoryview(given.view(torch.uint8).numpy().tobytes()), source, target)
+    numbers = values(memoryview(given.view(torch.uint8).numpy().tobytes()), source)
+    data, _ = Rounding(target, len(numbers))(numbers)
     found = torch.frombuffer(bytearray(data), dtype=to_torch(target)).double()
     expected = given.to(to_torch(target)).double()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -167,7 +169,7 @@ def test_float64_to_bfloat16_rounds_once(code: int, steps: int, step: float) -> 
         return
     middle = (low + high) / 2
     value = middle + steps * step * (high - low)
-    found, _ = cast_block(memoryview(numpy.array([value]).tobytes()), "float64", "bfloat16")
+    found, _ = Rounding("bfloat16", 1)(numpy.array([value]))
     exact, gaps = Fraction(float(value)), []
     for end in (low, high):
         gaps.append(abs(Fraction(float(end)) - exact))

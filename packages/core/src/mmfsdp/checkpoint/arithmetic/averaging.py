@@ -13,9 +13,9 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.files.casting import cast_block
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, cut
@@ -179,24 +179,24 @@ class WeightedSum(ComputedEntry):
         sizes = [itemsize(part.dtype) for part in self.parts]
         elements = min(_ELEMENTS, _BUFFERS // sum(sizes), self.numel)
         streams = [tensor_blocks(files, part, elements * size) for part, size in zip(self.parts, sizes, strict=True)]
-        result, term = np.empty(elements), np.empty(elements)
+        result, term, room = np.empty(elements), np.empty(elements), np.empty(elements, np.float32)
+        rounding = Rounding(self.dtype, elements)
         overflowed = 0
         for blocks in zip(*streams, strict=True):
             count = len(blocks[0]) // sizes[0]
             added, scaled = result[:count], term[:count]
-            added[:] = 0
             with np.errstate(all="ignore"):
-                for block, part, factor in zip(blocks, self.parts, self.factors, strict=True):
-                    given = values(block, part.dtype)
-                    if factor == 1:
-                        np.add(added, given, out=added)
+                for place, (block, part, factor) in enumerate(zip(blocks, self.parts, self.factors, strict=True)):
+                    given = values(block, part.dtype, room)
+                    if factor != 1:
+                        given = np.multiply(given, factor, out=scaled, dtype=np.float64)
+                    if place == 0:
+                        added[:] = given
                     else:
-                        scaled[:] = given
-                        np.multiply(scaled, factor, out=scaled)
-                        np.add(added, scaled, out=added)
+                        np.add(added, given, out=added)
                 if self.total != 1:
                     np.divide(added, self.total, out=added)
-            data, lost = cast_block(added.view(np.uint8).data, "float64", self.dtype)
+            data, lost = rounding(added)
             overflowed += lost
             yield data
         if overflowed:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.files.casting import cast_block
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import (
     ComputedEntry,
@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.layout import (
 
 __all__ = ["LowRankSum", "transposed"]
 
-_BLOCK = 1 << 20  # bytes of the weight; in float64 they are up to eight times as many
+_BLOCK = 1 << 18  # bytes of the weight; in float64 they are up to eight times as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +69,16 @@ class LowRankSum(ComputedEntry):
         )
         whole = [values(block, right.dtype).astype(np.float64) for block in tensor_blocks(files, right)]
         factor = np.concatenate(whole).reshape(rank, columns)
-        result = np.empty((rows, columns))
+        result, room = np.empty((rows, columns)), np.empty(rows * columns, np.float32)
+        rounding = Rounding(self.dtype, rows * columns)
         overflowed = 0
         for weight, some in streams:
-            thin = values(some, left.dtype).astype(np.float64).reshape(-1, rank)
+            thin = self.scale * values(some, left.dtype).astype(np.float64).reshape(-1, rank)
             added = result[: len(thin)]
             with np.errstate(all="ignore"):
                 np.matmul(thin, factor, out=added)
-                np.multiply(added, self.scale, out=added)
-                np.add(added, values(weight, base.dtype).reshape(-1, columns), out=added)
-            data, lost = cast_block(added.reshape(-1).view(np.uint8).data, "float64", self.dtype)
+                np.add(added, values(weight, base.dtype, room).reshape(-1, columns), out=added)
+            data, lost = rounding(added.reshape(-1))
             overflowed += lost
             yield data
         if overflowed:

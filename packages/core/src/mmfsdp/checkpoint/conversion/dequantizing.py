@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.files.casting import cast_block
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.geometry import check_coverage, cut
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import part_tensors
@@ -129,14 +129,16 @@ class _Restored(ComputedEntry):
         width = codes.shape[1]
         across = (self.begin[1] + np.arange(width)) // max(self.block[1], 1)
         row, lost = self.begin[0], 0
-        for block in tensor_blocks(files, codes, max(_READ // max(width, 1), 1) * max(width, 1)):
+        most = max(_READ // max(width, 1), 1) * max(width, 1)
+        rounding = Rounding(self.dtype, most)
+        for block in tensor_blocks(files, codes, most):
             numbers = values(block, codes.dtype).astype(exact).reshape(-1, width)
             down = (row + np.arange(len(numbers))) // max(self.block[0], 1)
             row += len(numbers)
             chosen = scales[down]
             with np.errstate(all="ignore"):
                 product = numbers * (chosen if scales.shape[1] == 1 else chosen[:, across])
-            data, count = cast_block(product.reshape(-1).view(np.uint8).data, np.dtype(exact).name, self.dtype)
+            data, count = rounding(product.reshape(-1))
             lost += count
             yield data
         if lost:

@@ -6,16 +6,16 @@ float8_e4m3fn lies ``weight_scale_inv`` of float32, and a weight is the product 
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
-from mmfsdp.checkpoint.files.casting import cast_block
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 __all__ = [
     "LARGEST",
     "SCALE",
+    "Rows",
     "is_linear",
     "is_matrix",
+    "largest",
     "quantization_config",
     "quantized",
     "refuse_quantized",
-    "stripes",
 ]
 
 SCALE = "_scale_inv"
@@ -41,6 +42,7 @@ LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
 
 _SIDE = 128  # of a block, in elements
+_ELEMENTS = 1 << 17  # that are worked on at a time, at most, or else a row
 # Matrices that are no linear layers, and those that stay as they are in published models: heads and routers.
 _KEPT = re.compile(
     r"(.*\.)?(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|lm_head|embed_out|head|score|classifier"
@@ -69,7 +71,7 @@ def quantized(
         refuse_quantized(name, entry, tensors)
         chunks = entry.chunks()
         blocks = tuple(-(-size // _SIDE) for size in entry.shape)
-        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name))
+        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), functools.partial(count, name))
         made[name + SCALE] = _Scales(name + SCALE, "float32", blocks, chunks, (entry,))
     number = len(made) - len(tensors)
     if not number:
@@ -113,23 +115,58 @@ def refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, Tensor
         )
 
 
-def stripes(files: OpenFiles, source: TensorEntry) -> Iterator[NDArray[np.float32]]:
-    """Yield the rows of a matrix, as many as a block has at a time."""
+class Rows:
+    """Yields the rows of a matrix as numbers: as many at a time as fit the processor's cache, in the same memory.
+
+    Args:
+        source: The matrix.
+    """
+
+    def __init__(self, source: TensorEntry) -> None:
+        import numpy as np
+
+        self._source = source
+        self.elements = max(1, _ELEMENTS // source.shape[1]) * source.shape[1]
+        """Number of elements that are yielded at a time, at most."""
+        self._room = np.empty(self.elements, np.float32)
+
+    def read(self, files: OpenFiles) -> Iterator[NDArray[np.float32]]:
+        """Yield all rows."""
+        for block in tensor_blocks(files, self._source, self.elements * itemsize(self._source.dtype)):
+            yield from self.within(block)
+
+    def within(self, block: memoryview) -> Iterator[NDArray[np.float32]]:
+        """Yield the rows of a block that was read."""
+        import numpy as np
+
+        step = self.elements * itemsize(self._source.dtype)
+        for begin in range(0, len(block), step):
+            numbers = values(block[begin : begin + step], self._source.dtype, self._room)
+            yield numbers.astype(np.float32, copy=False).reshape(-1, self._source.shape[1])
+
+
+def largest(rows: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    """Return the largest magnitude along an axis, without infinities and NaNs."""
     import numpy as np
 
-    columns = source.shape[1]
-    for block in tensor_blocks(files, source, _SIDE * columns * itemsize(source.dtype)):
-        yield values(block, source.dtype).astype(np.float32, copy=False).reshape(-1, columns)
+    found: NDArray[np.float32] = np.maximum(rows.max(axis=axis), -rows.min(axis=axis))
+    if not np.isfinite(found).all():
+        found = np.where(np.isfinite(rows), np.abs(rows), np.float32(0)).max(axis=axis)
+    return found
 
 
-def _scales(stripe: NDArray[np.float32]) -> NDArray[np.float32]:
+def _stripes(files: OpenFiles, source: TensorEntry) -> Iterator[memoryview]:
+    """Yield as many rows of a matrix as a block has at a time."""
+    return tensor_blocks(files, source, _SIDE * source.shape[1] * itemsize(source.dtype))
+
+
+def _scales(stripe: Iterable[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Return the scale of each block of a stripe: its largest finite number becomes the largest of the dtype."""
     import numpy as np
 
-    sizes = np.abs(stripe)
-    sizes[~np.isfinite(sizes)] = 0
-    largest = np.maximum.reduceat(sizes.max(axis=0), range(0, stripe.shape[1], _SIDE))
-    scales = (largest / np.float32(LARGEST)).astype(np.float32)
+    sizes = functools.reduce(np.maximum, (largest(rows, 0) for rows in stripe))
+    most = np.maximum.reduceat(sizes, range(0, len(sizes), _SIDE))
+    scales = (most / np.float32(LARGEST)).astype(np.float32)
     # A block of zeros, or of numbers so small that their scale would be zero, is written as it is.
     return np.where(scales > 0, scales, np.float32(1))
 
@@ -141,14 +178,15 @@ class _Codes(ComputedEntry):
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
         import numpy as np
 
-        lost = 0
-        for stripe in stripes(files, self.parts[0]):
-            columns = np.repeat(_scales(stripe), _SIDE)[: stripe.shape[1]]
-            with np.errstate(all="ignore"):
-                shares = np.divide(stripe, columns)
-            data, count = cast_block(shares.reshape(-1).view(np.uint8).data, "float32", self.dtype)
-            lost += count
-            yield data
+        [source], lost = self.parts, 0
+        rows = Rows(source)
+        rounding = Rounding(self.dtype, rows.elements)
+        for stripe in _stripes(files, source):
+            divisors = np.repeat(_scales(rows.within(stripe)), _SIDE)[: source.shape[1]]
+            for some in rows.within(stripe):
+                data, count = rounding.of_shares(some, divisors)
+                lost += count
+                yield data
         if lost:
             self.overflow(lost)
 
@@ -160,5 +198,6 @@ class _Scales(ComputedEntry):
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
         import numpy as np
 
-        for stripe in stripes(files, self.parts[0]):
-            yield _scales(stripe).view(np.uint8).data
+        rows = Rows(self.parts[0])
+        for stripe in _stripes(files, self.parts[0]):
+            yield _scales(rows.within(stripe)).view(np.uint8).data

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp.checkpoint.conversion.quantizing import LARGEST, is_linear, is_matrix, refuse_quantized, stripes
-from mmfsdp.checkpoint.files.casting import cast_block
+from mmfsdp.checkpoint.conversion.quantizing import LARGEST, Rows, is_linear, is_matrix, largest, refuse_quantized
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -109,9 +109,9 @@ class _Scales:
 
         with self._lock:
             if self._known is None:
-                largest = [_largest(stripe) for stripe in stripes(files, self._source)]
-                found = np.concatenate(largest)
-                self._known = self._rounded_up((found if self._by_row else found.max(keepdims=True)) / LARGEST)
+                found = np.concatenate([largest(rows, 1) for rows in Rows(self._source).read(files)])
+                most: NDArray[np.float32] = found if self._by_row else found.max(keepdims=True)
+                self._known = self._rounded_up(most / np.float32(LARGEST))
             return self._known
 
     def _rounded_up(self, exact: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -129,16 +129,6 @@ class _Scales:
         return np.where(scales > 0, scales, np.float32(1))
 
 
-def _largest(stripe: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the largest finite number of each row."""
-    import numpy as np
-
-    sizes = np.abs(stripe)
-    sizes[~np.isfinite(sizes)] = 0
-    largest: NDArray[np.float32] = sizes.max(axis=1)
-    return largest
-
-
 @dataclass(frozen=True, slots=True)
 class _Codes(ComputedEntry):
     """The quantised weight."""
@@ -146,15 +136,13 @@ class _Codes(ComputedEntry):
     scales: _Scales = field(kw_only=True, compare=False)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
-        import numpy as np
-
         scales, lost, row = self.scales.of(files), 0, 0
-        for stripe in stripes(files, self.parts[0]):
-            rows = scales[row : row + len(stripe), None] if scales.size > 1 else scales
-            row += len(stripe)
-            with np.errstate(all="ignore"):
-                shares = np.divide(stripe, rows)
-            data, count = cast_block(shares.reshape(-1).view(np.uint8).data, "float32", self.dtype)
+        rows = Rows(self.parts[0])
+        rounding = Rounding(self.dtype, rows.elements)
+        for some in rows.read(files):
+            divisors = scales[row : row + len(some), None] if scales.size > 1 else scales
+            row += len(some)
+            data, count = rounding.of_shares(some, divisors)
             lost += count
             yield data
         if lost:
@@ -168,7 +156,5 @@ class _ScaleEntry(ComputedEntry):
     scales: _Scales = field(kw_only=True, compare=False)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
-        import numpy as np
-
         found = self.scales.of(files)
-        yield cast_block(found.view(np.uint8).data, "float32", self.dtype)[0]
+        yield Rounding(self.dtype, len(found))(found)[0]
