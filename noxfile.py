@@ -119,6 +119,12 @@ def stores(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/stores", *session.posargs)
 
 
+@nox.session(venv_backend="none", default=False)
+def pages(session: nox.Session) -> None:
+    """Open reports in headless Chromium, which must be on PATH: three widths, two themes, the keyboard."""
+    session.run(HERE, "-m", "pytest", "tests/pages", *session.posargs)
+
+
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""

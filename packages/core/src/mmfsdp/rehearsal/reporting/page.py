@@ -144,5 +144,7 @@ th code { overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-radius: .3rem;
   background: var(--soft); padding: .5rem; font-size: .8rem; }
 details > summary { cursor: pointer; }
+@media (max-width: 48rem) { table { font-size: .8rem; } th, td { padding-right: .45rem; }
+  th .swatch { width: .8em; height: .8em; margin-right: .25em; } }
 @media print { section { break-inside: avoid-page; } }
 """

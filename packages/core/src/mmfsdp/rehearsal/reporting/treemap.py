@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.reporting.looks import key_of
@@ -15,6 +15,7 @@ __all__ = ["STYLE", "treemap"]
 
 _LEVELS = 4  # of modules within modules
 _SMALLEST = 0.002  # of the whole; smaller ones are joined
+_LONE = 0.9  # of a module; one of its own that holds more takes its place
 _FRAMED = 0.04  # of the whole; smaller groups get no title
 
 _SIDES = ("left", "top", "width", "height")
@@ -36,7 +37,7 @@ def treemap(root: Node, scale: float = 1.0) -> str:
 
     Args:
         root: The model.
-        scale: The height, as a part of that of the highest treemap on the page: equal areas are equal bytes.
+        scale: The height, as a part of that of the highest treemap on the page: equal areas are equal bytes, apart from titles.
     """
     total = root.total("held").total()
     items = _items(root, 0, total)
@@ -53,20 +54,15 @@ def _items(node: Node, level: int, total: int) -> list[_Item]:
     """Return what a node holds itself, and its modules; the largest first."""
     name = node.path or "the model itself"
     found = [_Item(kind, name, nbytes, kind) for kind, nbytes in node.held.items() if nbytes]
-    for below in node.children.values():
-        child = below
-        while len(child.children) == 1 and not child.held.total():  # lone children are joined
-            [child] = child.children.values()
+    for child in _lifted(node):
         nbytes = child.total("held").total()
-        if not nbytes:
-            continue
         label = child.path.removeprefix(f"{node.path}.") if node.path else child.path
         if level + 1 < _LEVELS:
             inside = _items(child, level + 1, total)
         else:
             inside = [_Item(kind, child.path, count, kind) for kind, count in child.total("held").items() if count]
         if len(inside) == 1 and not inside[0].inside:
-            found.append(_Item(f"{label}", child.path, nbytes, inside[0].kind))
+            found.append(_Item(label, child.path, nbytes, inside[0].kind))
         else:
             found.append(_Item(label, child.path, nbytes, inside=tuple(inside)))
     large = sorted((item for item in found if item.nbytes >= _SMALLEST * total), key=lambda item: -item.nbytes)
@@ -74,6 +70,19 @@ def _items(node: Node, level: int, total: int) -> list[_Item]:
     if len(small) > 1:
         large.append(_Item(f"{len(small)} smaller", name, sum(item.nbytes for item in small), "smaller"))
     return large + small[: len(small) == 1]
+
+
+def _lifted(node: Node) -> Iterator[Node]:
+    """Yield the modules of a node that hold something; of a module that is little but one of its own, those."""
+    for child in node.children.values():
+        nbytes = child.total("held").total()
+        largest = max((below.total("held").total() for below in child.children.values()), default=0)
+        if nbytes and largest >= _LONE * nbytes:
+            if child.held.total():
+                yield replace(child, children={})
+            yield from _lifted(child)
+        elif nbytes:
+            yield child
 
 
 def _boxes(items: Sequence[_Item], total: int, width: float, height: float) -> Iterator[str]:
@@ -102,8 +111,8 @@ STYLE = """
 .treemap div { position: absolute; overflow: hidden; }
 .treemap .group { border: 1px solid var(--page); background: var(--soft); }
 .treemap .group > div { inset: 0; }
-.treemap .titled > div { inset: 1.3rem 1px 1px 1px; }
-.treemap .group > b { display: block; font: 600 .75rem/1.3rem system-ui, sans-serif; padding: 0 .3rem;
+.treemap .titled > div { inset: 1.15rem 1px 1px 1px; }
+.treemap .group > b { display: block; font: 600 .72rem/1.15rem system-ui, sans-serif; padding: 0 .3rem;
   white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
 .treemap .cell { border: 1px solid var(--page); font-size: .72rem; line-height: 1.15; container-type: size; }
 .treemap .cell span { display: block; padding: .2rem .3rem; white-space: nowrap; overflow: hidden;
