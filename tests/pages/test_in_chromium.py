@@ -20,9 +20,16 @@ from mmfsdp.rehearsal import Rehearsal, report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --virtual-time-budget=4000"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=4000",
+)
 DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 
 # What the page that holds the report looks at, in frames of three widths.
@@ -48,6 +55,8 @@ const looked = frame => {
   const told = [...page.querySelectorAll("p, td, th, small, summary, .told, .legend li, .cell span, caption, footer")];
   found.dim = told.filter(node => node.textContent.trim() && contrast(node) < 4.5)
     .map(node => `${node.tagName} ${node.className} ${node.textContent.slice(0, 40)} ${contrast(node)}`);
+  found.thin = [...page.querySelectorAll(".outline .name")].filter(node => node.offsetWidth && node.offsetWidth < 120)
+    .map(node => node.textContent);
   const cells = [...page.querySelectorAll(".treemap .cell")];
   found.areas = cells.map(cell => [Number(cell.dataset.bytes), cell.offsetWidth * cell.offsetHeight]);
   found.readings = [...page.querySelectorAll("figure[data-series]")].map(figure => {
@@ -128,6 +137,7 @@ def test_a_report(chromium: str, steps: list[Rehearsal], tmp_path: Path, theme: 
         assert found["dark"] is (theme == "dark")
         assert found["overflow"] <= 0
         assert found["dim"] == []
+        assert found["thin"] == []
         assert found["closed"] == 0
         assert found["stops"] == count
         first, focused, told, second, told_second, last = found["keys"]

@@ -143,10 +143,11 @@ def plan_command(
         plan = _plan(built, ranks, _settings(built, source, config, wanted))
         advised = config is None and source is not None and not source.shards()
         step = rehearsed(built, plan, batch, optimizer) if batch else None
+        time = None if step is None or device is None else step.time(device)
         second = None if other is None else _plan(built, ranks, _settings(built, None, other, wanted))
         if html is not None and step is not None:
             steps = [step] if second is None else [step, rehearsed(built, second, batch, optimizer)]
-            write_report(steps, [str(config or model), str(other)][: len(steps)], html, overwrite=overwrite)
+            write_report(steps, [str(config or model), str(other)][: len(steps)], html, device, overwrite=overwrite)
         if second is not None:
             difference = plan.diff(second)
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
@@ -154,19 +155,20 @@ def plan_command(
             about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
             if step is not None:
                 about["rehearsal"] = step.describe()
-                about |= {} if device is None else {"time": step.time(device).describe()}
+                about |= {} if time is None else {"time": time.describe()}
             click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
         elif chart and step is not None:
             click.echo(timeline_chart(step, terminal_width() or 80))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
+            memory = _memory(plan, optimizer) if step is None else step  # before anything is printed: it may fail
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
-            say(f"\n{_memory(plan, optimizer) if step is None else step}")
-            if step is not None and device is not None:
-                say(f"\n{step.time(device).table(width=terminal_width())}")
+            say(f"\n{memory}")
+            if time is not None:
+                say(f"\n{time.table(width=terminal_width())}")
             if optimizer is None and batch:
                 say("\nWith AdamW; for another one: --optimizer sgd, sgd-momentum, adam.")
             elif optimizer is None:

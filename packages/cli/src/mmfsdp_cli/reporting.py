@@ -26,9 +26,11 @@ def free_target(path: Path, *, overwrite: bool) -> None:
         raise click.BadParameter(f"{str(path)!r} exists already. Add --force to replace it.", param_hint="--html")
 
 
-def write_report(steps: Sequence[Rehearsal], names: Sequence[str], path: Path, *, overwrite: bool) -> None:
+def write_report(
+    steps: Sequence[Rehearsal], names: Sequence[str], path: Path, device: str | None, *, overwrite: bool
+) -> None:
     """Write a page about one rehearsal or several, complete or not at all."""
     from mmfsdp.checkpoint import write_page
     from mmfsdp.rehearsal import report
 
-    write_page(report(*steps, names=names), path, overwrite=overwrite)
+    write_page(report(*steps, names=names, device=device), path, overwrite=overwrite)

@@ -9,6 +9,7 @@ from mmfsdp.rehearsal.records import KINDS
 from mmfsdp.rehearsal.reporting.looks import key_of
 from mmfsdp.rehearsal.reporting.markup import signed, size, table, text
 from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 
 __all__ = ["compared"]
 
@@ -16,12 +17,13 @@ _LINES = 60  # of the differences of two plans
 _LONGEST = 300  # characters of a line
 
 
-def compared(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
+def compared(steps: Sequence[Rehearsal], times: Sequence[StepTime], names: Sequence[str]) -> str:
     """Return how each rehearsal differs from the first one, as sentences, a table and the differences of the plans."""
     first, *others = steps
     parts = []
-    for step, name in zip(others, names[1:], strict=True):
-        parts.append(f"<p>{_sentence(first, step, names[0], name)}</p>{_table(first, step, names[0], name)}")
+    for step, time, name in zip(others, times[1:], names[1:], strict=True):
+        told = f"{_sentence(first, step, names[0], name)} {_duration(times[0], time)}"
+        parts.append(f"<p>{told}</p>{_table(first, step, names[0], name)}")
         lines = first.plan.diff(step.plan).splitlines()
         if not lines:
             parts.append("<p>The plans are the same: the batches, the optimizers or the loops differ.</p>")
@@ -50,6 +52,16 @@ def _sentence(first: Rehearsal, other: Rehearsal, name: str, other_name: str) ->
         f"{size(other.peak.nbytes)}, not {size(first.peak.nbytes)}. The largest change is {signed(kinds[largest])} of "
         f"{text(largest)}. It sends {much} in a step."
     )
+
+
+def _duration(first: StepTime, other: StepTime) -> str:
+    if not first.seconds or not other.seconds:
+        return ""
+    ratio = other.seconds / first.seconds
+    if abs(ratio - 1) < 0.005:
+        return f"A step takes as long: {text(human_seconds(other.seconds))}."
+    seconds = f"{text(human_seconds(other.seconds))}, not {text(human_seconds(first.seconds))}"
+    return f"A step takes {ratio:.2f} times as long: {seconds}."
 
 
 def _table(first: Rehearsal, other: Rehearsal, name: str, other_name: str) -> str:

@@ -98,7 +98,9 @@ STYLE = """
 .outline .tag { border: 1px solid var(--line); border-radius: .3rem; padding: 0 .3rem; }
 .outline .label { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 .outline .share i { width: 4rem; } .outline .share small { font-size: .75rem; }
-@media (max-width: 48rem) { .outline .row { grid-template-columns: 1fr; gap: 0; }
+.outline { container-type: inline-size; }
+@container (max-width: 52rem) { .outline .row { display: flex; flex-wrap: wrap; gap: 0 .9rem; }
+  .outline .head.row { display: none; } .outline .name { flex-basis: 100%; }
   .outline .label { position: static; width: auto; height: auto; clip-path: none; }
   .outline details > .row:not(summary), .outline details > details { margin-left: .5rem; } }
 """

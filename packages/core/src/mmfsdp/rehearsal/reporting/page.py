@@ -7,18 +7,26 @@ from collections.abc import Callable, Sequence
 from mmfsdp.basics.pages import html_page
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.reporting import axes, looks, memory, outline, treemap
+from mmfsdp.rehearsal.reporting import axes, lanes, looks, memory, outline, treemap
 from mmfsdp.rehearsal.reporting.comparing import compared
 from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 
 __all__ = ["report"]
 
 
-def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
-    """Return a page of HTML that shows what a step holds, when, and what it sends.
+def report(
+    *steps: Rehearsal,
+    names: Sequence[str] | None = None,
+    device: str | Device | None = None,
+    links: Links | None = None,
+) -> str:
+    """Return a page of HTML that shows what a step holds and when, whose it is, what runs when, and what is sent.
 
     The page loads nothing, and works without scripts. It follows the reader's light or dark theme, fits phones and
     paper, and its charts can be read with the keyboard.
@@ -26,9 +34,11 @@ def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
     Args:
         steps: What `rehearse` returned. Several are shown side by side, with their differences from the first one.
         names: A name for each of several; default: ``A``, ``B``, and so on.
+        device: The device for times: see `Rehearsal.time`. Default: ``'h100'``, or ``'cpu'`` for steps on the CPU.
+        links: How ranks are connected; default: as the device usually is.
 
     Raises:
-        ConfigError: There is no rehearsal, or not one name for each.
+        ConfigError: There is no rehearsal, not one name for each, or no such device.
     """
     if not steps:
         raise ConfigError("report() needs a rehearsal. Write report(mmfsdp.rehearse(...)).")
@@ -38,6 +48,8 @@ def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
     trees = [module_tree(step) for step in steps]
     top = memory.top_of(steps)
     peak = max(step.peak.nbytes for step in steps) or 1
+    times = [step.time(device or ("cpu" if step.device_type == "cpu" else "h100"), links) for step in steps]
+    longest = max(time.seconds for time in times)
 
     def each(draw: Callable[[int], str]) -> str:
         columns = [(f"<h3>{text(shown[place])}</h3>" if steps[1:] else "") + draw(place) for place in range(len(steps))]
@@ -45,8 +57,8 @@ def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
 
     parts = [
         _header(steps, shown),
-        each(lambda place: _cards(steps[place])),
-        section("differences", "What differs", compared(steps, shown)) if steps[1:] else "",
+        each(lambda place: _cards(steps[place], times[place])),
+        section("differences", "What differs", compared(steps, times, shown)) if steps[1:] else "",
         section(
             "memory",
             "Memory over the step",
@@ -65,12 +77,23 @@ def report(*steps: Rehearsal, names: Sequence[str] | None = None) -> str:
             each(lambda place: treemap.treemap(trees[place], steps[place].peak.nbytes / peak)),
         ),
         section("modules", "Modules", each(lambda place: outline.outline(steps[place], trees[place]))),
+        section(
+            "time",
+            "What runs when",
+            each(
+                lambda place: (
+                    lanes.time_sentence(times[place])
+                    + lanes.stream_lanes(times[place], longest)
+                    + lanes.spent_tables(times[place])
+                )
+            ),
+        ),
         section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
         section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
         "<footer>Rehearsed on fake tensors, not measured. Not included: the context of the device, buffers of NCCL and "
         "workspaces of kernels. Units are binary.</footer>",
     ]
-    style = looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + _STYLE
+    style = looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + lanes.STYLE + _STYLE
     return html_page(
         f"A step of {_model(steps[0])}", looks.patterns() + "\n".join(filter(None, parts)), style=style, script=SCRIPT
     )
@@ -98,7 +121,7 @@ def _header(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
     )
 
 
-def _cards(step: Rehearsal) -> str:
+def _cards(step: Rehearsal, time: StepTime) -> str:
     low, high = step.reserved()
     reserved = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
     sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
@@ -106,6 +129,7 @@ def _cards(step: Rehearsal) -> str:
         (size(step.peak.nbytes), "at the peak"),
         *([(reserved, "with what the allocator keeps")] if step.device_type != "cpu" else []),
         (size(sum(step.static.values())), "between steps"),
+        (human_seconds(time.seconds), f"a step on {text(time.device)}"),
         (size(sent), "sent in the step"),
         (f"{step.plan.param_numel:,}", "parameters"),
         (f"{len(step.plan.units):,}", "shard units"),
