@@ -62,6 +62,7 @@ _RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
 _OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 _ITEM_OF_RANK = re.compile(r".+_0\.pt", re.ASCII)
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
+_SHARD_FILE = re.compile(r".*shard[_-]?\d{1,9}\.(pt|pth|bin|torch)|.+[_-]\d{1,9}\.torch", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,13 @@ FORMATS: tuple[Format, ...] = (
         directory=True,
     ),
     Format(
+        "fairscale",
+        "a directory with a file per rank of fairscale's FSDP: its local state dict, and the metadata",
+        "fairscale",
+        lambda source: any(_SHARD_FILE.fullmatch(name) for name in source.names),
+        directory=True,
+    ),
+    Format(
         "dtensor_ranks",
         "a directory with a file of torch.save per rank that holds DTensors, as verl, accelerate and scripts do",
         "dtensor_ranks",
@@ -392,8 +400,9 @@ def open_layout(
     Args:
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
             directory: of a file per rank (``rank{i}.pth`` of mmfsdp or MMEngine, or DTensors under any name that ends
-            with the rank), of torch's distributed checkpoint (DCP), of DeepSpeed, or of safetensors or ``torch.save``
-            files with their index. Or the URL of one of these: ``https://``, or what fsspec reads, such as ``s3://``.
+            with the rank), of torch's distributed checkpoint (DCP), of DeepSpeed, of fairscale, or of safetensors or
+            ``torch.save`` files with their index. Or the URL of one of these: ``https://``, or what fsspec reads, such
+            as ``s3://``.
         trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
             the file. They are not imported even then.
         reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine and DCP
