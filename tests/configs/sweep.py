@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -196,6 +197,7 @@ def stand_in() -> None:
             signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{name}", signature)
     compiled = ModuleType("mmcv._ext")
+    compiled.__spec__ = ModuleSpec("mmcv._ext", None)
     vars(compiled)["__getattr__"] = lambda name: None
     sys.modules["mmcv._ext"] = compiled
 

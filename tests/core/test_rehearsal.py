@@ -217,8 +217,20 @@ def errors() -> Iterator[Any]:
     x = torch.randn(4, 32)
     yield Refuses(), x, {}, RehearsalError, r"needs the values of a tensor at .*test_rehearsal.py:\d+ \(.*item\(\)"
     yield Broken(), x, {}, RehearsalError, r"failed in forward at .*test_rehearsal.py.*fqn='head'"
-    yield Net(), {"y": x}, {}, RehearsalError, "failed in forward.*unexpected keyword argument 'y'"
-    yield Net(), x, {"optimizer": "adamv"}, ConfigError, "'adamv' is not an optimizer .* Did you mean 'adam' or 'adamw'"
+    yield (
+        Net(),
+        {"y": x},
+        {},
+        RehearsalError,
+        r"Net does not take this batch \(missing .*'x'\). Its forward is forward\(x: .*as forward\(y=tensor",
+    )
+    yield (
+        Net(),
+        x,
+        {"optimizer": "adamv"},
+        ConfigError,
+        "'adamv' is not an optimizer of torch.optim. Did you mean 'adam' or ",
+    )
     yield Net(), x, {"accumulate": 0}, ConfigError, "at least 1, got 0"
     yield Net(), x, {"rank": 4}, MeshError, "Rank 4 is not in 4 ranks"
     yield Net(), x, {"loss": _no_loss}, RehearsalError, "failed in backward"

@@ -118,7 +118,7 @@ def test_a_batch_rehearses_a_step() -> None:
     truth = mmfsdp.plan(build(), wrapped(), 2)
     step = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"))
     arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4")
-    told = "With AdamW; for another one: --optimizer sgd, sgd-momentum, adam."
+    told = "With AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ..."
     assert plan(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
     shown = plan(*arguments, "--json")[1]
     assert json.loads(shown)["rehearsal"] == json.loads(json.dumps(step.describe()))
@@ -126,6 +126,9 @@ def test_a_batch_rehearses_a_step() -> None:
     head, *bars = plan(*arguments, "--chart")[1].splitlines()
     assert head.startswith("Memory of rank 0 over a step, peak ")
     assert {"backward", "optimizer"} <= {bar.partition(",")[0] for bar in bars}
+    sgd = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"), optimizer="sgd-momentum")
+    given = ("--optimizer", "torch.optim:SGD", "--optimizer-arg", "momentum=0.9")
+    assert plan(*arguments, *given)[1] == f"{truth}\n\n{sgd}\n"
     named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")
     words = ("--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd", "--device", "a100")
     assert f"{named}\n\n{named.time('a100')}\n" in plan(*BLOCKS, *words)[1]
@@ -155,16 +158,25 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
         (("--batch", "6x"), "'6x' is not a tensor. Write its shape"),
         (("--batch", "6x4:int65"), "int65"),
         (("--batch", "6x4", "--batch", "x=6x4"), "give a name to all tensors, or to none"),
-        (("--batch", "6x4", "--optimizer", "lion"), "'lion' is not an optimizer that a rehearsal knows"),
+        (("--batch", "6x4", "--optimizer", "lion"), "'lion' is not an optimizer of torch.optim"),
         (("--batch", "6x5"), "The step failed in forward"),
         (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both, unless --html shows both steps."),
         (("--html", "a.html"), "needs --batch: the page shows a rehearsed step."),
         (("--batch", "6x4", "--html", "nowhere/a.html"), "the directory 'nowhere' does not exist."),
         (("--batch", "6x4", "--device", "h10"), "'h10' is not a device that is known"),
         (("--device", "h100"), "the time of a step needs --batch"),
+        (("--batch", "x=6x4"), "Sequential does not take this batch"),
+        (("--batch-size", "0"), "'0' is neither a number of samples nor 'own'"),
+        (("--batch-size", "2"), "is for configs that describe their data"),
+        (("--batch-size", "2", "--batch", "6x4"), "Give --batch or --batch-size, not both."),
+        (("--optimizer", "sgd", "--optimizer-arg", "lr=1"), "needs a rehearsal: --batch, or --batch-size."),
+        (("--batch", "6x4", "--optimizer-arg", "lr=1"), "needs --optimizer"),
+        (("--batch", "6x4", "--optimizer", "sgd", "--optimizer-arg", "lrr=1"), "unexpected keyword argument 'lrr'"),
     ],
 )
 def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
-    code, _, told = plan(*words)
+    code, shown, told = plan(*words)
     assert code == 2
     assert message in " ".join(told.split())
+    # What needs no step is shown all the same.
+    assert ("without activations" in shown) == (words in [("--batch", "6x5"), ("--batch", "x=6x4")])

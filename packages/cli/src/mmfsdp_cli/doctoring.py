@@ -13,7 +13,7 @@ from mmfsdp_cli.console import reporting_errors, say
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import running_user_code
 from mmfsdp_cli.options import PATH, flag, json_report, limit, ranks
-from mmfsdp_cli.planning import mesh_of, print_plan
+from mmfsdp_cli.plans import mesh_of, print_plan
 
 if TYPE_CHECKING:
     from mmfsdp.frontends import Diagnosis, Finding, Level

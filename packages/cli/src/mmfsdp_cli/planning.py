@@ -25,19 +25,18 @@ from mmfsdp_cli.options import (
     ranks,
     several,
 )
-from mmfsdp_cli.rehearsing import rehearsed, timeline_chart
+from mmfsdp_cli.plans import memory_of, planned, print_plan, settings_of
+from mmfsdp_cli.rehearsing import rehearsed, step_of, timeline_chart
 from mmfsdp_cli.reporting import free_target, write_report
-from mmfsdp_cli.settings import with_settings
 
 if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp import ShardPlan
-    from mmfsdp.frontends import ReadConfig
-    from mmfsdp.planning import MemoryEstimate
-    from mmfsdp.torch_style import Translated
+    from mmfsdp.frontends import TrainingStep
+    from mmfsdp.rehearsal import Rehearsal
 
-__all__ = ["mesh_of", "plan_command", "print_plan"]
+__all__ = ["plan_command"]
 
 _VIEW = "What to show"
 
@@ -52,6 +51,12 @@ def _optimizers() -> Iterable[str]:
     from mmfsdp.planning import OPTIMIZERS
 
     return OPTIMIZERS
+
+
+def _samples(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None or value == "own" or (value.isdecimal() and int(value) > 0):
+        return value
+    raise click.BadParameter(f"{value!r} is neither a number of samples nor 'own'.")
 
 
 @click.command("plan", cls=Command)
@@ -71,7 +76,15 @@ def _optimizers() -> Iterable[str]:
     section="Settings",
     metavar="NAME|N",
     shell_complete=completing(_optimizers),
-    help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config.",
+    help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config. To "
+    "rehearse, any class of torch.optim, or package.module:Class.",
+)
+@several(
+    "--optimizer-arg",
+    "optimizer_arguments",
+    section="Settings",
+    metavar="KEY=VALUE",
+    help="An argument of the rehearsed optimizer; may be repeated.",
 )
 @several(
     "--batch",
@@ -86,6 +99,20 @@ def _optimizers() -> Iterable[str]:
     metavar="NAME",
     shell_complete=completing(_devices),
     help="With --batch, also the time of the step on a100, h100, h200, b200, rtx4090 or cpu.",
+)
+@option(
+    "--batch-size",
+    section="Settings",
+    metavar="N|own",
+    callback=_samples,
+    help="Rehearse a step of an MMEngine config with N samples per rank, or its own number, from its data pipeline.",
+)
+@option(
+    "--assume",
+    section="Settings",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1),
+    help="For models that ask for values of tensors: masks select this share of elements, such as 0.1.",
 )
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
@@ -102,8 +129,11 @@ def plan_command(
     config: Path | None,
     changes: tuple[str, ...],
     optimizer: str | None,
+    optimizer_arguments: tuple[str, ...],
     batch: tuple[str, ...],
     device: str | None,
+    batch_size: str | None,
+    assume: float | None,
     tree: bool,
     chart: bool,
     other: Path | None,
@@ -121,15 +151,18 @@ def plan_command(
     """
     if sum((tree, chart, as_json, other is not None)) > 1:
         raise click.UsageError("Give one of --tree, --chart, --json and --diff.")
-    if batch and other is not None and html is None:
+    rehearses = bool(batch) or batch_size is not None
+    if batch and batch_size is not None:
+        raise click.UsageError("Give --batch or --batch-size, not both.")
+    if rehearses and other is not None and html is None:
         raise click.UsageError("Give --batch or --diff, not both, unless --html shows both steps.")
-    if html is not None and not batch:
+    if html is not None and not rehearses:
         raise click.BadParameter("needs --batch: the page shows a rehearsed step.", param_hint="--html")
     if html is not None:
         free_target(html, overwrite=overwrite)
-    if optimizer is not None and not batch and (chart or other is not None):
+    if optimizer is not None and not rehearses and (chart or other is not None):
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
-    if device is not None and not batch:
+    if device is not None and not rehearses:
         raise click.BadParameter("the time of a step needs --batch.", param_hint="--device")
     wanted = key_values(changes, "--set")
     with reporting_errors():
@@ -137,114 +170,65 @@ def plan_command(
 
         require_torch("mmfsdp-cli plan")
         built, source = model_of(model, model_arguments)
+        step = step_of(built, source, batch, batch_size, optimizer, key_values(optimizer_arguments, "--optimizer-arg"))
         if optimizer is None and source is not None:
             optimizer = source.optimizer()
         ranks = ranks or "8"
-        plan = _plan(built, ranks, _settings(built, source, config, wanted))
+        plan = planned(built, ranks, settings_of(built, source, config, wanted))
         advised = config is None and source is not None and not source.shards()
-        step = rehearsed(built, plan, batch, optimizer) if batch else None
-        time = None if step is None or device is None else step.time(device)
-        second = None if other is None else _plan(built, ranks, _settings(built, None, other, wanted))
-        if html is not None and step is not None:
-            steps = [step] if second is None else [step, rehearsed(built, second, batch, optimizer)]
+        found = None if step is None else _rehearsed(built, plan, step, assume, as_json=as_json)
+        time = None if found is None or device is None else found.time(device)
+        second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
+        if html is not None and step is not None and found is not None:
+            steps = [found] if second is None else [found, rehearsed(built, second, step, assume)]
             write_report(steps, [str(config or model), str(other)][: len(steps)], html, device, overwrite=overwrite)
         if second is not None:
             difference = plan.diff(second)
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
             about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
-            if step is not None:
-                about["rehearsal"] = step.describe()
+            if found is not None:
+                about["rehearsal"] = found.describe()
                 about |= {} if time is None else {"time": time.describe()}
-            click.echo(json.dumps({**plan.to_dict(), "memory": _memory(plan, optimizer).describe(), **about}, indent=2))
-        elif chart and step is not None:
-            click.echo(timeline_chart(step, terminal_width() or 80))
+            known = optimizer if found is None else _known(optimizer)
+            click.echo(json.dumps({**plan.to_dict(), "memory": memory_of(plan, known).describe(), **about}, indent=2))
+        elif chart and found is not None:
+            click.echo(timeline_chart(found, terminal_width() or 80))
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            memory = _memory(plan, optimizer) if step is None else step  # before anything is printed: it may fail
+            memory = memory_of(plan, optimizer) if found is None else found  # before anything is printed: it may fail
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
             say(f"\n{memory}")
             if time is not None:
                 say(f"\n{time.table(width=terminal_width())}")
+            for sentence in () if step is None else step.assumed:
+                say(f"\nRehearsed with {sentence}.")
             if optimizer is None and batch:
-                say("\nWith AdamW; for another one: --optimizer sgd, sgd-momentum, adam.")
+                say("\nWith AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ...")
+            elif found is not None:
+                pass
             elif optimizer is None:
                 say("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
 
 
-def print_plan(plan: ShardPlan, *, tree: bool = False, every_unit: bool = False, limit: int = 0) -> None:
-    """Print a plan as a table or tree that fits the terminal.
+def _rehearsed(
+    model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None, *, as_json: bool
+) -> Rehearsal:
+    """Return the rehearsal of a step; if it fails, print what needs none before the error."""
+    from mmfsdp.errors import RehearsalError
 
-    Args:
-        plan: The plan.
-        tree: Print a tree.
-        every_unit: Show each unit; by default equal layers share a row.
-        limit: Rows to show; 0 shows all.
-    """
-    shown = plan.tree(every_unit=every_unit) if tree else plan.table(every_unit=every_unit, width=terminal_width())
-    head, body, end = (part.splitlines() for part in (*shown.split("\n\n", 2), "", "")[:3])
-    titles = 0 if tree else 2  # the titles of the table and a rule
-    rows = body[titles:]
-    say("\n".join(head), bold=True)
-    say("")
-    say("\n".join(body[:titles]), bold=True) if titles else None
-    say_lines(rows, limit)
-    say("\n" + "\n".join(end))
+    try:
+        return rehearsed(model, plan, step, assume)
+    except RehearsalError:
+        if not as_json:
+            print_plan(plan)
+            say(f"\n{memory_of(plan, _known(step.optimizer))}\n")
+        raise
 
 
-def _memory(plan: ShardPlan, optimizer: str | None) -> MemoryEstimate:
-    from mmfsdp.planning import estimate_memory
-
-    return estimate_memory(plan, int(optimizer) if optimizer is not None and optimizer.isdecimal() else optimizer)
-
-
-def mesh_of(ranks: str) -> int | tuple[int, int]:
-    """Return the number of ranks that ``8`` stands for, or the (replicate, shard) pair of ``2x4``.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    from mmfsdp.checkpoint import Ranks
-
-    mesh = Ranks.parse(ranks)
-    return (mesh.replicas, mesh.shards) if "x" in ranks else mesh.count
-
-
-def _settings(model: nn.Module, source: ReadConfig | None, config: Path | None, changes: dict[str, Any]) -> Translated:
-    from mmfsdp import ShardConfig
-    from mmfsdp.torch_style import Translated
-
-    if config is None and source is not None:
-        means = source.settings(model)
-        if not changes:
-            return means
-        settings = with_settings(means.config.to_dict(), changes)
-        replaced = any(path.split(".")[0] == "wrap" for path in changes)
-        return Translated(
-            ShardConfig.from_dict(settings),
-            None if replaced else means.policy,
-            means.param_init_fn,
-            means.check_fn,
-            means.ignored_modules,
-            means.ignored_params,
-        )
-    from mmfsdp.config import read_settings
-
-    return Translated(ShardConfig.from_dict(with_settings({} if config is None else read_settings(config), changes)))
-
-
-def _plan(model: nn.Module, ranks: str, means: Translated) -> ShardPlan:
-    import mmfsdp
-
-    return mmfsdp.plan(
-        model,
-        means.config,
-        mesh_of(ranks),
-        policy=means.policy,
-        check_fn=means.check_fn,
-        ignored_modules=means.ignored_modules,
-        ignored_params=means.ignored_params,
-    )
+def _known(optimizer: object) -> str | None:
+    """Return the optimizer if `estimate_memory` knows its name."""
+    return optimizer if isinstance(optimizer, str) and optimizer.lower() in _optimizers() else None

@@ -1,9 +1,10 @@
-"""Rehearses a step for ``mmfsdp-cli plan --batch``: reads the shapes of a batch, and draws memory over time."""
+"""Rehearses a step for ``mmfsdp-cli plan``: reads the shapes of a batch, and draws memory over time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,31 +16,73 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp import ShardPlan
+    from mmfsdp.frontends import ReadConfig, TrainingStep
     from mmfsdp.rehearsal import Rehearsal
 
-__all__ = ["rehearsed", "timeline_chart"]
+__all__ = ["rehearsed", "step_of", "timeline_chart"]
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SPANS = 24
 
 
-def rehearsed(model: nn.Module, plan: ShardPlan, batch: Sequence[str], optimizer: str | None) -> Rehearsal:
+def step_of(
+    model: nn.Module,
+    source: ReadConfig | None,
+    batch: Sequence[str],
+    batch_size: str | None,
+    optimizer: str | None,
+    settings: Mapping[str, Any],
+) -> TrainingStep | None:
+    """Return the step to rehearse; None if the command line asks for none.
+
+    Args:
+        model: The model, its parameters on the meta device.
+        source: The config that describes it, if there is one.
+        batch: Tensors as text: ``4x512x1024``, ``input_ids=1x4096:int64``.
+        batch_size: The number of samples for the data pipeline of `source`; ``own`` for its own number.
+        optimizer: The optimizer's name as given; None for that of `source`, or AdamW.
+        settings: The optimizer's arguments.
+
+    Raises:
+        BadParameter: A tensor is malformed, or only some have names; there is no config with a data pipeline; settings
+            of no optimizer.
+    """
+    if settings and optimizer is None:
+        raise click.BadParameter("needs --optimizer", param_hint="--optimizer-arg")
+    if settings and not batch and batch_size is None:
+        raise click.BadParameter("needs a rehearsal: --batch, or --batch-size.", param_hint="--optimizer-arg")
+    with running_user_code():
+        from mmfsdp.frontends import TrainingStep
+        from mmfsdp.rehearsal import optimizer_from
+
+        if batch_size is not None:
+            if source is None:
+                raise click.BadParameter(
+                    "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
+                )
+            step = source.step(model, None if batch_size == "own" else int(batch_size))
+        elif batch:
+            step = TrainingStep(_batch(batch))
+            if optimizer is None and source is not None:
+                step = replace(step, optimizer=source.optimizer() or "adamw")
+        else:
+            return None
+        return step if optimizer is None else replace(step, optimizer=optimizer_from(optimizer, settings))
+
+
+def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None) -> Rehearsal:
     """Return the rehearsal of a step.
 
     Args:
         model: The model, its parameters on the meta device.
         plan: Its plan.
-        batch: Tensors as text: ``4x512x1024``, ``input_ids=1x4096:int64``.
-        optimizer: The optimizer's name; default: AdamW.
-
-    Raises:
-        BadParameter: A tensor is malformed, or only some have names.
+        step: The step.
+        assume: The share of elements that masks select; None to fail where a model needs their values.
     """
     from mmfsdp import rehearse
 
-    given = _batch(batch)
     with running_user_code():
-        return rehearse(plan, model, given, optimizer=optimizer or "adamw")
+        return rehearse(plan, model, step.batch, **step.arguments(), assume=assume)
 
 
 def timeline_chart(rehearsal: Rehearsal, width: int) -> str:

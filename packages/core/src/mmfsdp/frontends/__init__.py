@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.frontends.building import build_model
     from mmfsdp.frontends.findings import LEVELS, Diagnosis, Finding, Level
     from mmfsdp.frontends.readers import ReadConfig, read_config
+    from mmfsdp.frontends.steps import TrainingStep
 
 __all__ = [
     "LEVELS",
@@ -17,6 +18,7 @@ __all__ = [
     "Finding",
     "Level",
     "ReadConfig",
+    "TrainingStep",
     "build_model",
     "read_config",
 ]
@@ -25,6 +27,7 @@ _WHERE = {
     "build_model": "mmfsdp.frontends.building",
     **dict.fromkeys(("LEVELS", "Diagnosis", "Finding", "Level"), "mmfsdp.frontends.findings"),
     **dict.fromkeys(("ReadConfig", "read_config"), "mmfsdp.frontends.readers"),
+    "TrainingStep": "mmfsdp.frontends.steps",
 }
 
 

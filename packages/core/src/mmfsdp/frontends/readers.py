@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp.frontends.findings import Diagnosis
+    from mmfsdp.frontends.steps import TrainingStep
     from mmfsdp.torch_style.arguments import Translated
 
 __all__ = ["GROUP", "ReadConfig", "read_config"]
@@ -46,6 +47,17 @@ class ReadConfig(Protocol):
 
     def optimizer(self) -> str | None:
         """Return the name of the config's optimizer in `mmfsdp.planning.OPTIMIZERS`; None if it is not there."""
+
+    def step(self, model: nn.Module, batch_size: int | None = None) -> TrainingStep:
+        """Return the config's step of training, for a rehearsal: its batch, loss, optimizer and clipping.
+
+        Args:
+            model: The result of `model`.
+            batch_size: The samples of one rank; None for the config's own number.
+
+        Raises:
+            ConfigError: The config does not describe a step that can be rehearsed; the context names the setting.
+        """
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return the diagnosis of the config.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
+    from mmfsdp.rehearsal.optimizers import optimizer_from
     from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
     from mmfsdp.rehearsal.reporting.page import report
@@ -31,6 +32,7 @@ __all__ = [
     "Span",
     "StepTime",
     "devices",
+    "optimizer_from",
     "rehearse",
     "report",
 ]
@@ -43,11 +45,12 @@ _WHERE = {
     "Span": "mmfsdp.rehearsal.timing.streams",
     "StepTime": "mmfsdp.rehearsal.timing.step_time",
     "Rehearsal": "mmfsdp.rehearsal.result",
+    "optimizer_from": "mmfsdp.rehearsal.optimizers",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "report": "mmfsdp.rehearsal.reporting.page",
 }
 
-_NEEDS_TORCH = {"rehearse"}
+_NEEDS_TORCH = {"optimizer_from", "rehearse"}
 
 
 def __getattr__(name: str) -> Any:

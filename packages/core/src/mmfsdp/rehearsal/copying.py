@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.fake import without_fakes
 
 __all__ = ["fake_batch", "fake_model"]
 
@@ -29,7 +30,8 @@ def fake_model(model: nn.Module) -> nn.Module:
         if id(tensor) not in memo:
             memo[id(tensor)] = _fake(tensor)
     try:
-        return copy.deepcopy(model, memo)
+        with without_fakes():  # other tensors, such as anchors in a list, keep their values
+            return copy.deepcopy(model, memo)
     except Exception as error:  # modules may refuse in any way
         raise ConfigError(
             f"{type(model).__name__} cannot be copied for a rehearsal, which must not change it: "

@@ -34,6 +34,7 @@ from mmfsdp.errors import ShardStateError
 __all__ = [
     "CANNOT_BE_FAKED",
     "FewChunks",
+    "assumed_arrays",
     "backward_place",
     "fake_tensors",
     "fake_world",
@@ -149,6 +150,21 @@ def skipped(func: Any, args: Any) -> Any:
 
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+@contextmanager
+def assumed_arrays(value: Callable[[torch.dtype], Any]) -> Iterator[None]:
+    """Give fake tensors as numpy arrays, as SciPy takes them, that are filled with the value of their dtype."""
+
+    def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        with unset_fake_temporarily():
+            return torch.full(tensor.shape, value(tensor.dtype), dtype=tensor.dtype).numpy()
+
+    FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.numpy
 
 
 @contextmanager

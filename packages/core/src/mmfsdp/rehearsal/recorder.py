@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.rehearsal.fake import group_of, is_fake, is_made_in, local_of, skipped, without_fakes
+from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.records import Allocation, Collective, Operator
+from mmfsdp.rehearsal.values import Values
 
 __all__ = ["Recorder"]
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # make a fake tensor of a new real one
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         places: Where the step is.
         scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
         costs: What operators compute, read and write; None records no operators.
+        values: Runs the operators.
 
     Attributes:
         ended: The allocations that have ended.
@@ -60,10 +61,11 @@ class Recorder(TorchDispatchMode):
         places: Places,
         scratch: Callable[[str, Any, Any], int] | None = None,
         costs: Costs | None = None,
+        values: Values | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
-        self.places = places
+        self.places, self.values = places, values or Values(places)
         self.ended: list[Allocation] = []
         self.collectives: list[Collective] = []
         self.operators: list[Operator] = []
@@ -119,12 +121,9 @@ class Recorder(TorchDispatchMode):
             if func.namespace == "c10d":
                 return skipped(func, args)
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if inputs and not any(map(is_fake, inputs)) and func._schema.name not in _LIFTS:
-            with without_fakes():
-                return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result, is_real = self.values.run(func, args, kwargs)
         outputs = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        made = [value for value in outputs if is_made_in(self.mode, value)]
+        made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
         if self.costs is not None and (made or any(is_made_in(self.mode, value) for value in inputs)):
             self._count(func, args, kwargs, result, inputs, outputs)
         for value in made:

@@ -16,14 +16,25 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, RehearsalError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.assuming import scalar
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
-from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, FewChunks, fake_tensors, fake_world, quiet, watched_resizes
+from mmfsdp.rehearsal.fake import (
+    CANNOT_BE_FAKED,
+    FewChunks,
+    assumed_arrays,
+    fake_tensors,
+    fake_world,
+    quiet,
+    watched_resizes,
+)
 from mmfsdp.rehearsal.kernels import accelerator_kernels, scratch_bytes
 from mmfsdp.rehearsal.operators import Costs
+from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.recorder import Recorder
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.step import LossFn, OptimizerFn, default_loss, make_optimizer, run_step
+from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.values import Values
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.param_groups import gradients_of
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -48,6 +59,7 @@ def rehearse(
     max_norm: float | None = None,
     accumulate: int = 1,
     device_type: str = "cuda",
+    assume: float | None = None,
 ) -> Rehearsal:
     """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
 
@@ -68,12 +80,14 @@ def rehearse(
         rank: The rank to rehearse; shards of the last ones may be smaller.
         loss: ``(model, batch) -> loss``, a tensor of one element: what the training loop does before ``backward()``.
             Default: calls the model, and takes ``loss`` from its output, or the mean of the first tensor.
-        optimizer: ``'adamw'``, ``'adam'``, ``'sgd'``, ``'sgd-momentum'``, or a function from parameters to an
-            optimizer.
+        optimizer: ``'adamw'``, ``'sgd-momentum'`` or another name that `mmfsdp.rehearsal.optimizer_from` knows, or a
+            function from parameters to an optimizer.
         max_norm: The norm to clip gradients to; default: no clipping.
         accumulate: Number of micro-batches in the step.
         device_type: The device to train on. On others than ``'cpu'`` torch's optimizers compute many tensors in one
             call, which takes more memory.
+        assume: For a model that asks for values (``.item()``, masks as indices, ``nonzero()``): the share of elements
+            that masks select, between 0 and 1. Other values that it asks for are true, or one. Default: it raises.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
@@ -83,6 +97,8 @@ def rehearse(
     """
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is a number of micro-batches, at least 1, got {accumulate!r}.")
+    if assume is not None and not (isinstance(assume, int | float) and 0 <= assume <= 1):
+        raise ConfigError(f"assume is the share of elements that masks select, between 0 and 1, got {assume!r}.")
     if not isinstance(plan, ShardPlan):
         plan = make_plan(model, plan, 1 if mesh is None else mesh)
     elif mesh is not None:
@@ -101,10 +117,13 @@ def rehearse(
         made = make_optimizer(optimizer, list(module.parameters()), device_type)
         batches = [fake_batch(batch) for _ in range(accumulate)]
         on_cpu = device_type == "cpu"
+        if assume is not None:
+            stack.enter_context(assumed_arrays(scalar))
         if not on_cpu:
             stack.enter_context(accelerator_kernels())
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
-        recorder = Recorder(mode, places, scratch_bytes if on_cpu else None, costs)
+        values = Values(places, assume, keeps=not state.is_fsdp1)
+        recorder = Recorder(mode, places, scratch_bytes if on_cpu else None, costs, values)
         with recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
@@ -163,11 +182,12 @@ def _explained(places: Places) -> Iterator[None]:
         at = _user_line(error)
         where = f" at {at}" if at else ""
         fqn = places.failed or None
-        if isinstance(error, CANNOT_BE_FAKED):
+        if isinstance(error, CANNOT_BE_FAKED) or ".numpy() is not supported for tensor subclasses" in str(error):
             raise RehearsalError(
                 f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
-                f"{error}). Compute with tensors of fixed shapes there, or give loss=(model, batch) -> tensor that "
-                "goes around it. mmfsdp.planning.estimate_memory() computes all but activations.",
+                f"{error}). Say how many elements masks select there, as in assume=0.1 for a tenth; compute with "
+                "tensors of fixed shapes; or give loss=(model, batch) -> tensor that goes around it. "
+                "mmfsdp.planning.estimate_memory() computes all but activations.",
                 fqn=fqn,
             ) from error
         raise RehearsalError(

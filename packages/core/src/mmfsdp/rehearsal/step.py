@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.errors import ConfigError, RehearsalError, closest
+from mmfsdp.errors import RehearsalError
 from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 
-__all__ = ["LossFn", "OptimizerFn", "call_with", "default_loss", "make_optimizer", "run_step"]
+__all__ = ["LossFn", "call_with", "default_loss", "run_step"]
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 """``(model, batch) -> loss``, a tensor of one element: what a training loop does before ``backward()``."""
-
-OptimizerFn = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
-"""``(parameters) -> optimizer``."""
-
-_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adam": ("Adam", {}),
-    "adamw": ("AdamW", {}),
-    "sgd": ("SGD", {"lr": 0.1}),
-    "sgd-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
-}
-
-
-def make_optimizer(
-    optimizer: str | OptimizerFn, params: Sequence[torch.Tensor], device_type: str
-) -> torch.optim.Optimizer:
-    """Return the optimizer, with the kernels that it would choose on a device.
-
-    Args:
-        optimizer: ``'adamw'``, ``'adam'``, ``'sgd'``, ``'sgd-momentum'``, or what makes another one.
-        params: The sharded model's parameters.
-        device_type: On other devices than the CPU, torch's optimizers compute many tensors in one call by default.
-
-    Raises:
-        ConfigError: There is no such optimizer.
-    """
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in _OPTIMIZERS:
-            hint = closest(optimizer, _OPTIMIZERS) or f" Known: {', '.join(_OPTIMIZERS)}."
-            raise ConfigError(
-                f"{optimizer!r} is not an optimizer that a rehearsal knows by name.{hint} For others give a function "
-                "that takes parameters and returns the optimizer.",
-                config="optimizer",
-            )
-        name, settings = _OPTIMIZERS[optimizer.lower()]
-        made: torch.optim.Optimizer = getattr(torch.optim, name)([p for p in params if p.requires_grad], **settings)
-    else:
-        made = optimizer(params)
-    if device_type != "cpu":
-        for group in made.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
-    return made
 
 
 def run_step(
@@ -116,7 +75,23 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a mapping gives keyword arguments, a tuple or list positional ones."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    """Call a model with a batch: a mapping gives keyword arguments, a tuple or list positional ones.
+
+    Raises:
+        RehearsalError: The model's forward does not take such arguments; says what it takes.
+    """
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    placed = tuple(batch) if isinstance(batch, tuple | list) else () if named else (batch,)
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # written in C
+        return model(*placed, **named)
+    try:
+        signature.bind(*placed, **named)
+    except TypeError as error:
+        given = ", ".join([*(["tensor"] * len(placed)), *(f"{name}=tensor" for name in named)])
+        raise RehearsalError(
+            f"{type(model).__name__} does not take this batch ({error}). Its forward is forward{signature}, and the "
+            f"batch calls it as forward({given}). A mapping gives keyword arguments, a tuple positional ones."
+        ) from None
+    return model(*placed, **named)

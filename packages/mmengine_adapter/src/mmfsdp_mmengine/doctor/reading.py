@@ -10,12 +10,13 @@ from mmengine.config import Config
 from mmengine.utils import import_modules_from_strings
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.frontends import Diagnosis
+from mmfsdp.frontends import Diagnosis, TrainingStep
 from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
+from mmfsdp_mmengine.doctor.stepping import training_step
 from mmfsdp_mmengine.doctor.subject import in_scope, sharding_of
 from mmfsdp_mmengine.doctor.training import optimizer_of
 
@@ -71,6 +72,10 @@ class MMEngineConfig:
         """Return whether it shards its model; see `mmfsdp.frontends.ReadConfig`."""
         with in_scope(self.content):
             return sharding_of(self.content) is not None
+
+    def step(self, model: nn.Module, batch_size: int | None = None) -> TrainingStep:
+        """Return its step of training; see `mmfsdp.frontends.ReadConfig`."""
+        return training_step(self.content, model, batch_size)
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return its diagnosis; see `mmfsdp.frontends.ReadConfig`."""

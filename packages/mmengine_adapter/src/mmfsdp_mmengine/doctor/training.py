@@ -17,7 +17,7 @@ from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, quiet, un
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
 
-__all__ = ["FINDINGS", "optimizer_of"]
+__all__ = ["FINDINGS", "optimizer_of", "plainest"]
 
 _UNEVEN = ("LBFGS", "Adafactor")
 
@@ -77,7 +77,7 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
         return
     try:
         with quiet():
-            built = build_optim_wrapper(subject.model, _plainest(given))
+            built = build_optim_wrapper(subject.model, plainest(given))
         OptimizerBinding(subject.model, built)
     except MmfsdpError as error:
         yield Finding("error", str(error.context.get("config", "optim_wrapper")), error.message)
@@ -218,7 +218,7 @@ def optimizer_of(settings: Mapping[str, Any]) -> str | None:
     return optimizer_named(name_of(optimizer.get("type")), optimizer)
 
 
-def _plainest(given: Mapping[str, Any]) -> dict[str, Any]:
+def plainest(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config of the optimizer and its groups only, because optimizer wrappers may need devices."""
     config: dict[str, Any] = copied(given)
     if "optimizer" not in config:

@@ -1,0 +1,40 @@
+"""`TrainingStep`: what a step of training needs besides a model and a plan, as a front end found it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
+
+__all__ = ["TrainingStep"]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The arguments of `mmfsdp.rehearse` that a config describes."""
+
+    batch: Any
+    """What one rank gets in a micro-batch; its tensors take memory."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """Computes the loss of a micro-batch; None for the default of `mmfsdp.rehearse`."""
+    optimizer: str | Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = "adamw"
+    """The optimizer's name, or what makes it for the sharded parameters."""
+    max_norm: float | None = None
+    """The norm to clip gradients to."""
+    accumulate: int = 1
+    """Number of micro-batches in the step."""
+    assumed: tuple[str, ...] = ()
+    """What the front end assumed, for people to read."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return keyword arguments of `mmfsdp.rehearse`, besides ``batch``."""
+        return {
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "max_norm": self.max_norm,
+            "accumulate": self.accumulate,
+        }

@@ -1,0 +1,104 @@
+"""Runs operators of a rehearsal: for real where the values of their inputs are known, and else on shapes alone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mmfsdp.rehearsal.assuming import answer, scalar
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, without_fakes
+from mmfsdp.rehearsal.places import Places
+
+__all__ = ["Values"]
+
+_MOST = 1 << 22  # elements of a tensor whose values are kept
+_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of a new real tensor, such as that of torch.tensor()
+_USERS = ("activation", "recomputed")  # kinds of what a model's own code allocates
+_WITHOUT_MODEL = ("clipping", "optimizer")
+_RANDOM = ("rand", "normal", "bernoulli", "multinomial")
+
+
+class Values:
+    """Knows which tensors of a running step have values.
+
+    Parameters and batches have none, nor does what is computed from them. What a model computes from constants
+    (anchors, sizes, positions, masks) and from real labels has, so it may ask for them, as in ``if sizes.sum() == 0``.
+    Large tensors are given up.
+
+    Args:
+        places: Where the step is.
+        assume: The share of elements that masks of unknown values select; None to raise where they are needed.
+        keeps: Whether constants keep their values. FSDP1 makes its buffers in forward, and they must have none.
+    """
+
+    def __init__(self, places: Places, assume: float | None = None, *, keeps: bool = True) -> None:
+        self._places, self._assume, self._keeps = places, assume, keeps
+        # Storages of real tensors into which values were written that a rehearsal does not have.
+        self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Return an operator's result, and whether it ran for real."""
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        lifts = func._schema.name in _LIFTS
+        if lifts or not inputs:
+            if not self._keeps or self._places.kind not in _USERS or _is_random(func):
+                return func(*args, **kwargs), False
+        elif not all(map(self._is_known, inputs)):
+            result = self._run_on_shapes(func, args, kwargs)
+            self._forget(func, args, kwargs)
+            return result, False
+        if self._places.kind in _USERS and not func._schema.is_mutable and not lifts:
+            try:
+                shaped = func(*args, **kwargs)
+            except CANNOT_BE_FAKED:  # its values are known
+                shaped = None
+            found = [value for value in tree_leaves(shaped) if isinstance(value, torch.Tensor)]
+            if any(value.numel() > _MOST or value.device.type != "cpu" for value in found):
+                return shaped, False
+        with without_fakes():
+            return func(*args, **kwargs), True
+
+    def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except CANNOT_BE_FAKED:
+            result: Any = NotImplemented
+            if self._assume is not None:
+                result = answer(func, args, kwargs, self._assume)
+            elif self._places.phase in _WITHOUT_MODEL and func._schema.name == "aten::_local_scalar_dense":
+                result = scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
+            if result is NotImplemented:
+                raise
+            return result
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return not is_fake(tensor) and id(local_of(tensor).untyped_storage()) not in self._unknown
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note that real tensors into which the operator wrote have unknown values now."""
+        if not func._schema.is_mutable:
+            return
+        for place, declared in enumerate(func._schema.arguments):
+            if declared.alias_info is None or not declared.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(declared.name)
+            for value in tree_leaves(given):
+                if isinstance(value, torch.Tensor) and not is_fake(value):
+                    storage = local_of(value).untyped_storage()
+                    self._note(storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+
+        def gone(_: Any) -> None:
+            self._unknown.pop(key, None)
+
+        self._unknown[key] = weakref.ref(storage, gone)
+
+
+def _is_random(func: Any) -> bool:
+    name: str = func._schema.name.partition("::")[2]
+    return name.startswith(_RANDOM)

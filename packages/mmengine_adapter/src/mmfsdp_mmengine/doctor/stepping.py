@@ -1,0 +1,128 @@
+"""A step of training as an MMEngine config describes it: `TrainingStep` from its data, model and optimizer wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import OPTIM_WRAPPERS
+from mmengine.structures import BaseDataElement
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from mmfsdp.basics import canonical_dtype, to_torch
+from mmfsdp.errors import ConfigError
+from mmfsdp.frontends import TrainingStep
+from mmfsdp_mmengine.doctor.sampling import IMAGE_SIZE, OBJECTS, sample_batch
+from mmfsdp_mmengine.doctor.subject import class_of, in_scope, name_of, quiet
+from mmfsdp_mmengine.doctor.training import plainest
+from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
+from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
+from mmfsdp_mmengine.wrappers.steps import forward_batch, overrides
+
+__all__ = ["training_step"]
+
+
+def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int | None) -> TrainingStep:
+    """Return the step that a config describes; see `mmfsdp.frontends.ReadConfig.step`.
+
+    Args:
+        settings: The content of the config. Not changed.
+        model: Its model, with parameters on the meta device.
+        batch_size: The samples of one rank; None for the config's own number.
+    """
+    if overrides(model, "train_step"):
+        raise ConfigError(
+            f"{type(model).__name__} has its own train_step, whose order of forward and backward a rehearsal of a "
+            "config does not know. Write a factory of the model, and rehearse it with mmfsdp.rehearse(loss=...).",
+            config="model",
+        )
+    loader = settings.get("train_dataloader")
+    own = loader.get("batch_size") if isinstance(loader, Mapping) else None
+    size = own if batch_size is None else batch_size
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            "The config does not say how many samples a rank gets. Give --batch-size.",
+            config="train_dataloader.batch_size",
+        )
+    wrapper = settings.get("optim_wrapper") or {}
+    with quiet(), in_scope(settings):
+        batch = sample_batch(settings, size)
+        cast = _autocast(wrapper)
+    clip = wrapper.get("clip_grad") if isinstance(wrapper, Mapping) else None
+    height, width = IMAGE_SIZE
+    return TrainingStep(
+        batch=batch,
+        loss=_loss(cast),
+        optimizer=_optimizer(settings, model),
+        max_norm=float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None,
+        accumulate=wrapper.get("accumulative_counts", 1),
+        assumed=(
+            f"{size} samples per rank, from an invented image of {width} x {height} with {OBJECTS} objects, through "
+            "the config's data pipeline",
+        ),
+    )
+
+
+def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        with cast():
+            data = model.data_preprocessor(tree_map(_owned, batch), True)
+            losses = forward_batch(model, data, "loss")
+        total: torch.Tensor = model.parse_losses(losses)[0]
+        return total
+
+    return loss
+
+
+def _owned(leaf: Any) -> Any:
+    """Copy the labels, parts of which preprocessors replace."""
+    return copy.deepcopy(leaf) if isinstance(leaf, BaseDataElement) else leaf
+
+
+def _autocast(wrapper: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return what makes the context of a forward: that of the CPU's autocast for MMEngine's mixed precision."""
+    found = class_of(wrapper.get("type"), OPTIM_WRAPPERS)
+    if not (isinstance(found, type) and issubclass(found, AmpOptimWrapper)) and name_of(wrapper.get("type")) != (
+        "AmpOptimWrapper"
+    ):
+        return contextlib.nullcontext
+    given = wrapper.get("dtype")
+    dtype = torch.float16 if given is None else to_torch(canonical_dtype(given))
+    return lambda: torch.autocast("cpu", dtype=dtype)
+
+
+def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Iterable[torch.Tensor]], Any]:
+    """Return what makes the config's optimizer for the parameters of the sharded model, with its groups."""
+
+    def make(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        sharded = list(params)
+        try:
+            with quiet(), in_scope(settings):
+                built = build_optim_wrapper(model, plainest(settings.get("optim_wrapper") or {}))
+            [wrapper] = optim_wrappers_of(built).values()
+            optimizer: torch.optim.Optimizer = wrapper.optimizer
+        except Exception as error:  # whatever a user's constructor raises
+            raise ConfigError(
+                f"The config's optimizer cannot be built: {type(error).__name__}: {error}", config="optim_wrapper"
+            ) from error
+        whole = list(model.parameters())
+        if len(whole) == len(sharded):
+            places = {id(param): place for place, param in enumerate(whole)}
+            groups = [[sharded[places[id(param)]] for param in group["params"]] for group in optimizer.param_groups]
+        else:  # flat parameters, which have one group
+            groups = [[param for param in sharded if param.requires_grad]]
+            del optimizer.param_groups[1:]
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = members
+            kinds = {isinstance(param, DTensor) for param in members}
+            if len(kinds) > 1 and group.get("foreach") is None and not group.get("fused"):
+                group["foreach"] = False  # as `OptimizerBinding` does
+        return optimizer
+
+    return make
