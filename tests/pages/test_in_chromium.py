@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.pages.browser import DARK, run
 from torch import nn
 
 import mmfsdp
 from mmfsdp.basics import human_bytes
 from mmfsdp.rehearsal import Rehearsal, report
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=4000",
-)
-DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 
 # What the page that holds the report looks at, in frames of three widths.
 LOOK = """
@@ -89,13 +74,6 @@ addEventListener("load", () => {
 
 
 @pytest.fixture(scope="module")
-def chromium() -> str:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    assert found is not None, f"None of {', '.join(NAMES)} is on PATH. Install Chromium: apt-get install chromium."
-    return found
-
-
-@pytest.fixture(scope="module")
 def steps() -> list[Rehearsal]:
     with torch.device("meta"):
         model = nn.Transformer(64, 4, 3, 3, 256, batch_first=True)
@@ -105,7 +83,7 @@ def steps() -> list[Rehearsal]:
     return [mmfsdp.rehearse(given, model, batch, mesh=16) for given in (config, full)]
 
 
-def opened(chromium: str, page: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
+def opened(page: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """Return what `LOOK` finds in a page, in frames as wide as a phone, a tablet and a screen."""
     frames = "".join(
         f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(page)}"></iframe>'
@@ -113,25 +91,19 @@ def opened(chromium: str, page: str, folder: Path, *flags: str) -> list[dict[str
     )
     host = folder / "host.html"
     host.write_text(f'<!doctype html><pre id="found"></pre>{frames}<script>{LOOK}</script>', encoding="utf-8")
-    done = subprocess.run(
-        [chromium, *FLAGS, f"--user-data-dir={folder / 'profile'}", *flags, "--dump-dom", host.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    shown = run(host, *flags, "--dump-dom")
+    found = re.search(r'<pre id="found">(.*?)</pre>', shown, flags=re.DOTALL)
     assert found is not None
-    assert found[1], done.stderr
+    assert found[1]
     looked: list[dict[str, Any]] = json.loads(unescape(found[1]))
     return looked
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_report(chromium: str, steps: list[Rehearsal], tmp_path: Path, theme: str, count: int) -> None:
+def test_a_report(steps: list[Rehearsal], tmp_path: Path, theme: str, count: int) -> None:
     page = report(*steps[:count])
-    looks = opened(chromium, page, tmp_path, *(DARK if theme == "dark" else ()))
+    looks = opened(page, tmp_path, *(DARK if theme == "dark" else ()))
     assert len(looks) == 3
     for found in looks:
         assert found["dark"] is (theme == "dark")
