@@ -233,6 +233,16 @@ def test_a_dead_rank_is_noticed_long_before_the_timeout() -> None:
     assert time.monotonic() - begin < 60
 
 
+def stuck(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def test_a_rank_that_does_not_end_is_shown() -> None:
+    with pytest.raises(RankError, match=r"did not end on rank 1 within 1 s(.|\n)*Rank 1 does not answer(.|\n)*in stuck"):
+        run_ranks(stuck, 2, timeout=1.0)
+
+
 def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMFSDP_TIMEOUT", raising=False)
     assert wait_timeout().total_seconds() == 3600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.torch_version import require_torch
@@ -34,6 +36,7 @@ _Answer = tuple[BaseException | None, Any, str]
 _CALLS = 40  # then processes are replaced, or
 _THREADS = 60  # once they have as many threads: gloo keeps busy ones for each group that was ever made
 _GRACE = 5.0  # seconds that the other ranks get to end once one has failed
+_DUMP = 0.5  # seconds that a rank gets to write where it is
 _pools: dict[int, _Pool] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
 _preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports these on first use
@@ -58,7 +61,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         timeout: Seconds to wait for all ranks.
 
     Raises:
-        RankError: A rank raised or did not answer; the message contains its traceback.
+        RankError: A rank raised or did not answer; the message contains its traceback, and (not on Windows) where the
+            ranks are that did not answer.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -74,7 +78,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         _drop(world_size)
     if any(errors):
         rank, (_, _, trace) = next((rank, answer) for rank, answer in enumerate(answers) if answer[0] is not None)
-        failure = RankError(f"{function.__name__} failed on rank {rank}:\n{trace}")
+        failure = RankError(f"{function.__name__} failed on rank {rank}:\n{trace}{pool.silent}")
         failure.errors = errors
         raise failure
     return [result for _, result, _ in answers]
@@ -110,6 +114,7 @@ class _Pool:
     def __init__(self, world_size: int) -> None:
         context = _context()
         self.calls = 0
+        self.silent = ""  # where the ranks are that have not answered the last call
         self._idle = True
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -164,10 +169,24 @@ class _Pool:
             if any(error for error, _, _ in answers.values()):
                 # The others may wait in a collective for the rank that failed.
                 deadline = min(deadline, time.monotonic() + _GRACE)
-        if len(answers) < len(self._pipes) and not any(error for error, _, _ in answers.values()):
-            rank = next(rank for rank, pipe in enumerate(self._pipes) if pipe not in answers)
-            raise RankError(f"{function.__name__} did not end on rank {rank} within {timeout:.0f} s.", rank=rank)
+        late = [rank for rank, pipe in enumerate(self._pipes) if pipe not in answers]
+        self.silent = "".join(map(self._whereabouts, late))
+        if late and not any(error for error, _, _ in answers.values()):
+            raise RankError(
+                f"{function.__name__} did not end on rank {late[0]} within {timeout:.0f} s.{self.silent}", rank=late[0]
+            )
         return answers
+
+    def _whereabouts(self, rank: int) -> str:
+        """Return the stacks of a rank that does not answer."""
+        self._processes[rank].join(timeout=0)  # one that has died is no longer alive
+        number = getattr(signal, "SIGUSR1", None)
+        path = _stacks(self._folder.name, rank)
+        if number is None or not self._processes[rank].is_alive() or not path.exists():
+            return ""
+        os.kill(self._processes[rank].pid, number)
+        time.sleep(_DUMP)
+        return f"\nRank {rank} does not answer. It is here:\n{path.read_text()}"
 
     def _receive(self, pipe: Connection, function: Callable[..., Any]) -> _Answer:
         try:
@@ -216,6 +235,9 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     os.environ.update(
         environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    if hasattr(signal, "SIGUSR1"):
+        stacks = _stacks(folder, rank).open("w")  # as long as the process lives
+        faulthandler.register(signal.SIGUSR1, stacks)
     gc.freeze()  # what the server has imported is never garbage, and looking through it takes long
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -235,6 +257,10 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
         except BaseException as error:  # test tools raise errors that are not Exceptions
             answer = (_portable(error), None, traceback.format_exc())
         pipe.send(answer)
+
+
+def _stacks(folder: str, rank: int) -> Path:
+    return Path(folder, f"stacks-{rank}")
 
 
 def _portable(error: BaseException) -> BaseException:
