@@ -29,7 +29,7 @@ from mmfsdp.state.lazy_tensors import locate
 
 __all__ = ["main"]
 
-RANKS = sized((8, 64, 512, 2048), (2, 4))
+RANKS = sized((8, 64, 512, 2048), (2,))
 TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8

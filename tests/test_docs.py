@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.console_blocks import plain, walk
 from tests.doc_pages import PAGES, ROOT, blocks, name, outputs, script_of
+from tests.forked_scripts import run_script
 from tests.test_architecture import CHECKPOINT_LEVELS, LEVELS
 
 SECONDS = 240  # for all blocks of one page
@@ -41,15 +42,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     # A script named like a package would hide it.
     script = tmp_path / f"page_{page.stem}.py"
     script.write_text(script_of(page), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=working_directory(tmp_path),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    done = run_script(script, working_directory(tmp_path), {**os.environ, "PYTHONPATH": paths}, SECONDS)
     assert done.returncode == 0, f"{name(page)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     printed = outputs(page, done.stdout)
     for before, block in itertools.pairwise(blocks(page)):

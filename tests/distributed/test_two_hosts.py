@@ -96,8 +96,8 @@ def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host
     expected = alone(here(standalone, folder / "reference", per_node=1, kind="full"), steps=9)
     # Each run goes on from the checkpoint of the one before, which is of another kind, and the last on one host.
     found: dict[int, float] = {}
-    for commands, kind in ((static, "sharded"), (dynamic * 2, "local")):
-        words = [here(command, run, per_node=2, kind=kind) for command in commands]
+    for commands, kind, per_node in ((static, "sharded", 2), (dynamic * 2, "local", 1)):
+        words = [here(command, run, per_node=per_node, kind=kind) for command in commands]
         said = ended([host.start(command) for host, command in zip((first, second), words, strict=True)])
         found |= losses_of(said[0][0] + said[1][0])
     found |= alone(here(standalone, run, per_node=1, kind="full"))
