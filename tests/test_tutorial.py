@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.console_blocks import walk
 from tests.doc_pages import ROOT, blocks
+from tests.forked_scripts import environ_alone, run_script
 
 PAGE = ROOT / "docs" / "tutorial.md"
-WHOLE = "$ torchrun --nproc-per-node 1 examples/hf_loop/train.py --dir runs/whole\n"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 
@@ -26,7 +26,9 @@ def test_tutorial(tmp_path: Path) -> None:
     stopped, resumed = (losses_of(printed) for command, printed in done if command.startswith("torchrun"))
     assert sorted(stopped) == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(resumed) == [8, 9, 10, 11, 12]
-    [(_, whole)] = walk([WHOLE], tmp_path)
-    assert {**stopped, **resumed} == pytest.approx(losses_of(whole), rel=1e-5)
+    script = ROOT / "examples" / "hf_loop" / "train.py"
+    whole = run_script(script, tmp_path, environ_alone(), 120, ["--dir", "runs/whole"])
+    assert whole.returncode == 0, whole.stderr
+    assert {**stopped, **resumed} == pytest.approx(losses_of(whole.stdout), rel=1e-5)
     [exported] = [float(loss) for _, printed in done for loss in re.findall(r"parameters, loss ([\d.]+)", printed)]
     assert exported < stopped[7]

@@ -239,7 +239,9 @@ def stuck(rank: int) -> None:
 
 
 def test_a_rank_that_does_not_end_is_shown() -> None:
-    with pytest.raises(RankError, match=r"did not end on rank 1 within 1 s(.|\n)*Rank 1 does not answer(.|\n)*in stuck"):
+    with pytest.raises(
+        RankError, match=r"did not end on rank 1 within 1 s(.|\n)*Rank 1 does not answer(.|\n)*in stuck"
+    ):
         run_ranks(stuck, 2, timeout=1.0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.hosts import ROOT, Host, two_hosts
+from tests.forked_scripts import environ_alone, run_script
 
 from mmfsdp.checkpoint import verify
 
@@ -68,11 +69,11 @@ def ended(running: list[subprocess.Popen[str]], seconds: float = 200) -> list[tu
     return said
 
 
-def alone(arguments: list[str], steps: int | None = None) -> dict[int, float]:
+def alone(arguments: list[str]) -> dict[int, float]:
     """Run a command on this machine, and return the losses that it printed."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        arguments if steps is None else [*arguments, "--steps", str(steps)],
+        arguments,
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -80,6 +81,14 @@ def alone(arguments: list[str], steps: int | None = None) -> dict[int, float]:
         check=False,
         timeout=200,
     )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return losses_of(done.stdout)
+
+
+def unsharded(folder: Path) -> dict[int, float]:
+    """Run all steps in one process, and return the losses that it printed."""
+    script = ROOT / "examples" / "multi_node" / "train.py"
+    done = run_script(script, ROOT, environ_alone(), 200, ["--dir", str(folder), "--kind", "full", "--steps", "9"])
     assert done.returncode == 0, done.stderr[-4000:]
     return losses_of(done.stdout)
 
@@ -93,11 +102,11 @@ def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host
     static = [words for words in several if "--node-rank" in words]
     dynamic = [words for words in several if "--rdzv-backend" in words]
     assert (len(static), len(dynamic), len(several)) == (2, 1, 3), "every command of the page is run here"
-    expected = alone(here(standalone, folder / "reference", per_node=1, kind="full"), steps=9)
+    expected = unsharded(folder / "reference")
     # Each run goes on from the checkpoint of the one before, which is of another kind, and the last on one host.
     found: dict[int, float] = {}
-    for commands, kind, per_node in ((static, "sharded", 2), (dynamic * 2, "local", 1)):
-        words = [here(command, run, per_node=per_node, kind=kind) for command in commands]
+    for commands, kind in ((static, "sharded"), (dynamic * 2, "local")):
+        words = [here(command, run, per_node=2, kind=kind) for command in commands]
         said = ended([host.start(command) for host, command in zip((first, second), words, strict=True)])
         found |= losses_of(said[0][0] + said[1][0])
     found |= alone(here(standalone, run, per_node=1, kind="full"))
