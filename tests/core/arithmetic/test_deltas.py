@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,22 @@ def test_the_round_trip_is_exact(pair: tuple[Path, Path], to: str, tmp_path: Pat
     apply_delta(one, tmp_path / to, tmp_path / "again.pth", verify_output=True)
     assert diff(tmp_path / "again.pth", two, keep="model").same
     assert [*torch.load(tmp_path / "again.pth")["state_dict"]] == [*torch.load(two)["state_dict"]]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("write", [checkpoint_delta, apply_delta])
+def test_a_source_that_changes_meanwhile(write: Any, which: int, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is read twice, and what the first reading decided may fit no longer."""
+    checkpoint_delta(*pair, tmp_path / "delta.pth")
+    sources = pair if write is checkpoint_delta else (pair[0], tmp_path / "delta.pth")
+
+    def touch(done: int, total: int) -> None:
+        if done < total:
+            os.utime(sources[which], ns=(1, done))
+
+    with pytest.raises(CorruptCheckpointError, match=rf"{sources[which].name} changed while it was read"):
+        write(*sources, tmp_path / "out.pth", progress=touch)
+    assert not (tmp_path / "out.pth").exists()
 
 
 def test_bases_and_results_may_be_sharded_and_cast(tmp_path: Path) -> None:

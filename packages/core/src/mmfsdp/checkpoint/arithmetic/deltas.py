@@ -11,10 +11,12 @@ from typing import Any
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.bit_sums import BitSum, GivenBytes, unsigned
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, refuse_settings
+from mmfsdp.checkpoint.arithmetic.unchanged import Unchanged
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
+from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -72,8 +74,9 @@ def checkpoint_delta(
     chosen = for_weights((conversion or Conversion()).changed(settings), "A delta")
     refuse_settings(chosen, _NAMES, "A delta holds all names and dtypes as they are")
     layouts = [opened(given, trust=chosen.trust, reference=reference, format=chosen.source_format) for given in (a, b)]
+    unchanged = Unchanged(layouts, progress)
     layout, notes = _difference(*layouts)
-    report = convert(layout, target, chosen, dry_run=dry_run, progress=progress)
+    report = convert(layout, target, chosen, dry_run=dry_run, progress=unchanged)
     return replace(report, notes=(*notes, *report.notes))
 
 
@@ -112,8 +115,9 @@ def apply_delta(
     require_numpy("The difference of checkpoints")
     chosen = for_weights((conversion or Conversion()).changed(settings), "A delta")
     layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    restored = _restored(layout, opened(delta, trust=chosen.trust))
-    return convert(restored, target, chosen, dry_run=dry_run, progress=progress)
+    change = opened(delta, trust=chosen.trust)
+    unchanged = Unchanged((layout, change), progress)
+    return convert(_restored(layout, change), target, chosen, dry_run=dry_run, progress=unchanged)
 
 
 def _difference(a: Layout, b: Layout) -> tuple[Layout, tuple[str, ...]]:
@@ -126,10 +130,12 @@ def _difference(a: Layout, b: Layout) -> tuple[Layout, tuple[str, ...]]:
     tensors: dict[str, TensorEntry] = {}
     counts = dict.fromkeys(("equal", "difference", "whole"), 0)
     with OpenFiles() as files:
+        both = ((ours[name], entry) for name, entry in theirs.items() if name in ours)
+        files.expect(compared_extents(pair for pair in both if _is_like(*pair)))
         for name, entry in theirs.items():
             base, words = ours.get(name), unsigned(entry.dtype)
             row = {"kind": "whole", "dtype": entry.dtype}
-            if base is not None and (base.dtype, base.shape) == (entry.dtype, entry.shape) and words:
+            if base is not None and _is_like(base, entry):
                 equal, crc = _compared(files, base, entry)
                 row |= {"kind": "equal" if equal else "difference", "crc32": f"{crc:08x}"}
                 if not equal:
@@ -147,6 +153,11 @@ def _difference(a: Layout, b: Layout) -> tuple[Layout, tuple[str, ...]]:
     notes += [f"The first checkpoint alone has {name_list(gone, 5)}"] if gone else []
     tree = {name: TensorRef(name) for name in tensors}
     return Layout(b.path, b.format, 1, tensors, tree, origins=(a, b)), tuple(notes)
+
+
+def _is_like(a: TensorEntry, b: TensorEntry) -> bool:
+    """Tell whether the difference of two tensors is written."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bool(unsigned(a.dtype))
 
 
 def _compared(files: OpenFiles, a: TensorEntry, b: TensorEntry) -> tuple[bool, int]:

@@ -25,7 +25,9 @@ from mmfsdp.errors import (
 
 __all__ = [
     "OpenFiles",
+    "changed",
     "exchange",
+    "identity",
     "located",
     "make_parent",
     "nearest",
@@ -215,12 +217,26 @@ class OpenFiles:
         identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         if self._identities.setdefault(file, identity) != identity:
             os.close(self._files.pop(file))
-            raise CorruptCheckpointError(
-                f"{file.name} changed while it was read: another process replaced or rewrote it. Read the checkpoint "
-                "again when no other process writes to it.",
-                file=str(file),
-            )
+            raise changed(file)
         return descriptor
+
+
+def identity(file: Path) -> str:
+    """Return what changes when the content of a file does: size and time, or what its server says."""
+    if isinstance(file, RemoteLike):
+        return file.identity()
+    with read_errors(file):
+        found = file.stat()
+    return f"{found.st_size} bytes, {found.st_mtime_ns}"
+
+
+def changed(file: Path) -> CorruptCheckpointError:
+    """Return the error that says that another process changed a file."""
+    return CorruptCheckpointError(
+        f"{file.name} changed while it was read: another process replaced or rewrote it. Read the checkpoint again "
+        "when no other process writes to it.",
+        file=str(file),
+    )
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.integrity import crc32_of_stretch, parse_json
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, PlannedFile, TensorEntry
 from mmfsdp.errors import ConfigError
@@ -128,14 +128,7 @@ def _described(entry: TensorEntry) -> Iterator[str]:
 def _identities(files: Iterable[PlannedFile]) -> dict[str, str]:
     """Return what changes when a file of the source changes, by path."""
     paths = {chunk.file for file in files for piece in file.pieces for chunk in piece.entry.chunks()}
-    return {str(path): _identity(path) for path in sorted(paths, key=str)}
-
-
-def _identity(path: Path) -> str:
-    if isinstance(path, RemoteLike):
-        return path.identity()
-    state = path.stat()
-    return f"{state.st_size} bytes, {state.st_mtime_ns}"
+    return {str(path): identity(path) for path in sorted(paths, key=str)}
 
 
 def _identities_of(plan: dict[str, object]) -> dict[str, str]:
