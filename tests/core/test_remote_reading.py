@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -83,6 +84,32 @@ def test_every_format_is_read_as_from_the_disk(name: str, web: WebServer, folder
     assert found.ok
     assert (found.bytes, found.manifest, found.unchecked) == (expected.bytes, expected.manifest, expected.unchecked)
     assert diff(there, here).same
+
+
+def test_what_other_frameworks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their directories are found by the names in them, so the server must list these."""
+    monkeypatch.setattr(sessions, "_FIRST_PAUSE", 0.002)
+    golden, served = Path(__file__).parent, tmp_path / "served"
+    with tarfile.open(golden / "deepspeed/0.19.8.tar.gz") as tar:
+        tar.extractall(served / "deepspeed", filter="data")
+    folders = {
+        "zero2": served / "deepspeed/zero2_2ranks_fp16_groups",
+        "zero3": served / "deepspeed/zero3_2ranks_groups/global_step2",
+        "dtensors": golden / "dtensors/2.15.0",
+        "torch_checkpointing": golden / "torch_checkpointing/0.1.1/fsdp-2/step_7",
+        "fairscale": golden / "fairscale/0.4.13/shards",
+        "megatron": golden / "megatron/0.16.1/iter_0000007",
+    }
+    for name, folder in folders.items():
+        (served / name).symlink_to(folder)
+    with serving(served) as web:
+        for name, folder in folders.items():
+            there, here = open_layout(f"{web.url}/{name}"), open_layout(folder)
+            assert {**there.describe(), "path": ""} == {**here.describe(), "path": ""}
+            convert(there, tmp_path / f"{name}.pth", keep="all", fsync=False)
+            convert(here, tmp_path / f"{name}_here.pth", keep="all", fsync=False)
+            assert (tmp_path / f"{name}.pth").read_bytes() == (tmp_path / f"{name}_here.pth").read_bytes()
+            assert verify(there).ok
 
 
 @pytest.mark.parametrize("listing", [True, False])
