@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.core.samples import write_samples
 
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
+from mmfsdp.checkpoint.remote.s3_uploads import S3Upload
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 MB = 1 << 20
@@ -98,6 +99,52 @@ def test_a_file_is_sent_in_parts(source: str, s3: Any, folder: Path, tmp_path: P
     assert tag.strip('"').endswith("-4"), "50 MB are four parts of 16 MB"
 
 
+@pytest.mark.parametrize("settings", [{"to": "pth"}, {"to": "dcp", "ranks": 3}, {"to": "local", "ranks": 2}])
+def test_every_format_is_sent_in_parts(settings: dict[str, Any], s3: Any, folder: Path, tmp_path: Path) -> None:
+    """The checksums in front of each tensor follow it; what is held until then are single parts."""
+    held: list[int] = []
+    flush = S3Upload._flush
+
+    def noted(upload: S3Upload) -> None:
+        flush(upload)
+        held.append(len(upload._held))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Upload, "_flush", noted)
+        convert(folder / "large.safetensors", "s3://bucket/out", **settings, verify_output=True)
+    assert len(held) > 4
+    assert max(held) <= 2, "where the tensor begins and where it ends"
+    assert verify("s3://bucket/out").ok
+    for key in keys(s3):
+        (tmp_path / key).parent.mkdir(exist_ok=True, parents=True)
+        s3.download_file("bucket", key, str(tmp_path / key))
+    assert verify(tmp_path / "out").ok
+    assert diff(tmp_path / "out", folder / "large.safetensors", keep="model").same
+    if settings["to"] == "pth":
+        convert(folder / "large.safetensors", tmp_path / "here.pth", fsync=False)
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "here.pth").read_bytes()
+
+
+def test_everything_else_is_sent(s3: Any, folder: Path, tmp_path: Path) -> None:
+    """Optimizer, numbers and text beside the weights, empty tensors and tensors of one element."""
+    for name, settings in (("zip.pth", {}), ("local", {"to": "dcp"}), ("torch_dcp", {"to": "local"})):
+        convert(folder / name, f"s3://bucket/{name}.pth", keep="all", overwrite=True, **settings)
+        convert(folder / name, tmp_path / f"{name}.pth", keep="all", fsync=False, **settings)
+        assert verify(f"s3://bucket/{name}.pth").ok
+        assert diff(f"s3://bucket/{name}.pth", tmp_path / f"{name}.pth").same
+
+
+def test_a_quantised_folder_says_so(s3: Any, tmp_path: Path) -> None:
+    (tmp_path / "like").mkdir()
+    save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / "like/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "like/config.json").write_text('{"model_type": "llama"}')
+    convert(tmp_path / "like", "s3://bucket/fp8", to="hf", quantize="fp8_tensor")
+    s3.download_file("bucket", "fp8/config.json", str(tmp_path / "config.json"))
+    assert "compressed-tensors" in (tmp_path / "config.json").read_text()
+    convert("s3://bucket/fp8", tmp_path / "back", to="hf", like=tmp_path / "like", quantize="none")
+    assert load_file(tmp_path / "back/model.safetensors")["fc.weight"].eq(1).all()
+
+
 def test_from_s3_to_s3_with_a_cast(s3: Any, folder: Path, tmp_path: Path) -> None:
     convert(put(s3, folder, "large"), "s3://bucket/half.safetensors", dtype="bf16")
     s3.download_file("bucket", "half.safetensors", str(tmp_path / "half.safetensors"))
@@ -123,7 +170,8 @@ class TestNothingHalfDone:
             if done > 30 * MB:
                 raise KeyboardInterrupt
 
-        for target, settings in (("out.safetensors", {}), ("out", {"max_shard_size": 20 * MB})):
+        targets = (("out.safetensors", {}), ("out", {"max_shard_size": 20 * MB}), ("dcp", {"to": "dcp", "ranks": 2}))
+        for target, settings in targets:
             with pytest.raises(KeyboardInterrupt):
                 convert(folder / "large.safetensors", f"s3://bucket/{target}", progress=stop, **settings)
             assert keys(s3) == []
@@ -159,8 +207,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("target", "settings", "text"),
         [
-            ("s3://bucket/out.pth", {}, "'torch_zip' has checksums among its data"),
-            ("s3://bucket/out", {"to": "dcp"}, "'dcp' has checksums among its data"),
             ("s3://bucket/out.safetensors", {"resume": True}, "resume: works only for targets on this machine"),
             ("https://host/out.safetensors", {}, "targets are paths on this machine, and s3://"),
         ],

@@ -99,8 +99,8 @@ def convert(
 
     Args:
         source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
-        target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format. For safetensors
-            it may be the URL of a file or folder in S3, which is sent in parts as it is produced.
+        target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format. It may be the URL
+            of a file or folder in S3, which is sent in parts as it is produced.
         conversion: What to write and how.
         reference: A complete checkpoint of the same model, if ``source`` does not hold all shapes; see ``open_layout``.
         dry_run: Check and report everything that can be known without writing.
@@ -165,7 +165,8 @@ def convert(
                 for name, file in beside.items():
                     shutil.copyfile(file, temporary / name)
                 if beside and chosen.quantize:
-                    _folders().set_quantization(temporary, intent.written, chosen.quantize)
+                    config = _folders().quantized_config(temporary, intent.written, chosen.quantize)
+                    (temporary / _folders().CONFIG).write_bytes(config)
                 final = published_path(target, temporary) if chosen.publish else target
                 commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
             except BaseException:  # an interrupt must not leave a half-written file either
@@ -250,7 +251,11 @@ def _upload(
     module = import_module("mmfsdp.checkpoint.conversion.uploading")  # only for targets in stores
     folder = module.check_target(target, intent, chosen, directory=kind.directory)
     if not dry_run:
-        module.upload(folder, intent, chosen, directory=kind.directory, beside=beside, progress=progress)
+        contents = {name: path.read_bytes() for name, path in beside.items()}
+        if beside and chosen.quantize:
+            name = _folders().CONFIG
+            contents[name] = _folders().quantized_config(beside[name].parent, intent.written, chosen.quantize)
+        module.upload(folder, intent, chosen, directory=kind.directory, beside=contents, progress=progress)
         if chosen.verify_output:
             check_output(place(str(target)), intent.written, trust=chosen.trust, progress=progress)
 

@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Ties", "check_names", "companions", "dtype_notes", "like_folder", "set_quantization", "without_ties"]
+__all__ = ["Ties", "check_names", "companions", "dtype_notes", "like_folder", "quantized_config", "without_ties"]
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
@@ -184,11 +184,11 @@ def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
     ]
 
 
-def set_quantization(folder: Path, tensors: Mapping[str, TensorEntry], kind: str) -> None:
-    """Say in the config of a folder how its weights are quantised, or that they are not.
+def quantized_config(folder: Path, tensors: Mapping[str, TensorEntry], kind: str) -> bytes:
+    """Return the config of a folder's model with how its weights are quantised, or without that.
 
     Args:
-        folder: The folder, which is not at its place yet.
+        folder: The folder whose config it is.
         tensors: The weights as they are written.
         kind: What the setting ``quantize`` says.
     """
@@ -197,7 +197,7 @@ def set_quantization(folder: Path, tensors: Mapping[str, TensorEntry], kind: str
         config["quantization_config"] = quantizing.quantization_config(tensors)
     elif kind != "none":
         config["quantization_config"] = scaled_floats.quantization_config(tensors, kind)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _is_needless(name: str, kept: Mapping[str, TensorEntry]) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import overload
 
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
@@ -13,7 +15,7 @@ from mmfsdp.checkpoint.files.copying import Copier
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import PlannedFile
+from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
@@ -23,10 +25,10 @@ __all__ = ["check_target", "upload"]
 
 
 def check_target(target: Path, intent: Intent, chosen: Conversion, *, directory: bool) -> S3Folder:
-    """Return where to write to, if this can be written there as it is produced.
+    """Return where to write to.
 
     Raises:
-        ConfigError: The store or the format cannot do that, or a setting asks for what only disks can do.
+        ConfigError: The store cannot be written as data is produced, or a setting asks for what only disks can do.
         TargetExistsError: The target exists, and ``overwrite`` is false.
         CheckpointError: The store does not answer.
     """
@@ -35,14 +37,6 @@ def check_target(target: Path, intent: Intent, chosen: Conversion, *, directory:
     for name in ("publish", "resume"):
         if getattr(chosen, name):
             raise ConfigError(f"Conversion.{name}: works only for targets on this machine, and not for {str(url)!r}.")
-    for file in intent.planned:
-        first = min((piece.at for piece in file.pieces if piece.entry.nbytes), default=file.size)
-        if any(offset + len(block) > first for offset, block in file.blocks([0] * len(file.pieces))):
-            raise ConfigError(
-                f"{intent.format!r} has checksums among its data, and so it cannot be sent as it is produced. Write "
-                f"safetensors to {str(url)!r}, or write to a path on this machine and copy the result.",
-                file=str(url),
-            )
     if folder.exists() and (directory or not chosen.overwrite):
         raise TargetExistsError(
             f"{str(url)!r} exists already. Choose another name"
@@ -58,7 +52,7 @@ def upload(
     chosen: Conversion,
     *,
     directory: bool,
-    beside: Mapping[str, Path],
+    beside: Mapping[str, bytes],
     progress: Progress | None = None,
 ) -> None:
     """Write all files; those without tensors and the manifest come last.
@@ -68,7 +62,7 @@ def upload(
         intent: What.
         chosen: The settings.
         directory: Whether a manifest is written.
-        beside: Files of this machine that are written too, by name.
+        beside: What is written too, by name.
         progress: Called with the bytes of tensor data so far and their total.
 
     Raises:
@@ -82,9 +76,9 @@ def upload(
     try:
         for file in order:
             written[file.name] = _upload(folder, file, tracker, verified, chosen.verify)
-        for name, path in beside.items():
-            folder.put(name, path.read_bytes())
-            written[name] = FileEntry.of(path)
+        for name, content in beside.items():
+            folder.put(name, content)
+            written[name] = FileEntry(len(content), crc32(content))
         if directory:
             entries = {file.name: written[file.name] for file in intent.planned}
             text = manifest_bytes(save_id=intent.save_id, world_size=intent.world_size, files=entries)
@@ -102,25 +96,48 @@ def _upload(
     verified: set[tuple[Path, int, int]] | None,
     verify: bool,
 ) -> FileEntry:
-    upload = folder.upload(file.name, file.size)
+    known = [(piece.at, piece.entry.nbytes) for piece in file.pieces]
+    around = ((offset, len(block)) for offset, block in file.blocks([0] * len(known)))
+    upload = folder.upload(file.name, file.size, itertools.chain(known, around))
     try:
-        pieces = sorted(file.pieces, key=lambda piece: piece.at)
-        upload.held_back = min((piece.at for piece in pieces), default=file.size)
         with Copier(tracker.advance, upload, verified=verified) as copier:
-            copier.expect(copied_extents(pieces, verify=verify))
-            found = {piece.at: copier.copy_tensor(piece.entry, piece.at) for piece in pieces if piece.entry.nbytes}
-        crcs = [found.get(piece.at, 0) if piece.entry.nbytes else 0 for piece in file.pieces]
-        blocks = [*file.blocks(crcs)]
-        for offset, block in blocks:
-            upload.write(block, offset)
+            copier.expect(copied_extents(file.pieces, verify=verify))
+            crcs = _Copied(copier, file.pieces)
+            written = []
+            for offset, block in file.blocks(crcs):
+                upload.write(block, offset)
+                written.append((offset, len(block), crc32(block)))
+            pieces = [(at, nbytes, crc) for (at, nbytes), crc in zip(known, crcs, strict=True)]
         upload.finish()
     except BaseException:
         upload.abort()
         raise
-    return FileEntry(file.size, _whole(file, crcs, blocks))
+    return FileEntry(file.size, joined_crc(heapq.merge(sorted(pieces), sorted(written)), file.size))
 
 
-def _whole(file: PlannedFile, crcs: Sequence[int], blocks: Sequence[tuple[int, bytes]]) -> int:
-    pieces = sorted((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
-    around = [(offset, len(block), crc32(block)) for offset, block in blocks]
-    return joined_crc(heapq.merge(pieces, around), file.size)
+class _Copied(Sequence[int]):
+    """The CRC-32 of each piece of a file, which is copied when its checksum is asked for, after those before it.
+
+    So a format whose headers hold checksums yields each header right after the tensor that it describes.
+    """
+
+    def __init__(self, copier: Copier, pieces: Sequence[Piece]) -> None:
+        self._copier, self._pieces = copier, pieces
+        self._crcs: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        wanted = range(len(self))[index]  # checks it
+        last = max(wanted, default=-1) if isinstance(wanted, range) else wanted
+        for piece in self._pieces[len(self._crcs) : last + 1]:
+            empty = not piece.entry.nbytes
+            self._crcs.append(0 if empty else self._copier.copy_tensor(piece.entry, piece.at))
+        return self._crcs[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -44,15 +44,16 @@ class S3Folder:
         self._store.invalidate_cache()
         return bool(self._called(lambda: self._store.exists(self._url.full)))
 
-    def upload(self, name: str, size: int) -> S3Upload:
+    def upload(self, name: str, size: int, stretches: Iterable[tuple[int, int]]) -> S3Upload:
         """Begin to write a file.
 
         Args:
             name: Its name below the target; empty for the target itself.
             size: Its length in bytes.
+            stretches: Offset and length of everything that will be written to it; the rest is zeros.
         """
         bucket, key = self._place(name)
-        return S3Upload(lambda method, **rest: self._s3(method, Bucket=bucket, Key=key, **rest), size)
+        return S3Upload(lambda method, **rest: self._s3(method, Bucket=bucket, Key=key, **rest), size, stretches)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file at once."""
@@ -87,18 +88,22 @@ class S3Folder:
 class S3Upload:
     """A file that is being written; it offers what a `Copier` writes to.
 
-    The bytes of the tensors must come in the order of the file. What lies before them may come last: its parts are held
-    back.
+    Bytes may come in any order. A part is sent when all that will be written to it is there; until then it is held, so
+    what lies in front of a tensor may come after it.
 
     Args:
         call: Calls a method of S3 with the file's bucket and key.
         size: Length of the file in bytes.
+        stretches: Offset and length of everything that will be written.
     """
 
-    def __init__(self, call: Callable[..., Any], size: int) -> None:
+    def __init__(self, call: Callable[..., Any], size: int, stretches: Iterable[tuple[int, int]]) -> None:
         self._call, self._size = call, size
         self.part = max(_PART, -(-size // _MOST_PARTS))
         """Bytes of a part."""
+        self._left = [0] * -(-size // self.part)  # bytes that are still to come, by part
+        for at, length in stretches:
+            self._count(at, length)
         self._id = call("create_multipart_upload")["UploadId"]
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mmfsdp-upload")
         self._free = threading.Semaphore(_AT_ONCE)
@@ -106,21 +111,27 @@ class S3Upload:
         self._held: dict[int, bytearray] = {}
         self._number, self._data = -1, bytearray()
         self._at = 0
-        self.held_back = 0
-        """Bytes at the beginning of the file whose parts wait until `finish`."""
+
+    def _count(self, at: int, length: int) -> None:
+        while length > 0:
+            number = at // self.part
+            here = min(length, (number + 1) * self.part - at)
+            self._left[number] += here
+            at, length = at + here, length - here
 
     def room(self, at: int, most: int) -> memoryview:
         """Return memory for up to ``most`` bytes at byte ``at`` of the file; see `BlockWriter.room`."""
         number = at // self.part
         if number != self._number:
             self._flush()
-            self._number, begin = number, number * self.part
-            self._data = self._held.get(number) or bytearray(min(self.part, self._size - begin))
+            self._number = number
+            self._data = self._taken(number)
         self._at = at - number * self.part
         return memoryview(self._data)[self._at : self._at + most]
 
     def filled(self, count: int) -> None:
         """Note that the first bytes of the ``room`` are there."""
+        self._left[self._number] -= count
 
     def write(self, data: bytes | memoryview, at: int) -> None:
         """Write bytes at byte ``at`` of the file."""
@@ -128,14 +139,15 @@ class S3Upload:
         while view:
             room = self.room(at, len(view))
             room[:] = view[: len(room)]
+            self.filled(len(room))
             view, at = view[len(room) :], at + len(room)
 
     def finish(self) -> None:
-        """Send what is held back, wait until all parts are there, and let the file appear."""
-        self.held_back = 0
+        """Send what is left, wait until all parts are there, and let the file appear."""
         self._flush()
-        for number in [*self._held]:
-            self._send(number, self._held.pop(number))
+        for number in range(len(self._left)):
+            if number not in self._sent:  # all zeros
+                self._send(number, self._taken(number))
         if not self._sent:  # an empty file has one part, too
             self._send(0, bytearray())
         parts = [{"PartNumber": number + 1, "ETag": sent.result()} for number, sent in sorted(self._sent.items())]
@@ -147,13 +159,18 @@ class S3Upload:
         self._pool.shutdown(cancel_futures=True)
         self._call("abort_multipart_upload", UploadId=self._id)
 
+    def _taken(self, number: int) -> bytearray:
+        """Return what is there of a part."""
+        if number in self._held:
+            return self._held.pop(number)
+        return bytearray(min(self.part, self._size - number * self.part))
+
     def _flush(self) -> None:
         if self._number < 0:
             return
-        if self._number * self.part < self.held_back:
+        if self._left[self._number]:
             self._held[self._number] = self._data
         else:
-            self._held.pop(self._number, None)
             self._send(self._number, self._data)
         self._number = -1
 
