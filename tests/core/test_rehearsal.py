@@ -17,6 +17,7 @@ from mmfsdp.errors import ConfigError, MeshError, RehearsalError, ShardStateErro
 from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
+from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, beside_allocator
 from mmfsdp.testing import single_rank
 
 WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}
@@ -144,6 +145,50 @@ def test_on_an_accelerator_attention_and_dropout_keep_little() -> None:
     matrix, elements = 4 * 2 * 128 * 128, 2 * 128 * 16
     assert kept("cuda") < matrix < kept("cpu")
     assert kept("cuda") < 4 * elements * 8 + elements
+
+
+def test_a_learned_mask_needs_no_attention_matrix_on_an_accelerator() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.bias = nn.Linear(16, 48), nn.Parameter(torch.zeros(1, 128, 128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(x).view(8, 128, 1, 48).transpose(1, 2).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(query, key, value, self.bias)
+
+    found = [mmfsdp.rehearse(None, Biased(), torch.randn(8, 128, 16), device_type=kind) for kind in ("cuda", "cpu")]
+    matrix = 4 * 8 * 128 * 128
+    kept = [step.at(dict(step.phases)["backward"] - 1).by_kind["activation"] for step in found]
+    assert kept[0] < matrix < kept[1]
+    # The mask has a gradient, and AdamW its two moments; counts of steps lie in CPU memory.
+    elements = sum(param.numel() for param in Biased().parameters())
+    assert [step.static["optimizer state"] for step in found] == [8 * elements, 8 * elements + 4 * 3]
+
+
+@pytest.mark.parametrize("setting", ["autocast", "bf16"])
+def test_the_backward_of_attention_adds_up_in_float32_on_a_gpu(setting: str) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv = nn.LayerNorm(64), nn.Linear(64, 192)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(self.norm(x)).view(2, 200, 1, 192).transpose(1, 2).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=setting == "autocast"):
+            return model(x).sum()
+
+    config = {"precision": "bf16"} if setting == "bf16" else None
+    step = mmfsdp.rehearse(config, Attends(), torch.randn(2, 200, 64), loss=loss)
+    sizes = [item.nbytes for item in step.allocations if item.begin >= dict(step.phases)["backward"]]
+    assert 4 * 2 * 256 * (64 + 1) in sizes  # 200 rows, rounded up, of 64 columns, and one number for each row
+    backward = dict(step.phases)["backward"]
+    made = [item.nbytes for item in step.allocations if 0 < item.begin < backward]
+    assert made.count(2 * 400 * 192) == 1  # the product is in bfloat16 in both, the norm in float32 under autocast
+    assert made.count(4 * 400 * 64) == (setting == "autocast")
 
 
 def test_nothing_that_is_given_is_changed() -> None:
@@ -317,6 +362,28 @@ def test_memory_of_another_stream_cannot_be_used() -> None:
     found = [allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)]
     assert reserved_bytes(found, {}) == (30 * MIB, 30 * MIB)
     assert reserved_bytes(found, {"gathered": 1}) == (60 * MIB, 30 * MIB)
+
+
+def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> None:
+    found = [
+        allocation(60 * MIB, 0, None, kind="optimizer state"),
+        allocation(100 * MIB, 1, 2),
+        allocation(1, 3, 4, kind="optimizer temporary"),
+    ]
+    # Made before, it has a segment of its own. Made after the first forward, it is cut from that of the activation, for
+    # which the second step then needs another one.
+    assert reserved_bytes(found, {})[0] == (60 + 100 + 2) * MIB
+    assert reserved_bytes(found, {}, state_from=3)[0] == (100 + 100 + 2) * MIB
+    assert reserved_bytes(found[1:], {}, workspaces=[30 * MIB])[0] == (100 + 30 + 2) * MIB
+
+
+def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:
+    assert beside_allocator([]) == CONTEXT
+    beside = [CONTEXT[place] + NCCL[place] for place in (0, 1)]  # all messages go through one group
+    assert [a - b for a, b in zip(step.device_bytes(), step.reserved(), strict=True)] == beside
+    hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
+    assert hybrid.device_bytes()[1] - hybrid.reserved()[1] == CONTEXT[1] + 2 * NCCL[1]
+    assert "\nWith the CUDA context and NCCL, of the GPU: " in str(rehearse(device_type="cuda"))
 
 
 def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:

@@ -147,7 +147,12 @@ class CachingAllocator:
 
 
 def reserved_bytes(
-    allocations: Iterable[Allocation], streams: Mapping[str, Hashable], *, expandable: bool = False
+    allocations: Iterable[Allocation],
+    streams: Mapping[str, Hashable],
+    *,
+    expandable: bool = False,
+    workspaces: Iterable[int] = (),
+    state_from: int | None = None,
 ) -> tuple[int, int]:
     """Return the bytes that the allocator takes from the device, and the most that it hands out at a time. Pure.
 
@@ -158,29 +163,39 @@ def reserved_bytes(
         allocations: All allocations of a step.
         streams: The stream of each kind that is not allocated on the main one.
         expandable: Use expandable segments.
+        workspaces: Bytes of blocks that kernels keep from the first step on.
+        state_from: The moment of the first step at which the optimizer's state is made, in the segments that
+            activations leave; None if it is there before the step, as after loading a checkpoint.
     """
     allocator = CachingAllocator(expandable=expandable)
     items = list(allocations)
+    held = [place for place, item in enumerate(items) if not item.begin]
+    late = {place for place in held if state_from is not None and items[place].kind == "optimizer state"}
     steps = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
     steps += [(item.end, False, place) for place, item in enumerate(items) if item.end is not None]
-    live = {
-        place: allocator.allocate(item.nbytes, streams.get(item.kind, 0))
-        for place, item in enumerate(items)
-        if not item.begin
-    }
-    first = dict(live)
+    live: dict[int, _Block] = {}
+
+    def allocate(place: int) -> None:
+        live[place] = allocator.allocate(items[place].nbytes, streams.get(items[place].kind, 0))
+
+    for place in held:
+        if place not in late:
+            allocate(place)
+    for nbytes in workspaces:
+        allocator.allocate(nbytes)
     most = allocator.allocated
-    for _ in range(2):
-        for _, begins, place in sorted(steps):
-            item = items[place]
+    first = [*steps, *((state_from or 0, True, place) for place in late)]
+    for step in (first, steps):
+        for _, begins, place in sorted(step):
             if begins:
-                live[place] = allocator.allocate(item.nbytes, streams.get(item.kind, 0))
+                allocate(place)
                 most = max(most, allocator.allocated)
             elif place in live:
                 allocator.release(live.pop(place))
-        for place in [place for place in live if place not in first]:
-            allocator.release(live.pop(place))  # the next step replaces what this one leaves
-        for place, item in enumerate(items):
-            if not item.begin and place not in live:
-                live[place] = allocator.allocate(item.nbytes, streams.get(item.kind, 0))
+        for place in [*live]:
+            if items[place].begin:
+                allocator.release(live.pop(place))  # the next step replaces what this one leaves
+        for place in held:
+            if place not in live:
+                allocate(place)
     return allocator.reserved, most

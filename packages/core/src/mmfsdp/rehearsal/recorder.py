@@ -94,6 +94,12 @@ class Recorder(TorchDispatchMode):
             else:
                 known.kind = kind
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that tensors lie in other memory than the device's."""
+        for tensor in tensors:
+            if known := self._live.get(id(local_of(tensor).untyped_storage())):
+                known.nbytes = 0
+
     def finish(self) -> tuple[Allocation, ...]:
         """Return all allocations, those that still exist at the end."""
         rest = (Allocation(live.nbytes, live.kind, live.module, live.begin, None) for live in self._live.values())

@@ -17,6 +17,7 @@ from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, RehearsalError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.assuming import scalar
+from mmfsdp.rehearsal.autocasting import autocast_as_on
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
 from mmfsdp.rehearsal.fake import (
     CANNOT_BE_FAKED,
@@ -27,7 +28,7 @@ from mmfsdp.rehearsal.fake import (
     quiet,
     watched_resizes,
 )
-from mmfsdp.rehearsal.kernels import accelerator_kernels, scratch_bytes
+from mmfsdp.rehearsal.kernels import accelerator_kernels, accelerator_scratch_bytes, scratch_bytes
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.places import Places
@@ -69,7 +70,7 @@ def rehearse(
     the batch are not changed.
 
     Not included: what kernels allocate and free inside one operator, what an allocator rounds up, and the context of a
-    device. Operators are those that torch chooses on the CPU.
+    device. Operators are those that torch chooses on the CPU, but for attention, dropout and autocast.
 
     Args:
         plan: The plan, or a config from which `mmfsdp.plan` makes one.
@@ -121,9 +122,11 @@ def rehearse(
             stack.enter_context(assumed_arrays(scalar))
         if not on_cpu:
             stack.enter_context(accelerator_kernels())
+            stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
-        recorder = Recorder(mode, places, scratch_bytes if on_cpu else None, costs, values)
+        scratch = scratch_bytes if on_cpu else accelerator_scratch_bytes
+        recorder = Recorder(mode, places, scratch, costs, values)
         with recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
@@ -132,6 +135,8 @@ def rehearse(
                     with _explained(places):
                         run_step(_beginning(recorder, state), module, batches, loss or default_loss, made, max_norm)
                     recorder.adopt(_state_of(made), "optimizer state")
+                    if not on_cpu:
+                        recorder.leave_out(_counts_on_host(made))
     return Rehearsal(
         rank=rank,
         mesh=str(plan.mesh),
@@ -169,6 +174,14 @@ def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for held in optimizer.state.values():
         yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+
+
+def _counts_on_host(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the counts of steps that torch's optimizers keep in CPU memory: all but fused and capturable ones."""
+    for group in optimizer.param_groups:
+        if not group.get("fused") and not group.get("capturable"):
+            held = (optimizer.state.get(param, {}).get("step") for param in group["params"])
+            yield from (count for count in held if isinstance(count, torch.Tensor))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
-from mmfsdp.rehearsal.caching import reserved_bytes
+from mmfsdp.rehearsal.device_memory import beside_allocator, reserved_range
 from mmfsdp.rehearsal.records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
@@ -21,7 +21,6 @@ from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 __all__ = ["Rehearsal"]
 
 _POINTS = 120  # of a timeline
-_STREAMS = {"gathered": "gathers", "reduce buffer": "reduces"}
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,33 @@ class Rehearsal:
     def reserved(self, *, expandable: bool = False) -> tuple[int, int]:
         """Return the least and the most bytes that torch's caching allocator is expected to take from the device.
 
-        The allocations are replayed through a model of the allocator: once on one stream, and once with what is
-        gathered and reduced on streams of their own, whose freed memory others cannot use. Not included: the context
-        of the device, NCCL's buffers and workspaces of kernels.
+        The allocations are replayed through a model of the allocator, four times: with all memory on one stream, or
+        with what is gathered and reduced on streams of their own, whose freed memory others cannot use; with small or
+        large workspaces of cuBLAS; and with the optimizer's state made before or in the first step. The interval covers
+        these. Not included: workspaces of convolutions, and what `device_bytes` adds.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         """
-        found = [reserved_bytes(self.allocations, streams, expandable=expandable)[0] for streams in ({}, _STREAMS)]
-        return min(found), max(found)
+        if expandable not in self._reserved:
+            self._reserved[expandable] = reserved_range(self.allocations, self.phases, expandable=expandable)
+        return self._reserved[expandable]
+
+    @cached_property
+    def _reserved(self) -> dict[bool, tuple[int, int]]:
+        return {}
+
+    def device_bytes(self, *, expandable: bool = False) -> tuple[int, int]:
+        """Return the least and the most bytes that the process takes of a GPU: compare them with what the GPU has.
+
+        To `reserved` come the CUDA context and the buffers of NCCL, one communicator for each group of ranks: constants
+        from published measurements, see `mmfsdp.rehearsal.device_memory`.
+
+        Args:
+            expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        """
+        reserved, beside = self.reserved(expandable=expandable), beside_allocator(self.collectives)
+        return reserved[0] + beside[0], reserved[1] + beside[1]
 
     def held(self, moment: int | None = None) -> list[tuple[str, str, int, int]]:
         """Return what is held at a moment, by module and kind, the most first; by default at the peak.
@@ -136,6 +153,7 @@ class Rehearsal:
             "device_type": self.device_type,
             "peak": self.peak.describe(),
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
+            "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),
             "static": dict(self.static),
             "held_at_peak": [
                 dict(zip(("module", "kind", "nbytes", "modules"), row, strict=True)) for row in self.held()
@@ -156,8 +174,9 @@ class Rehearsal:
         where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
         lines = [f"Peak of rank {self.rank} of {self.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
         if self.device_type != "cpu":
-            low, high = (human_bytes(size) for size in self.reserved())
-            lines.insert(1, f"With what the allocator keeps: {low if low == high else f'{low} to {high}'}")
+            lines.insert(1, f"With what the allocator keeps: {_range(self.reserved())}")
+        if self.device_type == "cuda":
+            lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {_range(self.device_bytes())}")
         kinds = [
             (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
         ]
@@ -180,3 +199,8 @@ class Rehearsal:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _range(sizes: tuple[int, int]) -> str:
+    low, high = map(human_bytes, sizes)
+    return low if low == high else f"{low} to {high}"
