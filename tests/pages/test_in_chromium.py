@@ -61,6 +61,11 @@ const looked = frame => {
   titles.push(page.activeElement.title, map.nextElementSibling.textContent);
   press("End");
   found.keys = [...titles, page.activeElement.title];
+  found.groups = [...page.querySelectorAll(".cells")].map(group => {
+    const cell = group.querySelector("[tabindex]");
+    cell.focus();
+    return [cell.title, group.parentElement.querySelector(".told").textContent, cell.tabIndex];
+  });
   found.stops = cells.filter(cell => cell.tabIndex === 0).length;
   view.dispatchEvent(new view.Event("beforeprint"));
   found.closed = page.querySelectorAll("details:not([open])").length;
@@ -116,6 +121,8 @@ def test_a_report(steps: list[Rehearsal], tmp_path: Path, theme: str, count: int
         assert first == focused == told
         assert second == told_second
         assert len({first, second, last}) == 3
+        assert len(found["groups"]) == 2 * count + 1
+        assert all(title == told for title, told, _ in found["groups"])
         for step, (begin, end) in zip(steps, found["readings"], strict=False):
             timeline = step.timeline(180)
             for (spoken, shown), (_, counts) in zip((begin, end), (timeline[0], timeline[-1]), strict=True):

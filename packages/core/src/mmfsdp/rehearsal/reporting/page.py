@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from mmfsdp.basics.pages import html_page
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.reporting import axes, lanes, looks, memory, outline, treemap
+from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
 from mmfsdp.rehearsal.reporting.comparing import compared
 from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.scaling import scaled_times
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 
 __all__ = ["report"]
@@ -48,7 +49,12 @@ def report(
     trees = [module_tree(step) for step in steps]
     top = memory.top_of(steps)
     peak = max(step.peak.nbytes for step in steps) or 1
-    times = [step.time(device or ("cpu" if step.device_type == "cpu" else "h100"), links) for step in steps]
+    machines = [device_of(device or ("cpu" if step.device_type == "cpu" else "h100")) for step in steps]
+    times = [step.time(machine, links) for step, machine in zip(steps, machines, strict=True)]
+    scaled = [
+        scaled_times(step.plan.mesh, step.operators, step.collectives, machine, links)
+        for step, machine in zip(steps, machines, strict=True)
+    ]
     longest = max(time.seconds for time in times)
 
     def each(draw: Callable[[int], str]) -> str:
@@ -88,12 +94,15 @@ def report(
                 )
             ),
         ),
+        section("scaling", "How it scales", curves.scaling_chart(scaled, shown)),
         section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
         section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
         "<footer>Rehearsed on fake tensors, not measured. Not included: the context of the device, buffers of NCCL and "
         "workspaces of kernels. Units are binary.</footer>",
     ]
-    style = looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + lanes.STYLE + _STYLE
+    style = (
+        looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + lanes.STYLE + curves.STYLE + _STYLE
+    )
     return html_page(
         f"A step of {_model(steps[0])}", looks.patterns() + "\n".join(filter(None, parts)), style=style, script=SCRIPT
     )

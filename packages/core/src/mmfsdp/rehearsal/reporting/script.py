@@ -53,7 +53,7 @@ SCRIPT = """
 
   for (const group of document.querySelectorAll(".cells")) {
     const cells = [...group.querySelectorAll("[tabindex]")];
-    const told = group.nextElementSibling;
+    const told = group.parentElement.querySelector(".told");
     const tell = event => {
       const cell = event.target.closest("[title]");
       if (cell && group.contains(cell)) told.textContent = cell.title;

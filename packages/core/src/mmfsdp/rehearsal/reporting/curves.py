@@ -1,0 +1,132 @@
+"""Draws how the time of a step grows with the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmfsdp.rehearsal.reporting.markup import share, table, text
+from mmfsdp.rehearsal.timing.scaling import RANKS
+from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
+
+__all__ = ["STYLE", "scaling_chart"]
+
+_LINES = 5
+_LOOKS = (  # colour, dashes of the line, corners of its dots
+    ("#0072b2", "none", "50%"),
+    ("#e69f00", "8 4", "0"),
+    ("#009e73", "2 3", "50% 0"),
+    ("#cc79a7", "10 3 2 3", "0 50%"),
+)
+_LABELLED = 2  # every second number of ranks has a label
+
+Times = Mapping[int, StepTime]
+
+
+def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
+    """Return curves of the time of a step by the number of ranks, a band for the interval of each, and tables.
+
+    Args:
+        many: Times by number of ranks, for each rehearsal.
+        names: The names of the rehearsals.
+    """
+    shown = [(place, times, name) for place, (times, name) in enumerate(zip(many, names, strict=True)) if times]
+    if not shown:
+        return "<p>A step on one rank sends nothing. Rehearse it on two ranks or more to see how it scales.</p>"
+    top = 1.05 * max(time.high for _, times, _ in shown for time in times.values())
+    drawn = "".join(_curve(times, top, place) for place, times, _ in shown)
+    dots = "".join(_dots(times, name if many[1:] else "", top, place) for place, times, name in shown)
+    labels = "".join(f'<span style="left:{_across(count) / 10:.2f}%">{count:,}</span>' for count in RANKS[::_LABELLED])
+    keys = "".join(f'<li><i class="line c{place % len(_LOOKS)}"></i>{text(name)}</li>' for place, _, name in shown)
+    legend = f'<ul class="legend">{keys}</ul>' if many[1:] else ""
+    first = min(min(times) for _, times, _ in shown)
+    last = max(max(times) for _, times, _ in shown)
+    said = f"Time of a step on {first:,} to {last:,} ranks"
+    return (
+        f'{legend}<figure class="curves"><div class="cells plot" role="group" aria-label="{said}">'
+        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+        f'{_levels(top)}{dots}</div><div class="ranks">{labels}</div><output class="told"></output>'
+        f"<figcaption>From left to right: the number of ranks, each with the same batch. Derived from one rehearsal: "
+        "what is sent goes to more ranks, and the optimizer's shards shrink. The bands are the intervals."
+        f"</figcaption></figure>{''.join(_table(times, name if many[1:] else '') for _, times, name in shown)}"
+    )
+
+
+def _across(count: int) -> float:
+    """Return the place of a number of ranks on the horizontal axis, of 1000."""
+    return 20 + 960 * (count.bit_length() - 1) / (len(RANKS) - 1)
+
+
+def _curve(times: Times, top: float, place: int) -> str:
+    def line(points: Sequence[tuple[int, float]]) -> str:
+        return " ".join(f"{_across(count):.1f},{1000 - 1000 * seconds / top:.1f}" for count, seconds in points)
+
+    high = [(count, time.high) for count, time in times.items()]
+    low = [(count, time.low) for count, time in reversed([*times.items()])]
+    usual = [(count, time.seconds) for count, time in times.items()]
+    return (
+        f'<polygon class="c{place % len(_LOOKS)}" points="{line([*high, *low])}"/>'
+        f'<polyline class="c{place % len(_LOOKS)}" points="{line(usual)}"/>'
+    )
+
+
+def _dots(times: Times, name: str, top: float, place: int) -> str:
+    made = []
+    for count, time in times.items():
+        head = f"{name}, {count:,} ranks" if name else f"{count:,} ranks"
+        span = f"{human_seconds(time.low)} to {human_seconds(time.high)}"
+        said = f"{head}: {human_seconds(time.seconds)} ({span}), bound by {time.bound}"
+        made.append(
+            f'<i class="dot c{place % len(_LOOKS)}" role="img" tabindex="-1" title="{text(said)}" '
+            f'style="left:{_across(count) / 10:.2f}%;bottom:{100 * time.seconds / top:.2f}%"></i>'
+        )
+    return "".join(made)
+
+
+def _levels(top: float) -> str:
+    step = 1e-9
+    while top / step > _LINES:
+        step *= 2 if f"{step:e}"[0] != "2" else 2.5  # 1, 2, 5, 10
+    return "".join(
+        f'<i class="level" style="bottom:{100 * place * step / top:.2f}%">'
+        f"<span>{human_seconds(place * step)}</span></i>"
+        for place in range(1, int(top / step) + 1)
+    )
+
+
+def _table(times: Times, name: str) -> str:
+    base = next(iter(times.values())).seconds
+    rows = [
+        (
+            f"{count:,}",
+            text(human_seconds(time.seconds)),
+            f"{text(human_seconds(time.low))} to {text(human_seconds(time.high))}",
+            text(human_seconds(sum(time.exposed.values()))),
+            share(base, time.seconds) if time.seconds else "",
+        )
+        for count, time in times.items()
+    ]
+    titles = ("ranks", "time", "interval", "communication that nothing hides", f"of the speed on {min(times):,}")
+    caption = f"How {name} scales" if name else "How it scales"
+    return f"<details><summary>{text(caption)}: {len(rows)} rows</summary>{table(caption, titles, rows)}</details>"
+
+
+def _looks() -> str:
+    rules = []
+    for place, (colour, dashes, corners) in enumerate(_LOOKS):
+        rules.append(
+            f".curves polygon.c{place}{{fill:{colour}}}.curves polyline.c{place}{{stroke:{colour};"
+            f"stroke-dasharray:{dashes}}}.dot.c{place},.line.c{place}{{background-color:{colour};"
+            f"border-radius:{corners}}}"
+        )
+    return "\n".join(rules)
+
+
+STYLE = f"""
+.curves .plot {{ height: 15rem; margin-top: .5rem; }}
+.curves polyline {{ fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; }}
+.curves polygon {{ opacity: .18; }}
+.curves .ranks {{ position: relative; height: 1.2rem; font-size: .7rem; color: var(--dim); }}
+.curves .ranks span {{ position: absolute; transform: translateX(-50%); }}
+.curves .dot {{ width: 11px; height: 11px; margin: 0 0 -5.5px -5.5px; border: 2px solid var(--page); }}
+{_looks()}
+"""
