@@ -7,7 +7,6 @@ import gc
 import itertools
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from mmengine.hooks import ema_hook
 from mmengine.model import ExponentialMovingAverage
 from mmengine.registry import HOOKS, METRICS, MODELS
 from mmengine.runner import Runner, load_state_dict
+from tests.forked_scripts import run_script
 from tests.mmengine_adapter.toy import POLICY, UNSHARDED, Accuracy, History, ToyModel, config, run, runner_of, strategy
 
 from mmfsdp.checkpoint import convert, open_layout
@@ -592,8 +592,8 @@ def test_modules_imported_before_or_after(tmp_path: Path) -> None:
     (tmp_path / "own_hooks.py").write_text(OWN_HOOKS)
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path, str(Path(__file__).parents[2])])}
-    command = [sys.executable, "-c", IN_BOTH_ORDERS, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    (tmp_path / "script.py").write_text(IN_BOTH_ORDERS)
+    done = run_script(tmp_path / "script.py", tmp_path, env, 110, [str(tmp_path)])
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (load(tmp_path / name / "epoch_2.pth") for name in ("before", "after"))
     for part in ("state_dict", "ema_state_dict"):

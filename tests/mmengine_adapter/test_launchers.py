@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_scripts import run_script
 from tests.mmengine_adapter.toy import POLICY, config
 
 from mmfsdp.errors import ConfigError
@@ -90,8 +90,8 @@ def test_train_as_unsharded(tmp_path: Path, references: Callable[..., dict[str, 
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("SLURM")}
     env |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)]), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{scontrol.parent}{os.pathsep}{env['PATH']}"
-    command = [sys.executable, "-c", FORKED, json.dumps(started)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    (tmp_path / "script.py").write_text(FORKED)
+    done = run_script(tmp_path / "script.py", tmp_path, env, 110, [json.dumps(started)])
     assert done.stdout.count("[0, 0]\n") == len(CASES), done.stderr[-3000:]
     expected = references()["losses"][:4]
     for folder, variables in started.items():
