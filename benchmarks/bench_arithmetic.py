@@ -1,7 +1,12 @@
-"""Arithmetic on checkpoints against `cat` and `cp` of the same files: whole processes in pairs, and peak memory."""
+"""Arithmetic on checkpoints against `cat` and `cp` of the same files: whole processes in pairs, and peak memory.
+
+``python -m benchmarks.bench_arithmetic --gb 3 diff`` runs the cases with this word, on larger files: starting a program
+takes as long as reading 1 GB or more.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,7 +21,7 @@ from benchmarks.measuring import sized, spread
 
 __all__ = ["main"]
 
-MATRICES, WIDTH = sized((24, 4096), (2, 256))  # 0.8 GB in bfloat16
+WIDTH, SIZE = sized((4096, 0.8), (256, 3e-4))  # SIZE in GB, in bfloat16
 PAIRS = sized(5, 1)
 RANK = 16
 NAMES = "one.safetensors", "two.safetensors", "three.safetensors", "adapter"
@@ -27,12 +32,21 @@ NAIVE = (
 )
 
 
-def main() -> dict[str, Any]:
+def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Measure, print and return the figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("word", nargs="?", default="", help="run the cases with this word")
+    parser.add_argument("--gb", type=float, default=SIZE, help="size of each checkpoint")
+    parser.add_argument("--data", type=Path, help="write the checkpoints into this folder, and measure nothing")
+    options = parser.parse_args(arguments)
+    if options.data:
+        _data(options.data, max(1, round(options.gb * 1e9 / (2 * WIDTH**2))))
+        return {}
     with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-", dir=os.environ.get("MMFSDP_BENCH_FOLDER")) as folder:
         home = Path(folder)
         # In a process of its own, so that this one holds little memory.
-        subprocess.run([sys.executable, "-m", "benchmarks.bench_arithmetic", "--data", folder], check=True)
+        made = [sys.executable, "-m", "benchmarks.bench_arithmetic", "--data", folder, "--gb", str(options.gb)]
+        subprocess.run(made, check=True)
         one, two, three, adapter = (home / name for name in NAMES)
         out = home / "out.safetensors"
         soup, single = [one, two, three], ["cp", str(one), str(out)]
@@ -59,17 +73,17 @@ def main() -> dict[str, Any]:
                 200,
             ),
         }
-        return {name: _compared(name, out, *case) for name, case in cases.items()}
+        return {name: _compared(name, out, *case) for name, case in cases.items() if options.word in name}
 
 
-def _data(home: Path) -> None:
+def _data(home: Path, matrices: int) -> None:
     """Write three checkpoints, close to each other, and an adapter for them."""
     import torch  # only here: the peak of a process begins with what the one that starts it holds
     from safetensors.torch import save_file
 
     paths = [home / name for name in NAMES[:3]]
     generator = torch.Generator().manual_seed(0)
-    base = {f"layers.{index}.weight": torch.randn(WIDTH, WIDTH, generator=generator) for index in range(MATRICES)}
+    base = {f"layers.{index}.weight": torch.randn(WIDTH, WIDTH, generator=generator) for index in range(matrices)}
     for place, path in enumerate(paths):
         save_file({name: (tensor * (1 + place * 2**-9)).bfloat16() for name, tensor in base.items()}, path)
     adapter = home / NAMES[3]
@@ -77,7 +91,7 @@ def _data(home: Path) -> None:
     shapes = {"A": (RANK, WIDTH), "B": (WIDTH, RANK)}
     factors = {
         f"base_model.model.layers.{index}.lora_{side}.weight": torch.randn(shape, generator=generator) / WIDTH
-        for index in range(MATRICES)
+        for index in range(matrices)
         for side, shape in shapes.items()
     }
     save_file(factors, adapter / "adapter_model.safetensors")
@@ -118,4 +132,4 @@ def _run(command: Sequence[str], out: Path) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    _data(Path(sys.argv[2])) if sys.argv[1:2] == ["--data"] else main()
+    main(sys.argv[1:])
