@@ -24,8 +24,8 @@ from mmfsdp.errors import ConfigError
 
 __all__ = ["average_checkpoints"]
 
-_BUFFERS = 8 << 20  # bytes of blocks of all sources together, for each thread
-_ELEMENTS = 1 << 17  # per block, at most
+_BUFFERS = 16 << 20  # bytes of blocks of all sources together, for each thread
+_ELEMENTS = 1 << 18  # per block, at most; with fewer, threads wait for Python's lock between the passes
 _SCALES = ("_scale", "_scale_inv")
 
 

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.layout import (
 
 __all__ = ["LowRankSum", "transposed"]
 
-_BLOCK = 1 << 18  # bytes of the weight; in float64 they are up to eight times as many
+_BLOCK = 1 << 20  # bytes of the weight; in float64 they are up to eight times as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
 
 _SIDE = 128  # of a block, in elements
-_ELEMENTS = 1 << 17  # that are worked on at a time, at most, or else a row
+_ELEMENTS = 1 << 19  # that are worked on at a time, at most, or else a row; few make threads wait for Python's lock
 # Matrices that are no linear layers, and those that stay as they are in published models: heads and routers.
 _KEPT = re.compile(
     r"(.*\.)?(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|lm_head|embed_out|head|score|classifier"
@@ -116,7 +116,7 @@ def refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, Tensor
 
 
 class Rows:
-    """Yields the rows of a matrix as numbers: as many at a time as fit the processor's cache, in the same memory.
+    """Yields the rows of a matrix as numbers: some at a time, in the same memory.
 
     Args:
         source: The matrix.
