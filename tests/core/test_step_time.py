@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +17,28 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmfsdp
-from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal import Collective, Device, Link, Links, Range, Rehearsal, devices
+from mmfsdp.errors import ConfigError, ShardStateError
+from mmfsdp.rehearsal import (
+    Collective,
+    Device,
+    Link,
+    Links,
+    Range,
+    Rehearsal,
+    calibrate,
+    devices,
+    measure_links,
+    phase_seconds,
+    write_device,
+)
+from mmfsdp.rehearsal.optimizers import make_optimizer
+from mmfsdp.rehearsal.step import default_loss
 from mmfsdp.rehearsal.timing.links import collective_seconds
 from mmfsdp.rehearsal.timing.streams import Work, replay
+from mmfsdp.testing import single_rank
 
 ROWS = 2 * 16
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 
 class Block(nn.Module):
@@ -45,9 +66,9 @@ class Words(nn.Module):
         return self.head(x)
 
 
-def rehearse(engine: str = "fsdp2") -> Rehearsal:
+def rehearse(engine: str = "fsdp2", **settings: Any) -> Rehearsal:
     config = {"engine": engine, "wrap": {"kind": "module_class", "classes": "Block"}}
-    return mmfsdp.rehearse(config, Words(), torch.zeros(2, 16, dtype=torch.long), mesh=16, max_norm=1.0)
+    return mmfsdp.rehearse(config, Words(), TOKENS, **{"mesh": 16, "max_norm": 1.0, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +78,7 @@ def step() -> Rehearsal:
 
 def test_flops_are_those_that_torch_counts(step: Rehearsal) -> None:
     with FlopCounterMode(display=False) as counter:
-        Words()(torch.zeros(2, 16, dtype=torch.long)).mean().backward()
+        Words()(TOKENS).mean().backward()
     wanted = {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
     mine: dict[str, int] = {}
     for item in step.operators:
@@ -196,3 +217,46 @@ def test_collectives(name: str, ranks: int, stride: int, seconds: float) -> None
     links = Links(Link(1.0, 0.01), Link(0.2, 0.1), ranks_per_node=4, base=0.0)
     item = Collective(name, 1, ranks, stride, None, "forward", 1)
     assert collective_seconds(item, links, 1.0) == pytest.approx(seconds)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_calibrated_step_takes_about_as_long_as_real_ones(step: Rehearsal, tmp_path: Path) -> None:
+    own = rehearse(mesh=1, device_type="cpu")
+    device = calibrate(own, clock=time.process_time, budget=1e-3)
+    assert {*device.measured} == {*own.calls} == {item.signature for item in own.operators if item.nbytes}
+    assert {*device.issues} == {"forward", "backward", "clipping", "optimizer"}
+    predicted = own.time(device)
+    with single_rank():
+        model = mmfsdp.shard(Words(), {"wrap": {"kind": "module_class", "classes": "Block"}})
+        optimizer = make_optimizer("adamw", list(model.parameters()), "cpu")
+        found = phase_seconds(model, optimizer, [TOKENS], default_loss, 1.0, time.process_time, 6)[2:]
+        with pytest.raises(ShardStateError, match="before init_process_group"):
+            calibrate()
+        with pytest.raises(ShardStateError, match="between 2 or more ranks"):
+            measure_links()
+    real = sorted(sum(phases.values()) for phases in found)[2]
+    assert real / 2.5 < predicted.seconds < 2.5 * real  # benchmarks/bench_step_time.py shows how close it is
+    write_device(device, tmp_path / "own.toml")
+    assert own.time(str(tmp_path / "own.toml")) == predicted
+    slower = replace(device, measured={name: 10 * seconds for name, seconds in device.measured.items()})
+    assert own.time(slower).compute == pytest.approx(10 * predicted.compute)
+    with pytest.raises(ConfigError, match="for 'cuda'"):
+        calibrate(step)
+
+
+def test_a_file_that_is_no_device(tmp_path: Path, step: Rehearsal) -> None:
+    (tmp_path / "other.toml").write_text("name = 1")
+    with pytest.raises(ConfigError, match="is not a device that a calibration wrote: KeyError"):
+        step.time(str(tmp_path / "other.toml"))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        step.time(str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"ends in \.toml"):
+        write_device(Device("a", {"float32": 1.0}, 1.0, 0, Links(Link(1.0, 1.0), Link(1.0, 1.0)), ""), "a.json")

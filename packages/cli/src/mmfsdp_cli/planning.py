@@ -96,9 +96,9 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
 @option(
     "--device",
     section="Settings",
-    metavar="NAME",
+    metavar="NAME|FILE",
     shell_complete=completing(_devices),
-    help="With --batch, also the time of the step on a100, h100, h200, b200, rtx4090 or cpu.",
+    help="With --batch, also the time of the step: on a100, h100, h200, b200, rtx4090, cpu, or a calibrated device.",
 )
 @option(
     "--batch-size",

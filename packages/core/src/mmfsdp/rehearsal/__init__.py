@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
+    from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
     from mmfsdp.rehearsal.optimizers import optimizer_from
     from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
     from mmfsdp.rehearsal.reporting.page import report
     from mmfsdp.rehearsal.result import Rehearsal
-    from mmfsdp.rehearsal.timing.devices import Device, devices
+    from mmfsdp.rehearsal.timing.devices import Device, devices, write_device
     from mmfsdp.rehearsal.timing.links import Link, Links
     from mmfsdp.rehearsal.timing.ranges import Range
     from mmfsdp.rehearsal.timing.step_time import StepTime
@@ -31,26 +32,31 @@ __all__ = [
     "Rehearsal",
     "Span",
     "StepTime",
+    "calibrate",
     "devices",
+    "measure_links",
     "optimizer_from",
+    "phase_seconds",
     "rehearse",
     "report",
+    "write_device",
 ]
 
 _WHERE = {
     **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
-    **dict.fromkeys(("Device", "devices"), "mmfsdp.rehearsal.timing.devices"),
+    **dict.fromkeys(("Device", "devices", "write_device"), "mmfsdp.rehearsal.timing.devices"),
     **dict.fromkeys(("Link", "Links"), "mmfsdp.rehearsal.timing.links"),
     "Range": "mmfsdp.rehearsal.timing.ranges",
     "Span": "mmfsdp.rehearsal.timing.streams",
     "StepTime": "mmfsdp.rehearsal.timing.step_time",
+    **dict.fromkeys(("calibrate", "measure_links", "phase_seconds"), "mmfsdp.rehearsal.calibrating"),
     "Rehearsal": "mmfsdp.rehearsal.result",
     "optimizer_from": "mmfsdp.rehearsal.optimizers",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "report": "mmfsdp.rehearsal.reporting.page",
 }
 
-_NEEDS_TORCH = {"optimizer_from", "rehearse"}
+_NEEDS_TORCH = {"calibrate", "measure_links", "optimizer_from", "phase_seconds", "rehearse"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from mmfsdp.rehearsal.calls import Call, call_of
+
 __all__ = ["Costs"]
 
 _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"}
@@ -35,9 +37,13 @@ class Costs:
     Args:
         units: FQNs of the shard units.
         is_accelerator: Whether the step will run on one, which may round ``float32`` in matrix products.
+
+    Attributes:
+        calls: A call of each operator, by signature.
     """
 
     def __init__(self, units: Iterable[str], *, is_accelerator: bool) -> None:
+        self.calls: dict[str, Call] = {}
         self._units = frozenset(units)
         self._owners: dict[str, str] = {}
         self._views: dict[Any, bool] = {}
@@ -56,6 +62,11 @@ class Costs:
                 name = name.rpartition(".")[0]
             self._owners[module] = name
         return self._owners[module]
+
+    def note(self, signature: str, func: Any, args: Any, kwargs: Any) -> None:
+        """Remember how an operator is called, unless one of the same signature is known."""
+        if signature not in self.calls:
+            self.calls[signature] = call_of(func, args, kwargs)
 
     def dtype_of(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the dtype of the first floating-point tensor, or else of the first one, as text."""

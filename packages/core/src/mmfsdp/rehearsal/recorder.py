@@ -76,6 +76,8 @@ class Recorder(TorchDispatchMode):
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
         self.ended, self.collectives, self.operators, self.phases, self.moment = [], [], [], [], 0
+        if self.costs is not None:
+            self.costs.calls.clear()
         for live in self._live.values():
             live.begin = 0
 
@@ -162,9 +164,10 @@ class Recorder(TorchDispatchMode):
         module, role = places.module, places.role
         unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
         flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
-        self.operators.append(
-            Operator(func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes)
-        )
+        made = Operator(func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes)
+        self.operators.append(made)
+        if nbytes:
+            self.costs.note(made.signature, func, args, kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         name = _spelt(func._schema.name.partition("::")[2])

@@ -148,6 +148,7 @@ def rehearse(
         last=recorder.moment,
         plan=plan,
         operators=tuple(recorder.operators),
+        calls=costs.calls,
     )
 
 

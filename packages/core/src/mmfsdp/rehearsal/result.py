@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +50,8 @@ class Rehearsal:
     """The plan that was applied."""
     operators: tuple[Operator, ...] = ()
     """In the order in which the CPU issues them, collectives among them."""
+    calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """How an operator of each signature is called, to measure it."""
 
     @cached_property
     def peak(self) -> Moment:

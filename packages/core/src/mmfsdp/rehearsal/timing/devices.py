@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.rehearsal.timing.links import Link, Links
 from mmfsdp.rehearsal.timing.ranges import Range
 
-__all__ = ["Device", "device_of", "devices"]
+__all__ = ["Device", "device_of", "devices", "write_device"]
 
 _TERA, _GIB, _MICRO = 1e12, 1 << 30, 1e-6
 
 _PRODUCTS, _ATTENTION, _STREAMING = Range(0.45, 0.65, 0.8), Range(0.3, 0.4, 0.65), Range(0.65, 0.8, 0.92)
+_SPREAD = Range(1.25, 1.0, 0.8)
 _ISSUE = Range(12 * _MICRO, 6 * _MICRO, 4 * _MICRO)
 
 
@@ -44,6 +50,12 @@ class Device:
     """Seconds of the smallest kernel."""
     is_async: bool = True
     """Whether the CPU runs ahead of it, and communication beside it."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of operators that were measured, by `Operator.signature`; they replace the roofline."""
+    issues: Mapping[str, float] = field(default_factory=dict)
+    """Seconds to issue an operator that were measured, by phase; they replace `issue`."""
+    spread: Range = _SPREAD
+    """What measured times are multiplied with."""
     coverage: str = "the shares of the peaks that kernels usually reach; no device has measured it"
     """What the interval of a step's time covers."""
 
@@ -65,6 +77,8 @@ def _gpu(name: str, peaks: tuple[float, float, float], bandwidth: float, gib: in
     by_dtype = {"float16": half, "bfloat16": half, "tfloat32": rounded, "float32": single, "float64": single / 2}
     return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source)
 
+
+_RANGES = ("products", "attention", "streaming", "issue", "spread")
 
 _PRESETS = {
     device.name: device
@@ -109,16 +123,70 @@ def devices() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def device_of(device: str | Device) -> Device:
-    """Return a device by its name.
+def device_of(device: str | Path | Device) -> Device:
+    """Return a device by its name, or from a TOML file that a calibration wrote.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: There is no such device, or the file is not one of a calibration.
     """
     if isinstance(device, Device):
         return device
     text = str(device)
     if text.lower() in _PRESETS:
         return _PRESETS[text.lower()]
+    if text.endswith(".toml"):
+        return _read(Path(text))
     hint = closest(text, _PRESETS) or f" Known: {', '.join(_PRESETS)}."
-    raise ConfigError(f"{text!r} is not a device that is known.{hint}", config="device")
+    raise ConfigError(
+        f"{text!r} is not a device that is known.{hint} Or give the TOML file of a calibration.", config="device"
+    )
+
+
+def write_device(device: Device, path: str | Path) -> None:
+    """Write a device as TOML, for `device_of`. The file appears whole.
+
+    Args:
+        device: The device.
+        path: A file whose name ends in ``.toml``; one that exists is replaced.
+
+    Raises:
+        ConfigError: The name ends otherwise.
+    """
+    path = Path(path)
+    if path.suffix != ".toml":
+        raise ConfigError(f"The file of a device ends in .toml, got {str(path)!r}.", config="path")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text("\n".join(_lines("", asdict(device))) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _lines(table: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table, those of the tables in it last."""
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            yield f"{json.dumps(name)} = {json.dumps(value)}"
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            inner = f"{table}.{json.dumps(name)}" if table else json.dumps(name)
+            yield from ("", f"[{inner}]", *_lines(inner, value))
+
+
+def _read(path: Path) -> Device:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        links = values.pop("links")
+        within, between = Link(**links.pop("within")), Link(**links.pop("between"))
+        reached = Range(*links.pop("reached"))
+        values |= {name: Range(*values[name]) for name in _RANGES}
+        return Device(**values, links=Links(within, between, reached=reached, **links))
+    except OSError as error:
+        raise ConfigError(f"The device in {str(path)!r} cannot be read: {error.strerror}.", config="device") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is not a device that a calibration wrote: {type(error).__name__}: {error}. Write one with "
+            "mmfsdp.rehearsal.write_device().",
+            config="device",
+        ) from error

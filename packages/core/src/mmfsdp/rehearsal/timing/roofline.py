@@ -20,6 +20,7 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     """Return how long an operator takes, and ``compute`` or ``memory``, which bounds it. Pure.
 
     The roofline model (Williams, Waterman and Patterson, 2009): max(FLOPs / reached FLOP/s, bytes / reached bytes/s).
+    What was measured on the device goes before.
 
     Args:
         operator: The operator.
@@ -30,6 +31,9 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     if kind == "view":
         return 0.0, "memory"
     place = CASES.index(case)
+    known = device.measured.get(operator.signature) if device.measured else None
+    if known is not None:
+        return known * device.spread[place], "memory" if kind == "moving" else "compute"
     moving = operator.nbytes / (device.bandwidth * device.streaming[place])
     if kind == "moving":
         return max(moving, device.smallest), "memory"

@@ -138,16 +138,18 @@ def works_of(
         case: One of `CASES`.
     """
     place = CASES.index(case)
-    issue, reached = device.issue[place], links.reached[place]
+    reached, spread = links.reached[place], device.spread[place]
+    issues = {phase: seconds * spread for phase, seconds in device.issues.items()}
     known: dict[tuple[Any, ...], tuple[float, str]] = {}
     sent = iter(collectives)
     for item in operators:
+        issue = issues.get(item.phase, device.issue[place])
         if "::" not in item.name:
             seconds = collective_seconds(next(sent), links, reached)
             yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
             continue
         kind = kind_of(item)
-        key = kind, item.flops, item.nbytes, item.dtype
+        key = item.name, item.shapes, item.nbytes, item.dtype
         if key not in known:
             known[key] = operator_seconds(item, device, case)
         seconds, bound = known[key]
