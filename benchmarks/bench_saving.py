@@ -1,7 +1,10 @@
-"""How long a background save holds training up: the copy to CPU memory, over tensors copied one by one."""
+"""How long a background save holds training up, and a Hugging Face folder from ranks over ``kind="sharded"``."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,8 @@ WIDTH, DEPTH, PAIRS = *sized((1024, 21), (64, 2)), sized(10, 2)  # 1.06 GB
 
 
 def main() -> dict[str, Any]:
-    """Measure on 2 ranks and return the ratio."""
-    return compared_on_ranks({"staging over copying": staging})
+    """Measure on 2 ranks and return the ratios."""
+    return compared_on_ranks({"staging over copying": staging, "kind='hf' over 'sharded'": exporting})
 
 
 def staging(rank: int) -> Ratio:
@@ -42,6 +45,30 @@ def staging(rank: int) -> Ratio:
         finish()
 
     return paired(ours, theirs, PAIRS)
+
+
+def exporting(rank: int) -> Ratio:
+    """Saving the weights as a folder for transformers, and as each rank's part of a DCP directory."""
+    model = mmfsdp.shard(Transformer(WIDTH, DEPTH).to(device()), {"wrap": {"kind": "module_class", "classes": "Block"}})
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    if rank == 0:
+        (folder / "like").mkdir()
+        (folder / "like/config.json").write_text('{"model_type": "own", "tie_word_embeddings": false}')
+    dist.barrier()
+
+    def ours() -> None:
+        mmfsdp.save_checkpoint(folder / "hf", model, kind="hf", like=folder / "like", overwrite=True)
+
+    def theirs() -> None:
+        mmfsdp.save_checkpoint(folder / "sharded", model, overwrite=True)
+
+    ratio = paired(ours, theirs, PAIRS)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return ratio
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mmfsdp.errors import ConfigError
 
-__all__ = ["clean_fqn", "compile_pattern", "compile_regex", "human_bytes", "name_list", "parse_bytes"]
+__all__ = ["clean_fqn", "compile_pattern", "compile_regex", "human_bytes", "missing", "name_list", "parse_bytes"]
 
 _FSDP1_STEP = "_fsdp_wrapped_module"
 _GLOB_PARTS = re.compile(r"(\*\*|\*|\?|\[[^\]]*\])")
@@ -75,6 +75,11 @@ def name_list(names: Sequence[object], limit: int = 8, *, quoted: bool = True) -
     """
     shown = ", ".join(repr(name) if quoted else str(name) for name in names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def missing(names: Sequence[str], *, quoted: bool = False) -> str:
+    """Return the end of a sentence: ``"rank1.pth is missing"``, or ``"rank1.pth and 3 more are missing"``."""
+    return f"{name_list(names, quoted=quoted)} {'is' if len(names) == 1 else 'are'} missing"
 
 
 def human_bytes(count: int) -> str:

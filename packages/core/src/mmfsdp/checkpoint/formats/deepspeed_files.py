@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.basics.text import name_list
+from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes
 from mmfsdp.checkpoint.formats.deepspeed_latest import STATES
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
@@ -206,12 +206,11 @@ class Files:
             expected = ranks if kind == "optim" or self.is_partitioned else 1
             like = next(iter(files.values())).name if files else "zero_pp_rank_0"
             name = re.compile(r"(?<=pp_rank_)\d+")
-            missing = [name.sub(str(rank), like) for rank in range(expected) if rank not in files]
-            if missing:
+            absent = [name.sub(str(rank), like) for rank in range(expected) if rank not in files]
+            if absent:
                 raise IncompleteCheckpointError(
-                    f"The checkpoint is of {ranks} ranks, but {name_list(missing)} "
-                    f"{'is' if len(missing) == 1 else 'are'} missing.",
-                    file=str(self.folder / missing[0]),
+                    f"The checkpoint is of {ranks} ranks, but {missing(absent, quoted=True)}.",
+                    file=str(self.folder / absent[0]),
                 )
             if extra := [path for rank, path in files.items() if rank >= expected]:
                 raise CorruptCheckpointError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
+from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
@@ -252,13 +253,10 @@ def _present(name: str, files: FilesOfRanks) -> tuple[int, ...]:
     """Return the ranks over which a tensor is sharded, all of which have a file."""
     first = files.first
     ranks = first.places[name].ranks
-    missing = [rank for rank in ranks if rank not in files.paths]
-    if missing:
-        names = [re.sub(r"\d+(?=\D*$)", str(rank), first.path.name) for rank in missing[:8]]
+    absent = [re.sub(r"\d+(?=\D*$)", str(rank), first.path.name) for rank in ranks if rank not in files.paths]
+    if absent:
         raise IncompleteCheckpointError(
-            f"Tensor {name!r} was sharded over {len(ranks)} ranks, but {', '.join(names)} "
-            f"{f'and {len(missing) - 8} more ' if len(missing) > 8 else ''}"
-            f"{'is' if len(missing) == 1 else 'are'} missing.",
-            file=str(first.path.with_name(names[0])),
+            f"Tensor {name!r} was sharded over {len(ranks)} ranks, but {missing(absent)}.",
+            file=str(first.path.with_name(absent[0])),
         )
     return ranks

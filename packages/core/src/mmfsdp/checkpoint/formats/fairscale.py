@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
@@ -204,12 +205,8 @@ def _padding(index: int, held: str, rank: _Rank, first: _Rank) -> int | None:
 
 
 def _missing(first: Path, ranks: Sequence[int]) -> IncompleteCheckpointError:
-    names = [re.sub(r"\d+(?=\.\w+$)", str(rank), first.name) for rank in ranks[:8]]
-    return IncompleteCheckpointError(
-        f"{', '.join(names)} {f'and {len(ranks) - 8} more ' if len(ranks) > 8 else ''}"
-        f"{'is' if len(ranks) == 1 else 'are'} missing.",
-        file=str(first.with_name(names[0])),
-    )
+    names = [re.sub(r"\d+(?=\.\w+$)", str(rank), first.name) for rank in ranks]
+    return IncompleteCheckpointError(f"{missing(names)}.", file=str(first.with_name(names[0])))
 
 
 def _rest(ranks: Sequence[_Rank], tensors: dict[str, TensorEntry]) -> dict[Any, Any]:

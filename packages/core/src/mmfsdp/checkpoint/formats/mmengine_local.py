@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.text import clean_fqn
+from mmfsdp.basics.text import clean_fqn, missing
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.registry import Source
@@ -148,12 +148,11 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
                     file=str(rank.path),
                 )
     expected = len(present) if world_size is None else world_size
-    missing = [f"rank{number}.pth" for number in range(min(expected, len(present) + 8)) if number not in present]
-    if missing:
+    absent = [f"rank{number}.pth" for number in range(min(expected, len(present) + 8)) if number not in present]
+    if absent:
         raise IncompleteCheckpointError(
-            f"{directory.name} was saved by {expected} ranks, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing.",
-            file=str(directory / missing[0]),
+            f"{directory.name} was saved by {expected} ranks, but {missing(absent)}.",
+            file=str(directory / absent[0]),
         )
     for rank in ranks[1:]:
         _check_same_save(ranks[0], rank)

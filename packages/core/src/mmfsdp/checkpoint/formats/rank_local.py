@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
+from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.registry import Content, Source
@@ -117,13 +118,11 @@ def read(source: Source) -> Layout:
             f"{first.name} is of a save by {world_size} ranks, but {MANIFEST_NAME} of one by {manifest.world_size}.",
             file=str(first),
         )
-    missing = [f"rank{rank}.pth" for rank in range(world_size) if rank not in present]
-    if missing:
+    absent = [f"rank{rank}.pth" for rank in range(world_size) if rank not in present]
+    if absent:
         raise IncompleteCheckpointError(
-            f"{directory.name} was saved by {world_size} ranks, but {', '.join(missing[:8])} "
-            f"{f'and {len(missing) - 8} more ' if len(missing) > 8 else ''}"
-            f"{'is' if len(missing) == 1 else 'are'} missing.",
-            file=str(directory / missing[0]),
+            f"{directory.name} was saved by {world_size} ranks, but {missing(absent)}.",
+            file=str(directory / absent[0]),
         )
     stale = [present[rank].name for rank in sorted(present) if rank >= world_size]
     if stale:

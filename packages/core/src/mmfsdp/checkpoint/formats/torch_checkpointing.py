@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensor_ranks import FileOfRank, FilesOfRanks, own_content, shared_content
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.pickles.unpickling import read_pickle
-from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves
+from mmfsdp.checkpoint.tree import find_leaves, map_leaves
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -148,19 +149,18 @@ def _items(source: Source, metadata: _Metadata) -> dict[str, dict[int, Path]]:
         items[item] = chosen
     for item, files in items.items():
         ranks = metadata.ranks or max(files) + 1
-        missing = [f"{item}_{rank}.pt" for rank in range(min(ranks, len(files) + 8)) if rank not in files]
-        if missing and len(files) > 1:  # what one rank alone saved is whole
-            raise _missing(source.path, item, ranks, missing)
+        absent = [f"{item}_{rank}.pt" for rank in range(min(ranks, len(files) + 8)) if rank not in files]
+        if absent and len(files) > 1:  # what one rank alone saved is whole
+            raise _missing(source.path, item, ranks, absent)
     if not items:
         raise CheckpointNotFoundError(f"{source.path.name} holds no file such as model_0.pt.", file=str(source.path))
     return items
 
 
-def _missing(directory: Path, item: str, ranks: int, missing: list[str]) -> IncompleteCheckpointError:
+def _missing(directory: Path, item: str, ranks: int, names: list[str]) -> IncompleteCheckpointError:
     return IncompleteCheckpointError(
-        f"Item {item!r} of {directory.name} was saved by {ranks} ranks, but {listed(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} missing.",
-        file=str(directory / missing[0]),
+        f"Item {item!r} of {directory.name} was saved by {ranks} ranks, but {missing(names, quoted=True)}.",
+        file=str(directory / names[0]),
     )
 
 
