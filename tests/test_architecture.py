@@ -43,7 +43,7 @@ LEVELS: tuple[dict[str, str], ...] = (
         "saving": "basics checkpoint collective errors runtime state",
         "torch_style": "basics collective config errors planning runtime sharding state",
     },
-    {"frontends": "basics errors planning sharding torch_style"},
+    {"frontends": "basics checkpoint errors planning sharding torch_style"},
 )
 MAY_IMPORT = {room: allowed.split() for level in LEVELS for room, allowed in level.items()}
 MOST_ROOMS = 14

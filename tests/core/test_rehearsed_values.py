@@ -61,6 +61,15 @@ def made(step: Rehearsal, nbytes: int) -> int:
     return sum(item.nbytes == nbytes and item.kind == "activation" for item in step.allocations)
 
 
+def test_sync_batch_norm_sends_statistics() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8))
+    step = mmfsdp.rehearse({"engine": "replicate"}, model, torch.empty(2, 3, 8, 8), mesh=4)
+    # Means, inverse deviations and a count of each of 4 ranks; two sums per channel.
+    found = [(item.name, item.nbytes, item.phase) for item in step.collectives]
+    assert ("all_gather", 4 * 4 * (2 * 8 + 1), "forward") in found
+    assert ("all_reduce", 4 * 2 * 8, "backward") in found
+
+
 def test_constants_have_values() -> None:
     step = asked("constants")
     assert made(step, 4 * ROWS * WIDTH) == 1  # of the linear layer

@@ -60,7 +60,9 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
 
 
 @click.command("plan", cls=Command)
-@argument("model", help="package.module:factory, or the path of an MMEngine config.")
+@argument(
+    "model", help="package.module:factory, or the path of an MMEngine config, a Hugging Face folder or a checkpoint."
+)
 @model_arguments
 @ranks("Model", "Number of ranks to plan for, 8 by default")
 @config_file("Settings as JSON, TOML or YAML; by default those of an MMEngine config, if MODEL is one.")

@@ -10,7 +10,9 @@ import torch.nn as nn
 
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError
-from mmfsdp.frontends.readers import ReadConfig, read_config
+from mmfsdp.frontends.pretrained import config_of, pretrained_model
+from mmfsdp.frontends.readers import ReadConfig, is_readable, read_config
+from mmfsdp.frontends.skeletons import skeleton_of
 from mmfsdp.sharding.meta import parameters_on_meta
 
 __all__ = ["build_model", "is_config_path"]
@@ -26,7 +28,8 @@ def build_model(text: str, arguments: Mapping[str, Any] | None = None) -> tuple[
 
     Args:
         text: ``'package.module:factory'``, where the factory is a class, a function or an ``nn.Module``; or the path
-            of a config that an installed reader knows, such as MMEngine's.
+            of a config that an installed reader knows, such as MMEngine's, of a ``config.json`` of transformers or its
+            folder, or of any checkpoint. Of a checkpoint only names and shapes are known: its model has no forward.
         arguments: Keyword arguments of the factory.
 
     Returns:
@@ -37,7 +40,11 @@ def build_model(text: str, arguments: Mapping[str, Any] | None = None) -> tuple[
     """
     if is_config_path(text):
         if arguments:
-            raise ConfigError(f"{text!r} is a config; arguments ({', '.join(arguments)}) are for factories.")
+            raise ConfigError(f"{text!r} is a path; arguments ({', '.join(arguments)}) are for factories.")
+        if (described := config_of(text)) is not None:
+            return pretrained_model(described), None
+        if Path(text).exists() and not is_readable(text):
+            return skeleton_of(text), None
         config = read_config(text)
         return config.model(), config
     try:

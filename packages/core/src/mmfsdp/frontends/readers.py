@@ -67,6 +67,12 @@ class ReadConfig(Protocol):
         """
 
 
+def is_readable(path: str | Path) -> bool:
+    """Return whether a file has the suffix of a config: of an installed reader, or of MMEngine."""
+    suffix = Path(path).suffix.removeprefix(".")
+    return suffix == "py" or any(point.name == suffix for point in entry_points(group=GROUP))
+
+
 def read_config(path: str | Path) -> ReadConfig:
     """Read a config with the installed reader of its suffix.
 

@@ -35,6 +35,7 @@ from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.recorder import Recorder
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.sync_norms import sync_norms
 from mmfsdp.rehearsal.values import Values
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.param_groups import gradients_of
@@ -112,6 +113,8 @@ def rehearse(
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(unwatched())
         stack.enter_context(quiet())
+        if device_type != "cpu":
+            stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         with FewChunks():
             state = shard_in_place(fake_model(model), plan, ranks)
         module = state.module  # the state alone would not keep it
