@@ -29,16 +29,14 @@ from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.collective.steps import any_of, gather_to_first, on_all_ranks, shared
+from mmfsdp.collective.steps import any_of, on_all_ranks, shared
 from mmfsdp.runtime.dtensors import box_of, placements_of, whole_tensor
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.written_parts import Stretch, WrittenParts, joined_on_first
 
 __all__ = ["ModelFolder", "write_model_folder"]
 
 _BLOCK = 4 << 20  # bytes
-
-_Stretch = tuple[int, int, int]  # offset in the file, length, CRC-32
-_Written = dict[str, list[_Stretch]]  # by tensor
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
                     sync(save.temporary / name)
 
     on_all_ranks(create, scope)
-    written: _Written = {}
+    written: WrittenParts = {}
     failures: list[BaseException] = []
     for file in planned:
         target = _Target(save.temporary / file.name)
@@ -127,7 +125,8 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
             own = _own(folder.weights[piece.entry.name], scope)
             # A rank that failed goes on with what is collective, or the others would wait for it.
             with _collected(failures, save.target / file.name):
-                written[piece.entry.name] = [] if own is None or failures else [*target.write(*own, piece)]
+                stretches = [] if own is None or failures else [*target.write(*own, piece)]
+                written |= {piece.entry.name: stretches} if stretches else {}
         with _collected(failures, save.target / file.name):
             target.close()
 
@@ -136,11 +135,13 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
             raise failure
 
     on_all_ranks(succeed, scope)
-    parts = gather_to_first(scope, written)
+    parts = joined_on_first(written, scope)
 
     def complete() -> Files:
+        if parts is None:
+            return {}
         with as_checkpoint_error(save.target):
-            return {file.name: _completed(save.temporary / file.name, file, parts) for file in planned if parts}
+            return {file.name: _completed(save.temporary / file.name, file, parts) for file in planned}
 
     return on_all_ranks(complete, scope)
 
@@ -178,7 +179,7 @@ class _Target:
         self._path = path
         self._descriptor: int | None = None
 
-    def write(self, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Iterator[_Stretch]:
+    def write(self, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Iterator[Stretch]:
         """Write rows of a tensor; yield where they went."""
         if not tensor.numel():
             return
@@ -204,11 +205,11 @@ class _Target:
                 os.close(self._descriptor)
 
 
-def _completed(path: Path, file: PlannedFile, parts: list[_Written]) -> Any:
+def _completed(path: Path, file: PlannedFile, parts: WrittenParts) -> Any:
     crcs = []
     for piece in file.pieces:
         crc, end = 0, piece.at
-        for position, length, own in sorted(stretch for part in parts for stretch in part[piece.entry.name]):
+        for position, length, own in parts.get(piece.entry.name, ()):
             assert position == end, f"{piece.entry.name} is written at {position}, expected {end}"
             crc, end = crc32_combine(crc, own, length), position + length
         assert end == piece.at + piece.entry.nbytes, piece.entry.name
