@@ -145,6 +145,8 @@ def test_numbers_are_those_of_the_rehearsal(steps: tuple[Rehearsal, Rehearsal], 
         for kind in {*step.peak.by_kind, *step.static}
     }
     assert f"Rank 0 holds most, {human_bytes(step.peak.nbytes)}, in {step.peak.phase}" in read.text
+    low, high = map(human_bytes, step.device_bytes())
+    assert f"{low} to {high} taken of the GPU" in read.text
     gathers = step.sent()["all_gather", 8, 1]
     assert re.search(rf'all_gather</th>.*?>8<.*?>{gathers[0]}<.*?value="{gathers[1]}"', pages[0])
     assert len(pages[0]) < 80_000

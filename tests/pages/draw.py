@@ -16,7 +16,8 @@ from mmfsdp.rehearsal import Rehearsal, report
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 WIDTH, HEIGHT, SCALE = 1160, 2000, 0.65
 LEFT_OUT = """
-.wide, details, figcaption, footer, section:has(#modules), section:has(#sent), section:has(#notes) { display: none }
+.wide, details, figcaption, footer { display: none }
+section:has(#modules), section:has(#scaling), section:has(#sent), section:has(#notes) { display: none }
 .treemap { height: 22rem !important } h2 { margin-top: 1rem !important }
 """
 

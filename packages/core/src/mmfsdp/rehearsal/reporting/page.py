@@ -97,8 +97,8 @@ def report(
         section("scaling", "How it scales", curves.scaling_chart(scaled, shown)),
         section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
         section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
-        "<footer>Rehearsed on fake tensors, not measured. Not included: the context of the device, buffers of NCCL and "
-        "workspaces of kernels. Units are binary.</footer>",
+        "<footer>Rehearsed on fake tensors, not measured. What is taken of a GPU includes what the caching allocator "
+        "keeps, the CUDA context and buffers of NCCL, but not workspaces of convolutions. Units are binary.</footer>",
     ]
     style = (
         looks.STYLE + axes.STYLE + memory.STYLE + treemap.STYLE + outline.STYLE + lanes.STYLE + curves.STYLE + _STYLE
@@ -131,12 +131,12 @@ def _header(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
 
 
 def _cards(step: Rehearsal, time: StepTime) -> str:
-    low, high = step.reserved()
-    reserved = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
+    low, high = step.device_bytes()
+    taken = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
     sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
     cards = [
         (size(step.peak.nbytes), "at the peak"),
-        *([(reserved, "with what the allocator keeps")] if step.device_type != "cpu" else []),
+        *([(taken, "taken of the GPU")] if step.device_type == "cuda" else []),
         (size(sum(step.static.values())), "between steps"),
         (human_seconds(time.seconds), f"a step on {text(time.device)}"),
         (size(sent), "sent in the step"),
