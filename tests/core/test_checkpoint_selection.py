@@ -159,6 +159,19 @@ def test_casts_are_those_of_torch(source: str, target: str) -> None:
         assert torch.equal(found.nan_to_num(0.5), expected.nan_to_num(0.5))
 
 
+def test_every_float16_and_every_middle_is_rounded_to_as_by_torch() -> None:
+    pytest.importorskip("numpy")
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    numbers = words[words.isfinite()].float().sort().values
+    edges = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2]).view(torch.int32)
+    # Words of float32 beside them; next to zero this steps to the NaNs.
+    given = torch.cat([edges + step for step in (-1, 0, 1)]).view(torch.float32)
+    given = given[given.abs() < 65520]
+    data, lost = Rounding("float16", len(given))(given.numpy())
+    assert lost == 0
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.int16), given.half().view(torch.int16))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**16 - 2), st.integers(-3, 3), st.sampled_from([2**-60, 2**-30, 2**-9]))
 def test_float64_to_bfloat16_rounds_once(code: int, steps: int, step: float) -> None:

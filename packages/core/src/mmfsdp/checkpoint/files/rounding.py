@@ -36,6 +36,7 @@ class Rounding:
         self._near = np.empty(most, np.float32)
         self._bits = np.empty(most, np.uint32)
         self._low = np.empty(most, np.uint16)
+        self._codes = np.empty(most if target == "float16" else 0, np.uint32)
         self._places = np.empty(most if self._is_float8 else 0, np.intp)
 
     def __call__(self, given: NDArray[Any]) -> tuple[memoryview, int]:
@@ -55,9 +56,14 @@ class Rounding:
                 lost = self._to_bfloat16(given, result)
             elif self._is_float8:
                 lost = self._to_float8(given, result)
+            elif self._target == "float16" and given.dtype == np.float32 and _lies_below(_FINITE_HALF, given):
+                self._to_float16(given, result.view(np.uint16))
+                lost = 0
             else:
                 result[:] = given
-                lost = 0 if _lies_below(np.inf, result) else _became_infinite(result, given)
+                # Of the numbers given, because reductions of float16 are slow.
+                finite = _lies_below(float(np.finfo(result.dtype).max), given)
+                lost = 0 if finite else _became_infinite(result, given)
         return result.astype(result.dtype.newbyteorder("<"), copy=False).view(np.uint8).data, lost
 
     def of_shares(self, given: NDArray[np.float32], divisors: NDArray[np.float32]) -> tuple[memoryview, int]:
@@ -97,6 +103,28 @@ class Rounding:
                 words[wrong] = _any_to_bfloat16(given[wrong])[0]
         return 0
 
+    def _to_float16(self, given: NDArray[np.float32], result: NDArray[np.uint16]) -> None:
+        """Round numbers that stay finite; numpy's own cast takes ten times as long."""
+        import numpy as np
+
+        bits, sizes, codes = given.view(np.uint32), self._bits[: len(given)], self._codes[: len(given)]
+        np.bitwise_and(bits, np.uint32(0x7FFFFFFF), out=sizes)
+        np.right_shift(sizes, np.uint32(13), out=codes)
+        np.bitwise_and(codes, np.uint32(1), out=codes)
+        np.add(codes, np.uint32(0xFFF), out=codes)  # half a unit, less one where the last place is even
+        np.add(codes, sizes, out=codes)
+        np.right_shift(codes, np.uint32(13), out=codes)
+        np.subtract(codes, np.uint32(112 << 10), out=codes)  # the bias is 15, and not 127
+        subnormal = sizes < 0x38800000  # 2**-14
+        if subnormal.any():
+            # Beside 0.5 a unit of float32 is 2**-24, that of subnormal numbers, so that the sum is rounded as they are.
+            np.add(sizes.view(np.float32), np.float32(0.5), out=sizes.view(np.float32), where=subnormal)
+            np.subtract(sizes, np.uint32(0x3F000000), out=codes, where=subnormal)
+        np.right_shift(bits, np.uint32(16), out=sizes)
+        np.bitwise_and(sizes, np.uint32(0x8000), out=sizes)  # the signs
+        np.bitwise_or(codes, sizes, out=codes)
+        result[:] = codes
+
     def _to_float8(self, given: NDArray[Any], result: NDArray[np.uint8]) -> int:
         import numpy as np
 
@@ -113,6 +141,7 @@ class Rounding:
         return 0 if _lies_below(middle, given) else int(np.count_nonzero(too_large[places]))
 
 
+_FINITE_HALF = 65520.0  # from here on, numbers round to infinity in float16
 _FINITE = 3.39e38  # a little below where rounding to bfloat16 goes to infinity
 
 
