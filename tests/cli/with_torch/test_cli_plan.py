@@ -180,3 +180,19 @@ def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
     assert message in " ".join(told.split())
     # What needs no step is shown all the same.
     assert ("without activations" in shown) == (words in [("--batch", "6x5"), ("--batch", "x=6x4")])
+
+
+def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
+    words = ("--model-arg", "width=64", "--batch", "8x64", "--ranks", 2, "--set", "precision=bf16")
+    only = ("--set", "activation_checkpointing.mode=full", "--set", "sharding.strategy=FULL_SHARD")
+    code, out, err = plan(*words, *only, "--fit", "4GiB")
+    assert code == 0, err
+    assert "# " in out.splitlines()[2]
+    pasted = tmp_path / "fit.yaml"
+    pasted.write_text(out.split("\n\n")[1])
+    given = {"precision": "bf16", "activation_checkpointing": {"mode": "full"}, "sharding": {"strategy": "FULL_SHARD"}}
+    read, stated = mmfsdp.ShardConfig.from_file(pasted), mmfsdp.ShardConfig.from_dict(given)
+    assert all(getattr(read, name) == getattr(stated, name) for name in given)
+    assert plan(*words[:2], "--config", pasted)[0] == 0
+    assert "needs --batch" in plan("--fit", "10MiB")[2]
+    assert "Give their number" in plan(*words[:-4], "--ranks", "2x2", "--fit", "10MiB")[2]

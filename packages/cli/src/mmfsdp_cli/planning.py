@@ -11,6 +11,7 @@ import click
 
 from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
+from mmfsdp_cli.fitting import print_fit
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import key_values, model_of
 from mmfsdp_cli.options import (
@@ -116,6 +117,13 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
     type=click.FloatRange(0, 1),
     help="For models that ask for values of tensors: masks select this share of elements, such as 0.1.",
 )
+@option(
+    "--fit",
+    "memory",
+    section="Settings",
+    metavar="SIZE",
+    help="With --batch: the fastest settings that fit into this memory, such as 80GiB; what is given here stays.",
+)
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
@@ -136,6 +144,7 @@ def plan_command(
     device: str | None,
     batch_size: str | None,
     assume: float | None,
+    memory: str | None,
     tree: bool,
     chart: bool,
     other: Path | None,
@@ -166,6 +175,10 @@ def plan_command(
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     if device is not None and not rehearses:
         raise click.BadParameter("the time of a step needs --batch.", param_hint="--device")
+    if memory is not None and not rehearses:
+        raise click.BadParameter("needs --batch: steps are rehearsed.", param_hint="--fit")
+    if memory is not None and (tree or chart or html is not None or other is not None or assume is not None):
+        raise click.UsageError("--fit prints settings. Drop --tree, --chart, --html, --diff and --assume.")
     wanted = key_values(changes, "--set")
     with reporting_errors():
         from mmfsdp.basics import require_torch
@@ -176,6 +189,9 @@ def plan_command(
         if optimizer is None and source is not None:
             optimizer = source.optimizer()
         ranks = ranks or "8"
+        if memory is not None and step is not None:
+            print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", as_json=as_json)
+            return
         plan = planned(built, ranks, settings_of(built, source, config, wanted))
         advised = config is None and source is not None and not source.shards()
         found = None if step is None else _rehearsed(built, plan, step, assume, as_json=as_json)
@@ -199,11 +215,11 @@ def plan_command(
         elif chart:
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
-            memory = memory_of(plan, optimizer) if found is None else found  # before anything is printed: it may fail
+            needed = memory_of(plan, optimizer) if found is None else found  # before anything is printed: it may fail
             if advised:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
-            say(f"\n{memory}")
+            say(f"\n{needed}")
             if time is not None:
                 say(f"\n{time.table(width=terminal_width())}")
             for sentence in () if step is None else step.assumed:

@@ -9,7 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.config import ShardConfig
     from mmfsdp.planning import ShardPlan, plan
-    from mmfsdp.rehearsal import rehearse
+    from mmfsdp.rehearsal import fit, rehearse
     from mmfsdp.runtime.scaling import GradScaler
     from mmfsdp.runtime.training import clip_grad_norm_, no_sync
     from mmfsdp.runtime.whole_params import full_params
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "apply_plan",
     "clip_grad_norm_",
+    "fit",
     "full_params",
     "load_checkpoint",
     "load_model_state_dict",
@@ -53,6 +54,7 @@ _WHERE = {
     "ShardConfig": "mmfsdp.config",
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",
+    "fit": "mmfsdp.rehearsal.fitting.fastest",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "parameters_on_meta": "mmfsdp.sharding.meta",
     **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding.apply"),

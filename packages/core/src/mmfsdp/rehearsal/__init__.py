@@ -8,6 +8,8 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
+    from mmfsdp.rehearsal.fitting.fastest import fit
+    from mmfsdp.rehearsal.fitting.result import Fit, FitOption
     from mmfsdp.rehearsal.optimizers import optimizer_from
     from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
@@ -24,6 +26,8 @@ __all__ = [
     "Allocation",
     "Collective",
     "Device",
+    "Fit",
+    "FitOption",
     "Link",
     "Links",
     "Moment",
@@ -34,6 +38,7 @@ __all__ = [
     "StepTime",
     "calibrate",
     "devices",
+    "fit",
     "measure_links",
     "optimizer_from",
     "phase_seconds",
@@ -43,6 +48,8 @@ __all__ = [
 ]
 
 _WHERE = {
+    "fit": "mmfsdp.rehearsal.fitting.fastest",
+    **dict.fromkeys(("Fit", "FitOption"), "mmfsdp.rehearsal.fitting.result"),
     **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
     **dict.fromkeys(("Device", "devices", "write_device"), "mmfsdp.rehearsal.timing.devices"),
     **dict.fromkeys(("Link", "Links"), "mmfsdp.rehearsal.timing.links"),
@@ -56,7 +63,7 @@ _WHERE = {
     "report": "mmfsdp.rehearsal.reporting.page",
 }
 
-_NEEDS_TORCH = {"calibrate", "measure_links", "optimizer_from", "phase_seconds", "rehearse"}
+_NEEDS_TORCH = {"calibrate", "fit", "measure_links", "optimizer_from", "phase_seconds", "rehearse"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Copies models and batches into fake tensors of the same shapes, dtypes and ties, which take no memory."""
+"""Copies models and batches into tensors of the same shapes, dtypes and ties that take no memory: fake or meta ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_map_only
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.fake import without_fakes
 
-__all__ = ["fake_batch", "fake_model"]
+__all__ = ["fake_batch", "fake_model", "meta_model"]
 
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 def fake_model(model: nn.Module) -> nn.Module:
@@ -25,10 +26,28 @@ def fake_model(model: nn.Module) -> nn.Module:
     Raises:
         ConfigError: The model cannot be copied.
     """
+    return _copied(model, _CPU)
+
+
+def meta_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with parameters and buffers on the meta device; the model itself is not changed.
+
+    Raises:
+        ConfigError: The model cannot be copied.
+    """
+    return _copied(model, _META)
+
+
+def fake_batch(batch: Any) -> Any:
+    """Return a batch, in any structure, with fake tensors on the CPU in place of its tensors."""
+    return tree_map_only(torch.Tensor, _fake, batch)
+
+
+def _copied(model: nn.Module, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake(tensor)
+            memo[id(tensor)] = _fake(tensor, device)
     try:
         with without_fakes():  # other tensors, such as anchors in a list, keep their values
             return copy.deepcopy(model, memo)
@@ -39,13 +58,8 @@ def fake_model(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def fake_batch(batch: Any) -> Any:
-    """Return a batch, in any structure, with fake tensors on the CPU in place of its tensors."""
-    return tree_map_only(torch.Tensor, _fake, batch)
-
-
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+def _fake(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         vars(made).update(vars(tensor))

@@ -1,0 +1,1 @@
+"""Searches for the settings with which a step of training fits into the memory of a device and is fastest."""

@@ -1,0 +1,132 @@
+"""Bounds of memory and time that hold before a step is rehearsed, from its plan and from similar steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.planning.records import MeshSpec, ShardUnit
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.fitting.choices import Choice
+from mmfsdp.rehearsal.fitting.probing import Estimate
+from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
+from mmfsdp.rehearsal.records import Collective
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.links import Links, collective_seconds
+
+__all__ = ["Known", "sending_seconds"]
+
+_RECOMPUTED = {"full": 0.9, "every_n": 0.45, "ops": 0.1}  # of forward; a little less than what is repeated
+_SLOWER = 1.5  # float32 than mixed precision; a little less than it is
+
+
+class Known:
+    """What steps that were rehearsed tell about others.
+
+    Args:
+        device: The device.
+        links: How ranks are connected.
+    """
+
+    def __init__(self, device: Device, links: Links) -> None:
+        self._device, self._links = device, links
+        self._derived: dict[tuple[str, MeshSpec, bool], float] = {}
+        self._seen: list[tuple[Choice, ShardPlan, Estimate]] = []
+
+    def learn(self, choice: Choice, plan: ShardPlan, estimate: Estimate) -> None:
+        """Take in a step that was rehearsed."""
+        self._seen.append((choice, plan, estimate))
+
+    def memory(self, choice: Choice, plan: ShardPlan) -> float:
+        """Return bytes that a step needs at least.
+
+        Activations of half as many samples are at least half as large. Of two steps that gather the same, the one with
+        larger shards needs at least as much more as it keeps between steps.
+        """
+        state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
+        kept = plan.param_bytes() * (1 + state)
+        least = 0.0
+        for known, before, estimate in self._seen:
+            if known.forward_settings != choice.forward_settings:
+                continue
+            least = max(least, kept + estimate.activations * min(known.accumulate / choice.accumulate, 1.0))
+            if known.accumulate == choice.accumulate and _gathers(before) == _gathers(plan):
+                more = kept - before.param_bytes() * (1 + state)
+                least = max(least, estimate.peak.nbytes + more if more > 0 else 0.0)
+        return max(least, kept)
+
+    def seconds(self, choice: Choice, plan: ShardPlan) -> float:
+        """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
+        if (derived := self.derived_seconds(choice, plan)) is not None:
+            return derived
+        alike = [seen for seen in self._seen if seen[0].forward_key == choice.forward_key]
+        if alike:
+            return min(estimate.computing for _, _, estimate in alike)
+        mode = str((choice.settings.get("activation_checkpointing") or {}).get("mode"))
+        slower = _SLOWER if choice.settings.get("precision") == "fp32" else 1.0
+        others = [
+            slower * (estimate.computing + _RECOMPUTED.get(mode, 0.0) * estimate.forward)
+            for known, _, estimate in self._seen
+            if not known.settings.get("activation_checkpointing")
+            and known.settings.get("precision") != "fp32"
+            and known.accumulate <= choice.accumulate
+        ]
+        return min(others, default=0.0)
+
+    def derived_seconds(self, choice: Choice, plan: ShardPlan) -> float | None:
+        """Return the seconds of a step, as they follow from one that differs in the shape of its mesh; None without."""
+        for known, before, estimate in self._seen:
+            if known.forward_key != choice.forward_key or not can_reshard(before, plan):
+                continue
+            key = known.key, plan.mesh, plan.units[0].reshard_after_forward is False
+            if key not in self._derived:
+                more = estimate.seconds
+                for weight, step in estimate.steps:
+                    changed = resharded_seconds(step, plan, self._device, self._links)
+                    more += weight * (changed - step.time(self._device, self._links).seconds)
+                self._derived[key] = more
+            return self._derived[key]
+        return None
+
+
+def _gathers(plan: ShardPlan) -> tuple[object, ...]:
+    units = tuple((unit.fqns, unit.reshard_after_forward) for unit in plan.units)
+    return plan.engine, plan.forward_prefetch, plan.backward_prefetch, units
+
+
+def sending_seconds(plan: ShardPlan, accumulate: int, links: Links) -> float:
+    """Return seconds that a step sends at least, by what its units gather and reduce.
+
+    What is gathered and what is reduced may be sent at the same time.
+
+    Args:
+        plan: The plan of the model.
+        accumulate: Number of micro-batches; gradients are reduced with the last one.
+        links: How ranks are connected.
+    """
+    totals = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
+    for unit in plan.units:
+        for times, item in _sent(unit, plan):
+            totals[item.name] += times * collective_seconds(item, links, links.reached.usual)
+            if item.name == "all_gather":
+                totals[item.name] += (accumulate - 1) * times * collective_seconds(item, links, links.reached.usual)
+    return max(totals.values())
+
+
+def _sent(unit: ShardUnit, plan: ShardPlan) -> Iterator[tuple[int, Collective]]:
+    shard, replicate = plan.mesh.shard, plan.mesh.replicate
+    compute, reduce = unit.precision.param_dtype, unit.precision.reduce_dtype
+    gathered = reduced = 0
+    for param in unit.params:
+        floats = is_floating_point(param.dtype)
+        gathered += param.numel * itemsize(compute if compute and floats else param.dtype)
+        if param.requires_grad:
+            reduced += param.numel * itemsize(reduce or compute or param.dtype)
+    if shard == 1:
+        yield 1, Collective("all_reduce", reduced, replicate, 1, unit.fqn, "backward", 0)
+        return
+    reshards = unit.reshard_after_forward is not False and not unit.is_root
+    yield 1 + reshards, Collective("all_gather", gathered, shard, 1, unit.fqn, "forward", 0)
+    yield 1, Collective("reduce_scatter", reduced, shard, 1, unit.fqn, "backward", 0)
+    if replicate > 1:
+        yield 1, Collective("all_reduce", reduced // shard, replicate, shard, unit.fqn, "backward", 0)

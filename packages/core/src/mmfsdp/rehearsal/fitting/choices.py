@@ -1,0 +1,158 @@
+"""Lists the settings that a config leaves open, and what a search may choose for them. Pure and torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["Choice", "choices_for"]
+
+_VARIED = ("sharding", "wrap", "precision", "activation_checkpointing", "prefetch")
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    # The fastest first.
+    "precision": ("bf16", "fp32"),
+    "activation_checkpointing": (None, {"mode": "ops"}, {"mode": "every_n", "n": 2}, {"mode": "full"}),
+    "prefetch": ({},),
+}
+_EMPTY: tuple[Any, ...] = (None, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to train: settings, and the number of micro-batches that a step is divided into."""
+
+    settings: Mapping[str, Any]
+    accumulate: int
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal choices only."""
+        return f"{self.accumulate} {_text(self.settings)}"
+
+    @property
+    def forward_key(self) -> str:
+        """Text that is equal for choices that compute the same in forward and backward."""
+        return f"{self.accumulate} {self.forward_settings}"
+
+    @property
+    def forward_settings(self) -> str:
+        """The same, whatever the number of micro-batches."""
+        return _text({name: value for name, value in self.settings.items() if name not in ("sharding", "wrap")})
+
+    @property
+    def plan_key(self) -> str:
+        """Text that is equal for choices whose plans have equal units."""
+        apart = ("activation_checkpointing", "prefetch")
+        return _text({name: value for name, value in self.settings.items() if name not in apart})
+
+
+def choices_for(
+    given: Mapping[str, Any],
+    ranks: int,
+    samples: int,
+    *,
+    outside: Sequence[str] = (),
+    ranks_per_node: int = 8,
+    choices: Mapping[str, Sequence[Any]] | None = None,
+) -> Iterator[Choice]:
+    """Yield every combination of what a search may choose; what the user's config states stays as it is.
+
+    Args:
+        given: The user's settings.
+        ranks: Number of ranks.
+        samples: Size of the first dimension of the batch; micro-batches divide it by powers of two.
+        outside: Large modules that the wrap policy leaves in the root unit.
+        ranks_per_node: Ranks that share a node; shard groups are a part of a node or whole nodes.
+        choices: For a section of settings, and for ``accumulate``, the values to try instead of the usual ones.
+
+    Raises:
+        ConfigError: ``choices`` names something else, or a section that the config states.
+    """
+    choices = dict(choices or {})
+    config = ShardConfig.from_dict(given)
+    _check(choices, config)
+    options: dict[str, Sequence[Any]] = {}
+    for name in _VARIED:
+        if name in choices:
+            options[name] = choices[name]
+        elif name == "sharding":
+            options[name] = [*_shardings(config, ranks, ranks_per_node)]
+        elif name == "wrap":
+            options[name] = [*_wraps(config, given, outside)]
+        elif name not in config.model_fields_set:
+            options[name] = _DEFAULTS[name]
+    accumulates = choices.get("accumulate") or [*_divisions(samples)]
+    for values in itertools.product(*options.values()):
+        chosen = {name: value for name, value in zip(options, values, strict=True) if value not in _EMPTY}
+        settings = {**given, **chosen}
+        for accumulate in accumulates:
+            yield Choice(settings, accumulate)
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def _check(choices: Mapping[str, Sequence[Any]], config: ShardConfig) -> None:
+    for name in choices:
+        if name not in (*_VARIED, "accumulate"):
+            known = (*_VARIED, "accumulate")
+            raise ConfigError(
+                f"choices: {name!r} is not searched.{closest(name, known) or ' Accepted: ' + ', '.join(known) + '.'}",
+                config="choices",
+            )
+        if name in config.model_fields_set:
+            raise ConfigError(
+                f"choices: the config states {name} already. Remove it from the config, or from choices.",
+                config="choices",
+            )
+
+
+def _shardings(config: ShardConfig, ranks: int, ranks_per_node: int) -> Iterator[Any]:
+    """Yield sections ``sharding`` for what the config leaves open of the strategy."""
+    stated = config.sharding.model_dump(mode="json", exclude_unset=True)
+    hybrid = "HYBRID" in config.sharding.strategy
+    if "strategy" in stated and (not hybrid or "shard_size" in stated):
+        yield stated if "sharding" in config.model_fields_set else None
+        return
+    if config.engine == "replicate":
+        yield stated or None
+        return
+    sizes = [
+        size
+        for size in range(2, ranks)
+        if ranks % size == 0 and (size % ranks_per_node == 0 or ranks_per_node % size == 0)
+    ]
+    if "strategy" in stated:
+        yield from ({**stated, "shard_size": size} for size in sizes)
+        return
+    plain = ["FULL_SHARD"]
+    if config.sharding.reshard_after_forward is None:
+        plain.append("SHARD_GRAD_OP")
+    for strategy in plain if ranks > 1 else plain[:1]:
+        yield {**stated, "strategy": strategy}
+    for strategy, size in itertools.product(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"][: len(plain)], sizes):
+        yield {**stated, "strategy": strategy, "shard_size": size}
+    if ranks > 1 and not stated:
+        yield {"strategy": "NO_SHARD"}
+
+
+def _wraps(config: ShardConfig, given: Mapping[str, Any], outside: Sequence[str]) -> Iterator[Any]:
+    """Yield sections ``wrap``: as it is, and with large modules outside of the blocks as units of their own."""
+    yield given.get("wrap")
+    if outside and "wrap" not in config.model_fields_set:
+        yield {"kind": "any_of", "policies": ["auto", {"kind": "module_name", "patterns": [*outside]}]}
+
+
+def _divisions(samples: int) -> Iterator[int]:
+    """Yield 1, 2, 4 and so on, as long as they divide the samples."""
+    count = 1
+    while samples % count == 0 and count <= max(samples, 1):
+        yield count
+        count *= 2

@@ -1,0 +1,142 @@
+"""`fit()`: the fastest settings with which a step of training fits into the memory of a device."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn as nn
+
+from mmfsdp.basics.text import parse_bytes
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError
+from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.fitting.choices import choices_for
+from mmfsdp.rehearsal.fitting.probing import Prober, samples_of
+from mmfsdp.rehearsal.fitting.result import Fit, FitOption
+from mmfsdp.rehearsal.fitting.searching import Found, search
+from mmfsdp.rehearsal.optimizers import OptimizerFn
+from mmfsdp.rehearsal.step import LossFn
+from mmfsdp.rehearsal.timing.devices import Device, device_of
+from mmfsdp.rehearsal.timing.links import Links
+
+__all__ = ["fit"]
+
+_LARGE = 0.01  # of the parameters: a module that is worth a unit of its own
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    memory: int | str = "80GiB",
+    ranks: int = 8,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    policy: Any = None,
+    choices: Mapping[str, Sequence[Any]] | None = None,
+    count: int = 3,
+    device: str | Device = "h100",
+    links: Links | None = None,
+    loss: LossFn | None = None,
+    optimizer: str | OptimizerFn = "adamw",
+    max_norm: float | None = None,
+) -> Fit:
+    """Search for the settings with which a step fits into memory, and is fastest.
+
+    What the config states stays as it is. Varied is what it leaves open: the strategy and the ranks of a shard group,
+    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches. Most
+    combinations are decided by bounds of their memory and time, or by rehearsals of copies of the model with fewer
+    layers; what is returned was rehearsed with the whole model. Not collective; see `rehearse`.
+
+    Args:
+        model: The model, on any device; ``meta`` is enough.
+        batch: What one rank gets in a step, as for `rehearse`. The first dimension of its tensors is divided if
+            micro-batches are smaller.
+        memory: Memory of the device, as text such as ``'80GiB'`` or in bytes.
+        ranks: Number of ranks.
+        config: The settings that stay as they are.
+        policy: A wrapping policy in place of ``config.wrap``.
+        choices: For ``sharding``, ``wrap``, ``precision``, ``activation_checkpointing``, ``prefetch`` and
+            ``accumulate``: the values to try instead of the usual ones.
+        count: How many settings to find.
+        device: The device whose time is estimated, one of `devices`.
+        links: How ranks are connected; default: as the device usually is.
+        loss: See `rehearse`.
+        optimizer: See `rehearse`.
+        max_norm: See `rehearse`.
+
+    Raises:
+        RehearsalError: The model failed, or needs the values of tensors.
+        ConfigError: A setting, the memory or a choice is wrong, or no combination is possible.
+        ShardStateError: This process is in a process group.
+    """
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ConfigError(f"ranks is a number of ranks, at least 1, got {ranks!r}.")
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"count is a number of settings to find, at least 1, got {count!r}.")
+    room, chosen = parse_bytes(memory), device_of(device)
+    settings = _plain(config)
+    samples = samples_of(batch)
+    wanted = links or chosen.links
+    units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
+    outside = [] if policy is not None else _outside(make_plan(model, units, 1))
+    options = {
+        "loss": loss,
+        "optimizer": optimizer,
+        "max_norm": max_norm,
+        "device_type": "cpu" if chosen.name == "cpu" else "cuda",
+    }
+    prober = Prober(model, batch, ranks, chosen, wanted, policy, options)
+    every = [
+        *choices_for(settings, ranks, samples, outside=outside, ranks_per_node=wanted.ranks_per_node, choices=choices)
+    ]
+    found = search(prober, every, room, count)
+
+    def option(item: Found) -> FitOption:
+        accumulate = item.choice.accumulate
+        estimate = item.estimate
+        return FitOption(
+            item.choice.settings, accumulate, samples // accumulate, estimate.seconds, estimate.nbytes, item.rehearsal
+        )
+
+    return Fit(
+        memory=room,
+        ranks=ranks,
+        device=chosen.name,
+        options=tuple(sorted(map(option, found.fits), key=lambda item: item.seconds)),
+        faster=None if found.faster is None else option(found.faster),
+        smallest=None if found.smallest is None else option(found.smallest),
+        considered=len(every) - len(found.invalid),
+        impossible=len(found.invalid),
+        rehearsed=prober.count,
+    )
+
+
+def _plain(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return settings as plain data; sections that are plain already, as the user wrote them."""
+    if config is None:
+        return {}
+    checked = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(config)
+    dumped = checked.model_dump(mode="json", exclude_unset=True)
+    if isinstance(config, ShardConfig):
+        return dumped
+    return {name: value if _is_plain(value) else dumped[name] for name, value in config.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _outside(plan: ShardPlan) -> list[str]:
+    """Return the modules that hold much of the model, and are in the root unit."""
+    sizes: Counter[str] = Counter()
+    for param in plan.root.params:
+        sizes[param.fqn.rpartition(".")[0]] += param.numel
+    least = _LARGE * plan.param_numel
+    return [name for name, numel in sizes.items() if name and numel >= least]

@@ -1,0 +1,219 @@
+"""Estimates the memory and the time of a step with chosen settings, from rehearsals of short copies of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mmfsdp.errors import ConfigError, MmfsdpError
+from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.fitting.choices import Choice
+from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
+from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
+from mmfsdp.rehearsal.rehearsing import rehearse
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.step_time import StepTime
+
+__all__ = ["Estimate", "Prober", "micro_batch", "samples_of"]
+
+_REHEARSED = 2  # micro-batches; those after the second are as the second
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The memory and the time of a step of one rank."""
+
+    peak: Highest
+    """The highest moment of the step."""
+    nbytes: int
+    """Bytes that the step takes of the device at most; see `Rehearsal.device_bytes`."""
+    activations: float
+    """The most bytes of the kinds that do not depend on how parameters are sharded."""
+    state: float
+    """Bytes of optimizer state per byte of parameters."""
+    seconds: float
+    """The time of the step."""
+    computing: float
+    """Seconds of forward and backward, if they never wait."""
+    forward: float
+    """Seconds of all forwards, if they never wait."""
+    steps: tuple[tuple[float, Rehearsal], ...] = field(repr=False)
+    """What was rehearsed: the weight of each step, and the step."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole model was rehearsed."""
+        return len(self.steps) == 1
+
+
+class Prober:
+    """Rehearses a model with different settings.
+
+    Args:
+        model: The model, on any device.
+        batch: What one rank gets in a step.
+        ranks: Number of ranks.
+        device: The device whose time is estimated.
+        links: How ranks are connected.
+        policy: A wrapping policy in place of the settings' one.
+        options: Further arguments of `rehearse`.
+
+    Attributes:
+        stacks: The stacks of layers that short copies of the model shorten.
+        count: Rehearsals so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        ranks: int,
+        device: Device,
+        links: Links,
+        policy: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.batch, self.ranks = model, batch, ranks
+        self.device, self.links = device, links
+        self.count = 0
+        self._policy, self._options = policy, dict(options or {})
+        self.stacks: tuple[Stack, ...] = stacks_of(model)
+        self._short = [*short_models(model, self.stacks)] if self.stacks else []
+        self._known: dict[str, Estimate] = {}
+        self._plans: dict[str, ShardPlan] = {}
+
+    def plan(self, choice: Choice) -> ShardPlan:
+        """Return the plan of the whole model."""
+        if choice.plan_key not in self._plans:
+            self._plans[choice.plan_key] = make_plan(self.model, choice.settings, self.ranks, policy=self._policy)
+        return self._plans[choice.plan_key]
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """Return what a step needs, from short copies if the model has them."""
+        if choice.key not in self._known:
+            try:
+                self._known[choice.key] = self._estimated(choice)
+            except MmfsdpError:
+                if not self._short:
+                    raise
+                self.distrust()  # the model depends on how many layers it has
+                return self.estimate(choice)
+        return self._known[choice.key]
+
+    def knows(self, choice: Choice) -> bool:
+        """Return whether a step was estimated."""
+        return choice.key in self._known
+
+    def distrust(self) -> None:
+        """Rehearse the whole model from now on, because short copies mislead."""
+        self.stacks, self._short = (), []
+        self._known = {key: estimate for key, estimate in self._known.items() if estimate.is_whole}
+
+    def whole(self, choice: Choice) -> Estimate:
+        """Return what a step needs, from a rehearsal of the whole model with two micro-batches at most."""
+        known = self._known.get(choice.key)
+        if known is None or not known.is_whole:
+            known = self._known[choice.key] = self._from([(1.0, self._run(self.model, choice), {})], choice)
+        return known
+
+    def _estimated(self, choice: Choice) -> Estimate:
+        if not self._short:
+            return self.whole(choice)
+        parts = []
+        for short, weight, depths in self._short:
+            found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self.stacks}
+            parts.append((weight, self._run(short, choice), found))
+        return self._from(parts, choice)
+
+    def _from(
+        self, parts: Sequence[tuple[float, Rehearsal, Mapping[str, tuple[int, int]]]], choice: Choice
+    ) -> Estimate:
+        peak = combined([(weight, highest_by_place(step, depths)) for weight, step, depths in parts])
+        activations = combined(
+            [(weight, highest_by_place(step, depths, ACTIVATIONS)) for weight, step, depths in parts]
+        )
+        times = [(weight, step.time(self.device, self.links)) for weight, step, _ in parts]
+        more = max(choice.accumulate - _REHEARSED, 0)  # micro-batches that were not rehearsed
+
+        def total(value: Callable[[Rehearsal], float]) -> float:
+            return sum(weight * value(step) for weight, step, _ in parts)
+
+        def timed(value: Callable[[StepTime], float]) -> float:
+            return sum(weight * value(time) for weight, time in times)
+
+        inputs = more * total(lambda step: step.static.get("input", 0)) / _REHEARSED
+        if more:
+            counts = dict(peak.by_kind)
+            counts["input"] = counts.get("input", 0) + round(inputs)
+            peak = replace(peak, by_kind=counts)
+        needed = total(_needed) + inputs
+        times_more = choice.accumulate / min(choice.accumulate, _REHEARSED)
+        return Estimate(
+            peak=peak,
+            nbytes=max(round(needed), peak.nbytes),
+            activations=activations.nbytes + inputs,
+            state=total(lambda step: step.static.get("optimizer state", 0))
+            / max(total(lambda step: step.static.get("parameter", 0)), 1),
+            seconds=timed(lambda time: time.seconds) + more * timed(_first_micro_batch),
+            computing=times_more * timed(lambda time: _computing(time, ("forward", "backward"))),
+            forward=times_more * timed(lambda time: _computing(time, ("forward",))),
+            steps=tuple((weight, step) for weight, step, _ in parts),
+        )
+
+    def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
+        self.count += 1
+        plan = make_plan(model, choice.settings, self.ranks, policy=self._policy)
+        batch = micro_batch(self.batch, choice.accumulate)
+        return rehearse(plan, model, batch, accumulate=min(choice.accumulate, _REHEARSED), **self._options)
+
+
+def samples_of(batch: Any) -> int:
+    """Return the size of the first dimension that all tensors of a batch share; 1 if they share none."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def micro_batch(batch: Any, count: int) -> Any:
+    """Return one of ``count`` equal parts of a batch.
+
+    Raises:
+        ConfigError: Its samples cannot be divided by ``count``.
+    """
+    if count == 1:
+        return batch
+    samples = samples_of(batch)
+    if samples % count:
+        raise ConfigError(f"{samples} samples cannot be divided into {count} micro-batches.", config="accumulate")
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: samples // count] if tensor.ndim else tensor
+
+    return tree_map_only(torch.Tensor, part, batch)
+
+
+def _needed(step: Rehearsal) -> int:
+    """Return the bytes that a step takes of its device at most."""
+    return step.peak.nbytes if step.device_type == "cpu" else step.device_bytes()[1]
+
+
+def _computing(time: StepTime, phases: tuple[str, ...]) -> float:
+    return sum(span.end - span.begin for span in time.spans if span.stream == "compute" and span.phase in phases)
+
+
+def _first_micro_batch(time: StepTime) -> float:
+    """Return the seconds until the second forward begins."""
+    was = ""
+    for span in time.spans:
+        if span.stream == "compute":
+            if span.phase == "forward" and was == "backward":
+                return span.begin
+            was = span.phase
+    return 0.0

@@ -1,0 +1,69 @@
+"""Estimates the time of a step on a mesh of another shape from one that was rehearsed. Pure and torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.records import Collective, Operator
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.step_time import time_of
+
+__all__ = ["can_reshard", "resharded_seconds"]
+
+
+def can_reshard(known: ShardPlan, wanted: ShardPlan) -> bool:
+    """Return whether the time with one plan follows from a step with another.
+
+    What a unit gathers again in backward can be left out, but not made up.
+    """
+    if {known.engine, wanted.engine} != {"fsdp2"} or known.mesh.shard == 1 or wanted.mesh.shard == 1:
+        return False
+    return _gathers_again(known) or not _gathers_again(wanted)
+
+
+def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device, links: Links) -> float:
+    """Return the seconds of a step in which the ranks are arranged as another plan says.
+
+    Messages go to other ranks, gradients are averaged over replicas if there are any, and clipping and the optimizer
+    work on shards of another size; all else stays.
+
+    Args:
+        step: A step of a plan from which that of ``wanted`` follows; see `can_reshard`.
+        wanted: The plan, for the same model or one with more layers.
+        device: The device.
+        links: How ranks are connected.
+    """
+    pairs = [*_rewritten(step, wanted)]
+    return time_of(
+        [operator for operator, _ in pairs], [sent for _, sent in pairs if sent is not None], device, links
+    ).seconds
+
+
+def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, Collective | None]]:
+    """Yield operators, each with its collective if it is one."""
+    sent = iter(step.collectives)
+    shard, replicate = wanted.mesh.shard, wanted.mesh.replicate
+    ratio = step.plan.mesh.shard / shard
+    drops = _gathers_again(step.plan) and not _gathers_again(wanted)
+    for item in step.operators:
+        message = next(sent) if "::" not in item.name else None
+        if drops and item.role == "gather" and item.phase == "backward":
+            continue
+        if message is None:
+            of_shards = item.phase not in ("forward", "backward")
+            yield replace(item, nbytes=round(item.nbytes * ratio)) if of_shards else item, None
+        elif message.unit is None:
+            yield item, message
+        elif message.name in ("all_gather", "reduce_scatter"):
+            yield item, replace(message, ranks=shard, stride=1)
+            if message.name == "reduce_scatter" and replicate > 1:
+                average = replace(message, name="all_reduce", nbytes=message.nbytes // shard, ranks=replicate)
+                yield replace(item, name="all_reduce"), replace(average, stride=shard)
+
+
+def _gathers_again(plan: ShardPlan) -> bool:
+    return any(unit.reshard_after_forward is not False for unit in plan.units if not unit.is_root)

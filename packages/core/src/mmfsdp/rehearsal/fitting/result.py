@@ -1,0 +1,126 @@
+"""`Fit`: the settings that a search has found, with the reason why faster ones do not fit, as a value that prints."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmfsdp.basics.text import human_bytes
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.step_time import human_seconds
+
+__all__ = ["Fit", "FitOption"]
+
+_OWNERS = 3  # modules that a reason names
+_WIDTH = 110  # characters of its lines
+
+
+@dataclass(frozen=True)
+class FitOption:
+    """Settings, and what a step needs with them."""
+
+    settings: Mapping[str, Any]
+    """As `mmfsdp.plan` and `mmfsdp.ShardConfig.from_dict` take them."""
+    accumulate: int
+    """Micro-batches of a step."""
+    samples: int
+    """Samples of a micro-batch."""
+    seconds: float
+    """The time of a step."""
+    nbytes: int
+    """Bytes that the process takes of the device at most; see `Rehearsal.device_bytes`."""
+    rehearsal: Rehearsal = field(repr=False)
+    """The step of the whole model, with at most two micro-batches."""
+
+    @property
+    def yaml(self) -> str:
+        """The settings as YAML, one section a line."""
+        lines = [f"{name}: {json.dumps(value)}" for name, value in self.settings.items()]
+        return "\n".join(lines or ["{}"])
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only, without the rehearsal."""
+        names = ("accumulate", "samples", "seconds", "nbytes")
+        return {"settings": dict(self.settings), **{name: getattr(self, name) for name in names}}
+
+    def reason(self) -> str:
+        """Return a sentence on when a step holds most memory, what for, and whose it is."""
+        peak = self.rehearsal.peak
+        kinds = sorted(peak.by_kind.items(), key=lambda item: -item[1])[:3]
+        held = ", ".join(f"{human_bytes(size)} of {kind}" for kind, size in kinds)
+        owners = ", ".join(
+            f"{human_bytes(size)} of {kind} of {name or 'the model as a whole'}"
+            for name, kind, size, _ in self.rehearsal.held()[:_OWNERS]
+        )
+        where = f"In {peak.phase}" + (f" of {peak.module}" if peak.module else "")
+        return f"{where} it holds {human_bytes(peak.nbytes)}: {held}. The largest parts are {owners}."
+
+    def __str__(self) -> str:
+        divided = f"{self.accumulate} micro-batches of {self.samples}" if self.accumulate > 1 else "no accumulation"
+        return f"{human_seconds(self.seconds)} per step, {human_bytes(self.nbytes)}, {divided}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a search has found."""
+
+    memory: int
+    """Bytes of the device."""
+    ranks: int
+    device: str
+    options: tuple[FitOption, ...]
+    """Settings that fit, the fastest first."""
+    faster: FitOption | None
+    """The next faster ones, which do not fit; None if the fastest of all fit."""
+    smallest: FitOption | None
+    """If nothing fits, the settings that need least memory."""
+    considered: int
+    """Combinations of settings that are possible for the model."""
+    impossible: int
+    """Combinations that are not."""
+    rehearsed: int
+    """Steps that were rehearsed, with the model or a copy that has fewer layers."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only."""
+        faster = None if self.faster is None else {**self.faster.describe(), "reason": self.faster.reason()}
+        smallest = None if self.smallest is None else {**self.smallest.describe(), "reason": self.smallest.reason()}
+        names = ("memory", "ranks", "device", "considered", "impossible", "rehearsed")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "options": [option.describe() for option in self.options],
+            "faster": faster,
+            "smallest": smallest,
+        }
+
+    def table(self) -> str:
+        """Return the settings as YAML to copy, each with its time and memory, and why faster ones do not fit."""
+        where = f"{human_bytes(self.memory)} on each of {self.ranks} ranks ({self.device})"
+        counts = f"of {self.considered} combinations of settings, {self.rehearsed} rehearsed"
+        if self.smallest is not None:
+            missing = human_bytes(self.smallest.nbytes - self.memory)
+            lines = [f"Nothing fits into {where}, {counts}. The smallest needs {missing} more:"]
+            lines += ["", *_shown(self.smallest), "", *_wrapped(self.smallest)]
+            return "\n".join(lines)
+        lines = [f"The fastest that fit into {where}, {counts}:"]
+        for option in self.options:
+            lines += ["", *_shown(option)]
+        if self.faster is not None:
+            missing = human_bytes(self.faster.nbytes - self.memory)
+            lines += ["", f"The next faster one needs {missing} more than there is:", "", *_shown(self.faster)]
+            lines += ["", *_wrapped(self.faster)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _wrapped(option: FitOption) -> list[str]:
+    return textwrap.wrap(option.reason(), _WIDTH)
+
+
+def _shown(option: FitOption) -> list[str]:
+    return [f"# {option}", *option.yaml.splitlines()]

@@ -1,0 +1,197 @@
+"""Searches for settings that fit: short copies tell the truth, and what is found is what trying everything finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmfsdp
+from mmfsdp.errors import ConfigError, RehearsalError
+from mmfsdp.rehearsal import Fit
+from mmfsdp.rehearsal.fitting.choices import Choice, choices_for
+from mmfsdp.rehearsal.fitting.probing import Prober
+from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
+from mmfsdp.rehearsal.fitting.searching import search
+from mmfsdp.rehearsal.timing.devices import device_of
+
+WIDTH, ROWS = 2048, 8192
+RANKS = 4
+FULL = {"mode": "full"}
+
+
+class Block(nn.Module):
+    """A layer whose even copies, told by their place, keep more than the odd ones."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.place = place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(x))
+        return x + self.down(torch.tanh(y) if self.place % 2 == 0 else y)
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 8, needs: int = 0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3000, WIDTH), nn.Linear(WIDTH, 3000, bias=False)
+        self.blocks = nn.ModuleList(Block(place) for place in range(depth))
+        self.needs = needs
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        if len(self.blocks) < self.needs:  # what a model with a fixed number of layers does
+            x = torch.cat([x] * 9, -1)[..., :WIDTH]
+        return self.head(x)
+
+
+def on_meta(**settings: Any) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Net(**settings), torch.empty(4, ROWS // 4, dtype=torch.int64)
+
+
+def prober(model: nn.Module, batch: torch.Tensor) -> Prober:
+    device = device_of("h100")
+    return Prober(model, batch, RANKS, device, device.links, options={"max_norm": 1.0})
+
+
+CHOICES = [
+    Choice({"precision": "bf16", "sharding": sharding, **more}, 1)
+    for sharding, more in (
+        ({"strategy": "FULL_SHARD"}, {}),
+        ({"strategy": "FULL_SHARD"}, {"activation_checkpointing": FULL}),
+        ({"strategy": "_HYBRID_SHARD_ZERO2", "shard_size": 2}, {}),
+        ({"strategy": "NO_SHARD"}, {"activation_checkpointing": FULL}),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Prober:
+    """Rehearses the whole model only, and remembers."""
+    tried = prober(*on_meta())
+    tried.distrust()
+    return tried
+
+
+def test_short_copies_tell_the_peak_and_the_time_of_the_whole_model(whole: Prober) -> None:
+    short = prober(*on_meta())
+    assert [(stack.fqn, stack.depth) for stack in short.stacks] == [("blocks", 8)]
+    for choice in (CHOICES[0], CHOICES[3]):
+        told, true = short.estimate(choice), whole.estimate(choice)
+        assert told.peak.nbytes == true.peak.nbytes == true.steps[0][1].peak.nbytes
+        assert told.seconds == pytest.approx(true.seconds, rel=1e-3)
+
+
+def test_the_time_on_another_mesh_follows(whole: Prober) -> None:
+    step, wanted = whole.estimate(CHOICES[0]).steps[0][1], whole.estimate(CHOICES[2])
+    derived = resharded_seconds(step, whole.plan(CHOICES[2]), whole.device, whole.links)
+    assert derived == pytest.approx(wanted.seconds, rel=0.01)
+    assert derived != pytest.approx(whole.estimate(CHOICES[0]).seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_what_is_found_is_what_trying_everything_finds(whole: Prober, place: int) -> None:
+    everything = {choice.key: whole.estimate(choice) for choice in CHOICES}
+    memory = sorted(estimate.nbytes for estimate in everything.values())[place]
+    found = search(whole, CHOICES, memory, 2)
+    best = min(estimate.seconds for estimate in everything.values() if estimate.nbytes <= memory)
+    assert best <= found.fits[0].estimate.seconds <= 1.03 * best
+    assert all(everything[item.choice.key].nbytes <= memory for item in found.fits)
+    faster = {key: e for key, e in everything.items() if e.nbytes > memory and e.seconds < best}
+    assert (found.faster.choice.key if found.faster else None) == max(
+        faster, key=lambda key: faster[key].seconds, default=None
+    )
+
+
+def test_if_nothing_fits_the_smallest_is_found(whole: Prober) -> None:
+    least = min(whole.estimate(choice).nbytes for choice in CHOICES)
+    found = search(whole, CHOICES, least - 1, 2)
+    assert not found.fits
+    assert found.smallest is not None
+    assert found.smallest.estimate.nbytes == least
+
+
+def test_micro_batches_after_the_second_are_as_the_second() -> None:
+    model, batch = on_meta(depth=2)
+    tried = prober(model, batch)
+    choice = Choice({"precision": "bf16"}, 4)
+    step = mmfsdp.rehearse(choice.settings, model, batch[:1], mesh=RANKS, max_norm=1.0, accumulate=4)
+    estimate = tried.estimate(choice)
+    assert estimate.peak.nbytes == step.peak.nbytes
+    assert estimate.seconds == pytest.approx(step.time("h100").seconds, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Fit:
+    model, batch = on_meta()
+    wanted = {"activation_checkpointing": [None, FULL], "accumulate": [1]}
+    config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}}
+    return mmfsdp.fit(model, batch, memory="3GiB", ranks=RANKS, config=config, choices=wanted, count=1)
+
+
+def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
+    model, batch = on_meta()
+    text = str(fitted)
+    option = fitted.options[0]
+    lines = text.splitlines()
+    begin = lines.index(f"# {option}")
+    pasted = tmp_path / "fit.yaml"
+    pasted.write_text("\n".join(lines[begin : lines.index("", begin)]))
+    config = mmfsdp.ShardConfig.from_file(pasted)
+    assert config == mmfsdp.ShardConfig.from_dict(option.settings)
+    part = batch[: option.samples]
+    again = mmfsdp.rehearse(config, model, part, mesh=RANKS, accumulate=option.accumulate)
+    assert again.peak == option.rehearsal.peak
+    assert fitted.faster is not None
+    assert fitted.faster.seconds < option.seconds
+    assert option.nbytes <= fitted.memory < fitted.faster.nbytes
+    assert "1.25 GiB of activation" in text
+    assert "of activation of blocks.{0..7}.up" in fitted.faster.reason()
+    assert fitted.faster.reason() in text.replace("\n", " ")
+    assert json.loads(json.dumps(fitted.describe()))["options"][0]["settings"] == option.settings
+
+
+def test_what_the_config_states_stays() -> None:
+    given = {"precision": "fp32", "sharding": {"strategy": "HYBRID_SHARD"}, "wrap": {"kind": "none"}}
+    found = [*choices_for(given, 16, 2, outside=["head"])]
+    assert {json.dumps(c.settings["wrap"]) for c in found} == {'{"kind": "none"}'}
+    assert {c.settings["precision"] for c in found} == {"fp32"}
+    assert [c.settings["sharding"]["shard_size"] for c in found[::8]] == [2, 4, 8]
+    assert {c.accumulate for c in found} == {1, 2}
+    wraps = {json.dumps(c.settings.get("wrap")) for c in choices_for({}, 8, 1, outside=["head"])}
+    assert len(wraps) == 2
+    assert any("head" in text for text in wraps)
+
+
+def test_a_model_that_depends_on_its_number_of_layers_is_rehearsed_whole() -> None:
+    model, batch = on_meta(needs=8)
+    choices = {"activation_checkpointing": [None], "precision": ["bf16"], "accumulate": [1]}
+    config = {"sharding": {"strategy": "FULL_SHARD"}, "wrap": "auto"}
+    found = mmfsdp.fit(model, batch, ranks=2, config=config, choices=choices)
+    assert len(found.options[0].rehearsal.plan.units) > 8
+    assert found.rehearsed == 3  # two short copies, and the model
+
+
+def test_wrong_questions() -> None:
+    model, batch = on_meta(depth=2)
+    with pytest.raises(ConfigError, match="'speed' is not searched"):
+        mmfsdp.fit(model, batch, choices={"speed": [1]})
+    with pytest.raises(ConfigError, match="states precision already"):
+        mmfsdp.fit(model, batch, config={"precision": "bf16"}, choices={"precision": ["fp32"]})
+    with pytest.raises(ConfigError, match="has no unit"):
+        mmfsdp.fit(model, batch, memory="80")
+    with pytest.raises(ConfigError, match="ranks is a number"):
+        mmfsdp.fit(model, batch, ranks=0)
+    with pytest.raises(ConfigError, match="cannot be divided into 3"):
+        mmfsdp.fit(model, batch, choices={"accumulate": [3]})
+    with pytest.raises(RehearsalError, match="embed"):
+        mmfsdp.fit(model, batch.float(), ranks=2)
