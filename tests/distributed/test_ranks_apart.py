@@ -80,7 +80,7 @@ def test_a_rank_that_waits_in_vain_is_told_why(config: dict[str, Any], case: str
         pytest.skip("what FSDP1 reduces in backward cannot be named: torch has no place for it")
     if case == "evaluation":
         config = {**config, "sharding": "FULL_SHARD"}
-    first, second = run_ranks(apart, 2, case, config, timeout=40.0)
+    first, second = run_ranks(apart, 2, case, config)
     assert first.startswith("The other ranks did not take part while this rank was ")
     assert "different numbers of batches" in first
     assert "computing the norm" in first if case == "clip" else "the shard unit" in first or "a shard unit" in first

@@ -35,7 +35,9 @@ __all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
 _Answer = tuple[BaseException | None, Any, str]
 _CALLS = 40  # then processes are replaced, or
 _THREADS = 60  # once they have as many threads: gloo keeps busy ones for each group that was ever made
+_MEMORY = "/dev/shm"  # on Linux
 _GRACE = 5.0  # seconds that the other ranks get to end once one has failed
+_WAIT = timedelta(minutes=10)  # longer than calls may take: gloo's error would say where one rank waits, not all
 _DUMP = 0.5  # seconds that a rank gets to write where it is
 _pools: dict[int, _Pool] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
@@ -49,7 +51,7 @@ class RankError(MmfsdpError):
     errors: list[BaseException | None]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world and return the results by rank.
 
     The processes serve several calls with the same ``world_size``. If one fails or hangs, all are ended.
@@ -58,7 +60,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         function: A function at the top level of a module, which other processes can import.
         world_size: Number of ranks.
         *args: Picklable arguments. Results must be picklable too.
-        timeout: Seconds to wait for all ranks.
+        timeout: Seconds to wait for all ranks; a disk that is busy may hold them up for a minute.
 
     Raises:
         RankError: A rank raised or did not answer; the message contains its traceback, and (not on Windows) where the
@@ -116,7 +118,8 @@ class _Pool:
         self.calls = 0
         self.silent = ""  # where the ranks are that have not answered the last call
         self._idle = True
-        self._folder = tempfile.TemporaryDirectory()
+        # In memory if it can be: ranks that want to meet would wait for a disk that is busy.
+        self._folder = tempfile.TemporaryDirectory(dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -241,7 +244,7 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     gc.freeze()  # what the server has imported is never garbage, and looking through it takes long
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=90)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=_WAIT
     )
     while True:
         try:
