@@ -27,12 +27,10 @@ from mmfsdp.rehearsal import (
     Rehearsal,
     calibrate,
     devices,
+    measure,
     measure_links,
-    phase_seconds,
     write_device,
 )
-from mmfsdp.rehearsal.optimizers import make_optimizer
-from mmfsdp.rehearsal.step import default_loss
 from mmfsdp.rehearsal.timing.links import collective_seconds
 from mmfsdp.rehearsal.timing.streams import Work, replay
 from mmfsdp.testing import single_rank
@@ -230,20 +228,22 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_a_calibrated_step_takes_about_as_long_as_real_ones(step: Rehearsal, tmp_path: Path) -> None:
     own = rehearse(mesh=1, device_type="cpu")
-    device = calibrate(own, clock=time.process_time, budget=1e-3)
+    config, model = {"wrap": {"kind": "module_class", "classes": "Block"}}, Words()
+    found = measure(config, model, TOKENS, max_norm=1.0, clock=time.process_time, budget=1e-3)
+    device, predicted = found.device, found.predicted
     assert {*device.measured} == {*own.calls} == {item.signature for item in own.operators if item.nbytes}
     assert {*device.issues} == {"forward", "backward", "clipping", "optimizer"}
-    predicted = own.time(device)
+    assert own.time(device).seconds == predicted.seconds
+    assert all(param.grad is None for param in model.parameters())
+    assert -0.6 < found.error < 1.5  # benchmarks/bench_step_time.py shows how close it is
+    assert f"({found.error:+.1%})" in str(found)
+    with pytest.raises(ConfigError, match="at least 3 steps"):
+        measure(config, model, TOKENS, steps=2)
     with single_rank():
-        model = mmfsdp.shard(Words(), {"wrap": {"kind": "module_class", "classes": "Block"}})
-        optimizer = make_optimizer("adamw", list(model.parameters()), "cpu")
-        found = phase_seconds(model, optimizer, [TOKENS], default_loss, 1.0, time.process_time, 6)[2:]
         with pytest.raises(ShardStateError, match="before init_process_group"):
             calibrate()
         with pytest.raises(ShardStateError, match="between 2 or more ranks"):
             measure_links()
-    real = sorted(sum(phases.values()) for phases in found)[2]
-    assert real / 2.5 < predicted.seconds < 2.5 * real  # benchmarks/bench_step_time.py shows how close it is
     write_device(device, tmp_path / "own.toml")
     assert own.time(str(tmp_path / "own.toml")) == predicted
     slower = replace(device, measured={name: 10 * seconds for name, seconds in device.measured.items()})

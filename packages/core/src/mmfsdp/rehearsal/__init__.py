@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
     from mmfsdp.rehearsal.fitting.fastest import fit
     from mmfsdp.rehearsal.fitting.result import Fit, FitOption
+    from mmfsdp.rehearsal.measuring import Measured, measure
     from mmfsdp.rehearsal.optimizers import optimizer_from
     from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
@@ -30,6 +31,7 @@ __all__ = [
     "FitOption",
     "Link",
     "Links",
+    "Measured",
     "Moment",
     "Operator",
     "Range",
@@ -39,6 +41,7 @@ __all__ = [
     "calibrate",
     "devices",
     "fit",
+    "measure",
     "measure_links",
     "optimizer_from",
     "phase_seconds",
@@ -57,13 +60,23 @@ _WHERE = {
     "Span": "mmfsdp.rehearsal.timing.streams",
     "StepTime": "mmfsdp.rehearsal.timing.step_time",
     **dict.fromkeys(("calibrate", "measure_links", "phase_seconds"), "mmfsdp.rehearsal.calibrating"),
+    **dict.fromkeys(("Measured", "measure"), "mmfsdp.rehearsal.measuring"),
     "Rehearsal": "mmfsdp.rehearsal.result",
     "optimizer_from": "mmfsdp.rehearsal.optimizers",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "report": "mmfsdp.rehearsal.reporting.page",
 }
 
-_NEEDS_TORCH = {"calibrate", "fit", "measure_links", "optimizer_from", "phase_seconds", "rehearse"}
+_NEEDS_TORCH = {
+    "Measured",
+    "calibrate",
+    "fit",
+    "measure",
+    "measure_links",
+    "optimizer_from",
+    "phase_seconds",
+    "rehearse",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ from mmfsdp.rehearsal.timing.ranges import Range
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
-__all__ = ["calibrate", "measure_links", "phase_seconds"]
+__all__ = ["alone", "calibrate", "measure_links", "phase_seconds"]
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _PRODUCT = 256  # rows and columns of matrix products
@@ -177,7 +177,7 @@ def _issues(clock: Callable[[], float]) -> dict[str, float]:
     for item in found.operators:
         inside[item.phase] += known.get(item.signature, 0.0) if item.nbytes else 0.0
         count[item.phase] += 1 if item.nbytes or "::" not in item.name else 1 / 3
-    with _alone():
+    with alone():
         state = shard_in_place(model, plan, build_mesh(plan.mesh, "cpu"))
         optimizer = make_optimizer("adamw", list(state.module.parameters()), "cpu")
         steps = phase_seconds(state.module, optimizer, [batch], default_loss, 1.0, clock, _STEPS)[2:]
@@ -189,7 +189,8 @@ def _issues(clock: Callable[[], float]) -> dict[str, float]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """Be the only rank of a world over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
