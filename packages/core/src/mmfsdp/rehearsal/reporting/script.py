@@ -10,11 +10,14 @@ SCRIPT = """
   const page = document.documentElement;
   page.classList.add("js");
 
+  // Ties are rounded as Python rounds them.
+  const hundredths = new Intl.NumberFormat("en",
+    { minimumFractionDigits: 2, maximumFractionDigits: 2, roundingMode: "halfEven", useGrouping: false });
   const human = count => {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let unit = 0;
     for (; count >= 1024 && unit < units.length - 1; unit++) count /= 1024;
-    return count.toFixed(unit ? 2 : 0) + " " + units[unit];
+    return (unit ? hundredths.format(count) : count) + " " + units[unit];
   };
 
   for (const figure of document.querySelectorAll("figure[data-series]")) {
