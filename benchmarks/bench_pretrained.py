@@ -1,15 +1,18 @@
 """`load_pretrained` of 1 GB of safetensors files into a model planned on meta, 2 ranks, against `cat` of the files.
 
+``python -m benchmarks.bench_pretrained --gb 4`` shows what does not grow with the size.
 Bytes read are counted where Python reads files; see `benchmarks.measuring.Peak` for memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from mmfsdp.testing import close_ranks, run_ranks
 
 __all__ = ["main"]
 
-WIDTH, DEPTH = sized((1024, 21), (64, 2))  # 1.06 GB
+WIDTH, SIZE = sized((1024, 1.06), (64, 4e-4))  # SIZE in GB
 PARTS = 4
 PAIRS = sized(15, 1)
 ALLOWED = 150  # MB per rank beside the shard
@@ -34,18 +37,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> dict[str, Any]:
+def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Measure on 2 ranks, print and return the figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gb", type=float, default=SIZE, help="size of the weights")
+    depth = max(1, round(parser.parse_args(arguments).gb * 1e9 / (48 * WIDTH**2)))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-") as name:
         folder = Path(name)
-        size = written(folder)
+        size = written(folder, depth)
         for case in CONFIGS:
             close_ranks()  # fresh processes have no memory to use again
-            found = run_ranks(loading, 2, folder, case, timeout=300)
+            found = run_ranks(loading, 2, folder, case, depth, timeout=300)
             shard, peak = max(part for part, _, _ in found), max(peak.resident for _, peak, _ in found)
             read = sum(count for _, _, count in found) / size
-            ratio = run_ranks(times, 2, folder, case, timeout=600)[0]
+            ratio = run_ranks(times, 2, folder, case, depth, timeout=600)[0]
             fits = "reached" if peak <= shard + ALLOWED else "MISSED"
             results[case] = {"shard MB": shard, "resident MB": peak, "read / size": read, **ratio.to_dict()}
             print(
@@ -57,9 +63,9 @@ def main() -> dict[str, Any]:
     return results
 
 
-def written(folder: Path) -> int:
+def written(folder: Path, depth: int) -> int:
     """Write the model's weights as a folder of Hugging Face's form, and return their size in bytes."""
-    weights = Transformer(WIDTH, DEPTH).state_dict()
+    weights = Transformer(WIDTH, depth).state_dict()
     files = {name: f"model-{place % PARTS}.safetensors" for place, name in enumerate(weights)}
     for file in {*files.values()}:
         save_file({name: value for name, value in weights.items() if files[name] == file}, folder / file)
@@ -67,21 +73,21 @@ def written(folder: Path) -> int:
     return sum(value.nbytes for value in weights.values())
 
 
-def sharded(case: str) -> torch.nn.Module:
+def sharded(case: str, depth: int) -> torch.nn.Module:
     """Return the model, planned on the meta device."""
     with mmfsdp.parameters_on_meta():
-        model = Transformer(WIDTH, DEPTH)
+        model = Transformer(WIDTH, depth)
     return mmfsdp.shard(model, CONFIGS[case])
 
 
-def loading(rank: int, folder: Path, case: str) -> tuple[float, Peak, int]:
+def loading(rank: int, folder: Path, case: str, depth: int) -> tuple[float, Peak, int]:
     """The first load of a process: this rank's part in MB, how far memory rose, and the bytes that it read."""
     small = folder / "small.safetensors"  # what is imported on first use is no cost of loading
     if rank == 0:
         save_file({"weight": torch.zeros(1, 1)}, small)
     dist.barrier()
     mmfsdp.load_pretrained(mmfsdp.shard(torch.nn.Linear(1, 1, bias=False), {"sharding": "NO_SHARD"}), small)
-    model = sharded(case)
+    model = sharded(case, depth)
     part = sum(getattr(param, "_local_tensor", param).nbytes for param in model.parameters())
     counts: list[int] = []
     read = os.preadv
@@ -98,9 +104,9 @@ def loading(rank: int, folder: Path, case: str) -> tuple[float, Peak, int]:
     return part / MB, peak, sum(counts)
 
 
-def times(rank: int, folder: Path, case: str) -> Ratio:
+def times(rank: int, folder: Path, case: str, depth: int) -> Ratio:
     """Ours on both ranks, and ``cat`` on the first."""
-    model = sharded(case)
+    model = sharded(case, depth)
 
     def together(work: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -120,4 +126,4 @@ def times(rank: int, folder: Path, case: str) -> Ratio:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

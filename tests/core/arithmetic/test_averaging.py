@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -160,6 +161,32 @@ def test_damage_is_found_on_the_way(sources: list[Path], tmp_path: Path) -> None
     with pytest.raises(CorruptCheckpointError, match=r"'layer.weight' in epoch_0.pth is damaged"):
         average_checkpoints(sources, tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
+
+
+def test_each_byte_is_read_once_and_its_checksum_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / f"{name}.pth" for name in "ab"]
+    for path in paths:
+        torch.save({"wide": torch.randn(700, 900), "transposed": torch.randn(300, 200).t()}, path)
+    counts = []
+    preadv = os.preadv
+
+    def counting(*args: Any) -> int:
+        counts.append(preadv(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    convert(paths[0], tmp_path / "cast.safetensors", dtype="bf16", drop=["transposed"])
+    assert 0 < sum(counts) < 1.01 * 700 * 900 * 4
+    counts.clear()
+    average_checkpoints(paths, tmp_path / "mean.safetensors")
+    # The transposed tensor is mapped and not read in order, so that its record is read for the checksum alone.
+    assert 0 < sum(counts) < 1.01 * sum(path.stat().st_size for path in paths)
+    chunk = open_layout(paths[1]).tensors["transposed"].chunks()[0]
+    with paths[1].open("r+b") as file:
+        file.seek(chunk.offset + 99)
+        file.write(b"\x55")
+    with pytest.raises(CorruptCheckpointError, match=r"'transposed' in b.pth is damaged"):
+        average_checkpoints(paths, tmp_path / "out.pth")
 
 
 @pytest.mark.parametrize(

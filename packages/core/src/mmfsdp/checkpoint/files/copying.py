@@ -11,10 +11,11 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mmfsdp.basics.descriptors import read_into
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
@@ -88,7 +89,11 @@ class Copier:
         """
         # Stored checksums stand for the data as long as each run is one whole record.
         runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
-        whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+        whole = (
+            _streaming().whole_runs(entry)
+            if isinstance(entry, ComputedEntry)
+            else {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+        )
         stored = {}
         for chunk in entry.chunks():
             if (key := (chunk.file, chunk.offset, chunk.nbytes)) in whole and chunk.crc32 is not None:
@@ -96,7 +101,7 @@ class Copier:
             elif chunk.record is not None:
                 self._check(chunk.record, entry.name)
         if isinstance(entry, ComputedEntry):
-            return self._write(entry.blocks(self._files), at)
+            return self._compute(entry, at, {key: crc for key, crc in stored.items() if self._is_due(key)})
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):
@@ -105,6 +110,22 @@ class Copier:
             else:
                 own = self._copy(run, at + run.target, entry.name, stored.get((run.file, run.source, run.length)))
                 crc = crc32_combine(crc, own, run.length)
+        return crc
+
+    def _compute(self, entry: ComputedEntry, at: int, due: Mapping[RecordKey, int]) -> int:
+        """Write a computed tensor, and compare records with their checksums while they are read for it."""
+        sums = _streaming().StreamedSums(due)
+        self._files.observer = sums.see if due else None
+        try:
+            crc = self._write(entry.blocks(self._files), at)
+        finally:
+            self._files.observer = None
+        for (file, offset, nbytes), expected in due.items():
+            found = sums.found.get((file, offset, nbytes))
+            if found is None:  # it was read in another order, or not to its end
+                found = self._sum(file, offset, nbytes, entry.name)
+            if found != expected:
+                raise _damaged(file, offset, entry.name, found, expected)
         return crc
 
     def _write(self, blocks: Iterable[bytes | memoryview], at: int, crc: int = 0) -> int:
@@ -145,17 +166,24 @@ class Copier:
 
     def _check(self, record: Record, name: str) -> None:
         if record.crc32 is not None and self._is_due((record.file, record.offset, record.nbytes)):
-            file, offset, end = record.file, record.offset, record.offset + record.nbytes
-            source = self._files.descriptor(file)
-            with read_errors(file):
-                found, stop = crc32_of_stretch(source, offset, end, advance=self._go_on, buffer=self._buffer)
-            if stop < end:
-                raise truncated(file, name, stop)
+            found = self._sum(record.file, record.offset, record.nbytes, name)
             if found != record.crc32:
-                raise _damaged(file, offset, name, found, record.crc32)
+                raise _damaged(record.file, record.offset, name, found, record.crc32)
+
+    def _sum(self, file: Path, offset: int, nbytes: int, name: str) -> int:
+        source = self._files.descriptor(file)
+        with read_errors(file):
+            found, stop = crc32_of_stretch(source, offset, offset + nbytes, advance=self._go_on, buffer=self._buffer)
+        if stop < offset + nbytes:
+            raise truncated(file, name, stop)
+        return found
 
     def _go_on(self, _: int) -> None:
         self._advance(0)
+
+
+def _streaming() -> Any:
+    return import_module("mmfsdp.checkpoint.files.streamed_sums")  # only for computed tensors
 
 
 def _damaged(file: Path, offset: int, name: str, found: int, expected: int | None) -> CorruptCheckpointError:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -169,6 +169,8 @@ class OpenFiles:
         self._identities: dict[Path, tuple[int, ...]] = {}
         self._expected: Iterable[tuple[Path, int, int]] = ()
         self._ahead: object = None
+        self.observer: Callable[[Path, int, memoryview], None] | None = None
+        """Called with file, offset and data of what blocks of tensors are made of."""
 
     def __enter__(self) -> OpenFiles:
         return self

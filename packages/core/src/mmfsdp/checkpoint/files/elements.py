@@ -79,6 +79,8 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
                 count = read_into(descriptor, view, source)
             if count == 0:
                 raise truncated(run.file, entry.name, source)
+            if files.observer is not None:
+                files.observer(run.file, source, view[:count])
             source, filled = source + count, filled + count
             if filled == len(buffer):
                 yield buffer

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mmfsdp.checkpoint.files.streamed_sums import whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, TensorEntry
 
@@ -66,8 +67,7 @@ def _parts(entry: TensorEntry) -> Iterator[Extent]:
 
 def _records(entry: TensorEntry, checked: set[tuple[Path, int, int]]) -> Iterator[Extent]:
     """Yield the records that are compared before a tensor is copied, since they are not copied as they are."""
-    runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
-    whole = {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+    whole = whole_runs(entry)
     for chunk in entry.chunks():
         if (chunk.file, chunk.offset, chunk.nbytes) in whole and chunk.crc32 is not None:
             checked.add((chunk.file, chunk.offset, chunk.nbytes))
