@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +35,7 @@ from mmfsdp.errors import ShardStateError
 __all__ = [
     "CANNOT_BE_FAKED",
     "FewChunks",
+    "allocated_by_size",
     "assumed_arrays",
     "backward_place",
     "fake_tensors",
@@ -98,15 +100,30 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop the warning that fake tensors have no address, which FSDP1 compares, and what torch logs before raising."""
+    """Drop what torch logs before raising, and warnings that FSDP1 causes.
+
+    It compares addresses, which fake tensors lack, and copies of its views are asked for gradients.
+    """
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def allocated_by_size() -> Iterator[None]:
+    """Let FSDP1 tell by size whether a flat parameter is allocated: it asks for the address, and fakes have none."""
+    original = vars(_flat_param)["_data_ptr_allocated"]
+    vars(_flat_param)["_data_ptr_allocated"] = lambda tensor: tensor.untyped_storage().size() > 0
+    try:
+        yield
+    finally:
+        vars(_flat_param)["_data_ptr_allocated"] = original
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

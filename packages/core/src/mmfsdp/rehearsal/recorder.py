@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self._add(storage, kind, module)
             else:
-                known.kind = kind
+                known.kind, known.module = kind, module or known.module
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors lie in other memory than the device's."""

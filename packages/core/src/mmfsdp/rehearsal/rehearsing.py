@@ -22,6 +22,7 @@ from mmfsdp.rehearsal.copying import fake_batch, fake_model
 from mmfsdp.rehearsal.fake import (
     CANNOT_BE_FAKED,
     FewChunks,
+    allocated_by_size,
     assumed_arrays,
     fake_tensors,
     fake_world,
@@ -115,6 +116,7 @@ def rehearse(
         stack.enter_context(quiet())
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
+        stack.enter_context(allocated_by_size())
         with FewChunks():
             state = shard_in_place(fake_model(model), plan, ranks)
         module = state.module  # the state alone would not keep it
@@ -137,6 +139,9 @@ def rehearse(
                     recorder.restart()
                     with _explained(places):
                         run_step(_beginning(recorder, state), module, batches, loss or default_loss, made, max_norm)
+                    _adopt_model(
+                        recorder, module
+                    )  # FSDP2 may replace shards with padded ones when the model first runs
                     recorder.adopt(_state_of(made), "optimizer state")
                     if not on_cpu:
                         recorder.leave_out(_counts_on_host(made))
@@ -157,11 +162,14 @@ def rehearse(
 
 def _adopt(recorder: Recorder, state: ShardedModel, batches: list[Any]) -> None:
     """Record what is there before the step."""
-    module = state.module
-    for name, owner in module.named_modules():
+    _adopt_model(recorder, state.module)
+    recorder.adopt((leaf for leaf in torch.utils._pytree.tree_leaves(batches) if torch.is_tensor(leaf)), "input")
+
+
+def _adopt_model(recorder: Recorder, model: nn.Module) -> None:
+    for name, owner in model.named_modules():
         recorder.adopt(owner.parameters(recurse=False), "parameter", name)
         recorder.adopt(owner.buffers(recurse=False), "buffer", name)
-    recorder.adopt((leaf for leaf in torch.utils._pytree.tree_leaves(batches) if torch.is_tensor(leaf)), "input")
 
 
 def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]:
