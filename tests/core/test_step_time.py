@@ -168,6 +168,19 @@ def test_gathers_hide_behind_what_computes() -> None:
     assert found.seconds == 9.5
 
 
+@pytest.mark.parametrize(("phase", "begins"), [("forward", [0, 1, 2, 12]), ("backward", [0, 2, 12, 22])])
+def test_gathers_do_not_run_ahead_of_buffers(phase: str, begins: list[float]) -> None:
+    works = gathering("a", 1, phase)
+    for unit, following in (("a", "b"), ("b", "c"), ("c", "d"), ("d", None)):
+        works.append(work("gather", unit, 1, phase=phase))  # copies out
+        if following:
+            works += gathering(following, 1, phase)
+        works.append(work("compute", unit, 9, phase=phase))
+    found = replay(works)
+    # a is copied out from 1 to 2, b from 11 to 12, c from 21 to 22. Forward keeps one buffer more.
+    assert [span.begin for span in found.spans if span.name == "all_gather"] == begins
+
+
 def test_gradients_are_sent_while_the_next_unit_computes() -> None:
     def reducing(unit: str, seconds: float) -> list[Work]:
         copied, sent = (

@@ -68,9 +68,9 @@ class ReadConfig(Protocol):
 
 
 def is_readable(path: str | Path) -> bool:
-    """Return whether a file has the suffix of a config: of an installed reader, or of MMEngine."""
+    """Return whether a file has the suffix of a config: of an installed reader, or of one that there may be."""
     suffix = Path(path).suffix.removeprefix(".")
-    return suffix == "py" or any(point.name == suffix for point in entry_points(group=GROUP))
+    return suffix in ("py", "toml", "yaml", "yml") or any(point.name == suffix for point in entry_points(group=GROUP))
 
 
 def read_config(path: str | Path) -> ReadConfig:

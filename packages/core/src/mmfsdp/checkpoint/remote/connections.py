@@ -35,8 +35,10 @@ class Response:
         address: str,
         connection: http.client.HTTPConnection,
         idle: list[http.client.HTTPConnection],
+        owner: Connections,
     ) -> None:
         self._response, self._connection, self._idle = response, connection, idle
+        self._owner = owner  # which closes what is idle: not before this has given its connection back
         self.address, self.status, self.headers = address, response.status, response.headers
 
     def __enter__(self) -> Response:
@@ -115,17 +117,19 @@ class Connections:
                 old = idle.pop()
             except IndexError:
                 old = None
+            connection = old
             try:
                 connection = old or _connection(address)
                 through_proxy = _proxy(address) if address.startswith("http:") else None
                 connection.request("GET", _target(address, whole=through_proxy is not None), headers=dict(headers))
                 response = connection.getresponse()
             except _ERRORS as error:
+                if connection is not None:
+                    connection.close()
                 if old is None:
                     raise _unanswered(address, error) from error
-                old.close()  # it was open for a while, and the server has closed it
-                continue
-            return Response(response, address, connection, idle)
+                continue  # it was open for a while, and the server has closed it
+            return Response(response, address, connection, idle, self)
 
 
 def _close(idle: Mapping[str, list[http.client.HTTPConnection]]) -> None:

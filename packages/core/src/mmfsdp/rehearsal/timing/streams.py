@@ -70,6 +70,7 @@ class Replay:
         self.spans: list[Span] = []
         self._pending: dict[str | None, float] = {}  # units that are gathered, and when that ends
         self._copied: set[str | None] = set()  # units that are being copied out of the buffer
+        self._copied_out = 0.0  # when the last one is
         self._reduced: set[str | None] = set()  # units whose gradients have just been sent
         self._sent = 0.0  # when the buffer of gradients can be filled again
         self._sender: str | None = None
@@ -109,9 +110,18 @@ class Replay:
             self.wait(self._pending.pop(work.unit), work.unit)
             if work.role == "gather":
                 self._copied.add(work.unit)
+                self._hold_gathers()  # until the unit before is copied out, in forward
         self.spent["launches"] += max(self.cpu - self.free["compute"], 0.0)
-        self.run("compute", work)
+        end = self.run("compute", work)
         self.spent[work.bound] += work.seconds
+        if work.role == "gather":
+            self._copied_out = end
+            if work.phase == "backward":
+                self._hold_gathers()
+
+    def _hold_gathers(self) -> None:
+        """Let later gathers wait for the last copying, because they use its buffer again."""
+        self.free["gather"] = max(self.free["gather"], self._copied_out)
 
     def gather(self, work: Work) -> None:
         """Copy shards into a buffer and gather them, or copy what was gathered out of it."""
@@ -152,10 +162,11 @@ def replay(works: Sequence[Work], *, is_async: bool = True) -> Replay:
     """Return what happens when, by the rules of FSDP. Pure.
 
     A unit's parameters are gathered on one stream, in the order in which the CPU issues that; what computes with them,
-    and what copies them out of the buffer, waits. Gradients are copied into a buffer where the device computes, then
-    sent on another stream. That copying waits until the buffer before is sent (``fully_shard`` keeps one), and all are
-    sent when backward ends. Collectives of backward that belong to no unit are gradients of DistributedDataParallel and
-    FSDP1, which send them on a stream of their own; other collectives block.
+    and what copies them out of the buffer, waits. What is gathered next waits for that copying in backward, and in
+    forward for the one before (``FSDPParamGroup.wait_for_unshard`` of torch 2.13). Gradients are copied into a buffer
+    where the device computes, then sent on another stream. That copying waits until the buffer before is sent
+    (``fully_shard`` keeps one), and all are sent when backward ends. Collectives of backward that belong to no unit are
+    gradients of DistributedDataParallel and FSDP1, which send them on a stream of their own; other collectives block.
 
     Args:
         works: What the CPU issues, in order.
