@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -958,3 +959,13 @@ class TestText:
         assert "~ bytes on rank 0: 412 B -> 216 B" in lines
         assert "- unit norm (full precision: _BatchNorm)" in new.diff(old).splitlines()
         assert len(lines) == len(new.diff(old).splitlines())
+
+
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_a_cache_that_recomputation_would_fill_twice_is_noted(use_cache: bool | None) -> None:
+    model = Net()
+    if use_cache is not None:
+        model.config = types.SimpleNamespace(use_cache=use_cache)
+    recomputing = plan(model, {**MLPS, "activation_checkpointing": "full"}, 2)
+    assert any("use_cache = False" in note.text for note in recomputing.notes) == (use_cache is True)
+    assert not any("use_cache" in note.text for note in plan(model, MLPS, 2).notes)

@@ -109,6 +109,9 @@ def plan(
     check_units(units, engine, config)
     check_reshard(units, spec)
     check_forward_methods(config, units)
+    activations = activation_plan(model, config.activation_checkpointing, units, check_fn)
+    if activations is not None:
+        notes += _cache_notes(model)
     return ShardPlan(
         engine=engine,
         engine_reason=reason,
@@ -122,7 +125,7 @@ def plan(
         storage_dtype=config.precision.storage_dtype,
         use_orig_params=config.sharding.use_orig_params,
         keep_low_precision_grads=config.precision.keep_low_precision_grads,
-        activation_checkpointing=activation_plan(model, config.activation_checkpointing, units, check_fn),
+        activation_checkpointing=activations,
         cpu_offload=config.cpu_offload.enabled,
         pin_memory=config.cpu_offload.pin_memory,
         backward_prefetch=config.prefetch.backward,
@@ -183,6 +186,19 @@ def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
             )
         )
     return notes
+
+
+def _cache_notes(model: nn.Module) -> list[Note]:
+    """Say so if layers of transformers would fill a cache, and fill it again when they are computed again."""
+    if getattr(getattr(model, "config", None), "use_cache", False) is not True:
+        return []
+    return [
+        Note(
+            kind="other",
+            text="model.config.use_cache is true: activation checkpointing fills the cache of keys and values twice, "
+            "which takes memory and fails with some kinds of attention. Set model.config.use_cache = False to train.",
+        )
+    ]
 
 
 def _default_reshard(config: ShardConfig) -> bool | int:
