@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tests.distributed.families import FAMILIES, make
-from tests.distributed.measured import SETTINGS, measure, optimizer_of
+from tests.distributed.families import FAMILIES
+from tests.distributed.measured import SETTINGS, measure, rehearsed
 
-import mmfsdp
 from benchmarks.measuring import sized
 from mmfsdp.testing import run_ranks
 
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
         settings = [(config_of(family, precision, kind), count) for precision, kind, count in cases]
         peaks = run_ranks(peaks_of, options.ranks, family, settings, options.samples, timeout=600)[0]
         for (precision, kind, count), (config, _), peak in zip(cases, settings, peaks, strict=True):
-            error = rehearsed(family, config, options.samples, count, options.ranks) / peak - 1
+            error = rehearsed(family, config, options.samples, count, options.ranks).peak.nbytes / peak - 1
             found[f"{family} {precision} {kind} {count}"] = error
             by_family[family][precision].append(error)
             by_family[family][kind].append(error)
@@ -57,23 +56,6 @@ def config_of(family: str, precision: str, activations: str) -> dict[str, Any]:
 def peaks_of(rank: int, family: str, settings: list[_Case], samples: int) -> list[int]:
     """Return the peak bytes of this rank of a real step of each case."""
     return [measure(rank, family, config, samples, count)[0] for config, count in settings]
-
-
-def rehearsed(family: str, config: dict[str, Any], samples: int, accumulate: int, ranks: int) -> int:
-    """Return the peak bytes that a rehearsal predicts."""
-    case = FAMILIES[family]
-    step = mmfsdp.rehearse(
-        config,
-        make(family),
-        case.batch(samples),
-        mesh=ranks,
-        loss=case.loss,
-        optimizer=optimizer_of,
-        max_norm=1.0,
-        accumulate=accumulate,
-        device_type="cpu",
-    )
-    return step.peak.nbytes
 
 
 def _worst(errors: list[float]) -> float:

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mmfsdp
+import mmfsdp.rehearsal
 
-__all__ = ["SETTINGS", "measure", "optimizer_of"]
+__all__ = ["SETTINGS", "measure", "optimizer_of", "rehearsed"]
 
 MARK = "the step that is measured"
 
@@ -113,6 +114,24 @@ def measure(
         "input": storage_bytes(tree_leaves(batches)),
     }
     return peak, {kind: size for kind, size in static.items() if size}, issued.found
+
+
+def rehearsed(
+    family: str, config: dict[str, Any], samples: int, accumulate: int, ranks: int
+) -> mmfsdp.rehearsal.Rehearsal:
+    """Rehearse the step that `measure` runs."""
+    case = FAMILIES[family]
+    return mmfsdp.rehearse(
+        config,
+        make(family),
+        case.batch(samples),
+        mesh=ranks,
+        loss=case.loss,
+        optimizer=optimizer_of,
+        max_norm=1.0,
+        accumulate=accumulate,
+        device_type="cpu",
+    )
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

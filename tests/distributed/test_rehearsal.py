@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.distributed.families import FAMILIES, make
-from tests.distributed.measured import SETTINGS, measure, optimizer_of
+from tests.distributed.families import FAMILIES
+from tests.distributed.measured import SETTINGS, measure, rehearsed
 
-import mmfsdp
 from mmfsdp.testing import run_ranks
 
 SAMPLES = 4
@@ -41,18 +40,7 @@ def settings_of(family: str, precision: str, activations: str, engine: str) -> d
 def test_a_step(family: str, precision: str, activations: str, accumulate: int, ranks: int, engine: str) -> None:
     config = settings_of(family, precision, activations, engine)
     peak, static, issued = run_ranks(measure, ranks, family, config, SAMPLES, accumulate)[0]
-    case = FAMILIES[family]
-    found = mmfsdp.rehearse(
-        config,
-        make(family),
-        case.batch(SAMPLES),
-        mesh=ranks,
-        loss=case.loss,
-        optimizer=optimizer_of,
-        max_norm=1.0,
-        accumulate=accumulate,
-        device_type="cpu",
-    )
+    found = rehearsed(family, config, SAMPLES, accumulate, ranks)
     assert found.peak.nbytes == pytest.approx(peak, rel=0.05)
     assert {kind: found.static.get(kind) for kind in static} == static  # FSDP1 keeps gradients, too
     assert [(item.nbytes, item.ranks, item.stride) for item in found.collectives] == [

@@ -178,7 +178,7 @@ def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
     code, shown, told = plan(*words)
     assert code == 2
     assert message in " ".join(told.split())
-    # What needs no step is shown all the same.
+    # The plan is still shown, because it needs no step.
     assert ("without activations" in shown) == (words in [("--batch", "6x5"), ("--batch", "x=6x4")])
 
 

@@ -32,7 +32,7 @@ __all__ = [
     "largest",
     "quantization_config",
     "quantized",
-    "refuse_quantized",
+    "replaced",
 ]
 
 SCALE = "_scale_inv"
@@ -62,22 +62,40 @@ def quantized(
     Raises:
         ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
     """
+
+    def pair(name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
+        chunks = entry.chunks()
+        blocks = tuple(-(-size // _SIDE) for size in entry.shape)
+        codes = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), functools.partial(count, name))
+        return codes, _Scales(name + SCALE, "float32", blocks, chunks, (entry,))
+
+    return replaced(tensors, SCALE, pair)
+
+
+def replaced(
+    tensors: Mapping[str, TensorEntry], ending: str, pair: Callable[[str, TensorEntry], tuple[TensorEntry, TensorEntry]]
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors with codes for the weights of linear layers, and what the user should know.
+
+    Args:
+        tensors: The weights by name.
+        ending: What the names of scales end with; they come after their weights.
+        pair: Returns the codes and the scales of a weight.
+
+    Raises:
+        ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
+    """
     require_numpy("Quantising")
     made: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         made[name] = entry
-        if not is_linear(name, entry):
-            continue
-        refuse_quantized(name, entry, tensors)
-        chunks = entry.chunks()
-        blocks = tuple(-(-size // _SIDE) for size in entry.shape)
-        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), functools.partial(count, name))
-        made[name + SCALE] = _Scales(name + SCALE, "float32", blocks, chunks, (entry,))
+        if is_linear(name, entry):
+            _refuse_quantized(name, entry, tensors)
+            made[name], made[name + ending] = pair(name, entry)
     number = len(made) - len(tensors)
     if not number:
         raise ConfigError("'quantize' finds no weight of a linear layer: a floating point matrix named '*.weight'.")
-    matrices = sum(entry.dtype.startswith("float8") for entry in made.values())
-    return made, (f"{matrices} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
+    return made, (f"{number} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
 
 
 def quantization_config(names: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -106,7 +124,7 @@ def is_linear(name: str, entry: TensorEntry) -> bool:
     return is_matrix(name, entry) and not _KEPT.fullmatch(name.removesuffix(".weight"))
 
 
-def refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> None:
+def _refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> None:
     """Raise a ``ConfigError`` if a weight is quantised already."""
     if name + SCALE in tensors or name + "_scale" in tensors or entry.dtype.startswith("float8"):
         raise ConfigError(

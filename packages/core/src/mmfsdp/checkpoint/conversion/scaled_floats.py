@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mmfsdp.checkpoint.conversion.quantizing import LARGEST, Rows, is_linear, is_matrix, largest, refuse_quantized
+from mmfsdp.checkpoint.conversion.quantizing import LARGEST, Rows, is_matrix, largest, replaced
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
-from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,23 +44,15 @@ def quantized(
     Raises:
         ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
     """
-    require_numpy("Quantising")
-    made: dict[str, TensorEntry] = {}
-    for name, entry in tensors.items():
-        made[name] = entry
-        if not is_linear(name, entry):
-            continue
-        refuse_quantized(name, entry, tensors)
-        by_row = STRATEGIES[kind] == "channel"
-        scales = _Scales(entry, by_row)
-        chunks = entry.chunks()
-        made[name] = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name), scales=scales)
+    by_row = STRATEGIES[kind] == "channel"
+
+    def pair(name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
+        scales, chunks = _Scales(entry, by_row), entry.chunks()
+        codes = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name), scales=scales)
         shape = (entry.shape[0], 1) if by_row else (1,)
-        made[name + SCALE] = _ScaleEntry(name + SCALE, scales.dtype, shape, chunks, (entry,), scales=scales)
-    number = len(made) - len(tensors)
-    if not number:
-        raise ConfigError("'quantize' finds no weight of a linear layer: a floating point matrix named '*.weight'.")
-    return made, (f"{number} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
+        return codes, _ScaleEntry(name + SCALE, scales.dtype, shape, chunks, (entry,), scales=scales)
+
+    return replaced(tensors, SCALE, pair)
 
 
 def quantization_config(names: Mapping[str, TensorEntry], kind: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def read(source: Source) -> Layout:
     as the optimizer's state, which fairscale does not describe.
 
     Raises:
-        CheckpointNotFoundError: There is no file of a rank.
+        CheckpointNotFoundError: The file of some rank is missing.
         IncompleteCheckpointError: Files of some ranks are missing; they are named.
         CorruptCheckpointError: A file is of another save, or damaged.
         FormatError: A file lacks the metadata, or a unit holds other parameters on each rank.

@@ -6,19 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from mmfsdp.rehearsal.reporting.axes import phase_marks
 from mmfsdp.rehearsal.reporting.markup import share, table, text
-from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
+from mmfsdp.rehearsal.timing.step_time import SPENT, StepTime, human_seconds
 from mmfsdp.rehearsal.timing.streams import STREAMS, Span
 
 __all__ = ["STYLE", "spent_tables", "stream_lanes", "time_sentence"]
 
 _MOST = 400  # spans of a stream; neighbours are joined until there are fewer
 _ROWS = 12  # units of which the communication is not hidden
-_SPENT = {
-    "compute": "computing, bound by FLOPs",
-    "memory": "computing, bound by the bandwidth of memory",
-    "communication": "waiting for communication",
-    "launches": "waiting for the CPU to issue operators",
-}
 
 
 def time_sentence(time: StepTime) -> str:
@@ -26,7 +20,7 @@ def time_sentence(time: StepTime) -> str:
     span = f"{human_seconds(time.low)} to {human_seconds(time.high)}"
     return (
         f"<p>On {text(time.device)} a step takes {_seconds(time.seconds)}, within {text(span)}. Most of it is "
-        f"<b>{text(_SPENT.get(time.bound, time.bound))}</b>. The interval covers {text(time.coverage)}.</p>"
+        f"<b>{text(SPENT.get(time.bound, time.bound))}</b>. The interval covers {text(time.coverage)}.</p>"
     )
 
 
@@ -59,7 +53,7 @@ def stream_lanes(time: StepTime, longest: float) -> str:
 def spent_tables(time: StepTime) -> str:
     """Return tables of what the time is spent on, and of the units whose communication nothing hides."""
     rows = [
-        (text(_SPENT.get(name, name)), _seconds(seconds), share(seconds, time.seconds))
+        (text(SPENT.get(name, name)), _seconds(seconds), share(seconds, time.seconds))
         for name, seconds in time.spent.items()
     ]
     parts = [table("What the step is spent on", ("", "time", "share"), rows)]

@@ -15,14 +15,15 @@ from mmfsdp.rehearsal.timing.ranges import CASES
 from mmfsdp.rehearsal.timing.roofline import kind_of, operator_seconds
 from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
 
-__all__ = ["StepTime", "human_seconds", "time_of", "works_of"]
+__all__ = ["SPENT", "StepTime", "human_seconds", "time_of", "works_of"]
 
-_SPENT = {
+SPENT = {
     "compute": "computing, bound by FLOPs",
     "memory": "computing, bound by memory bandwidth",
     "communication": "waiting for communication",
     "launches": "waiting for the CPU to issue operators",
 }
+"""What each key of `StepTime.spent` means."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class StepTime:
         lines = [f"Step on {self.device}: {human_seconds(self.seconds)} ({span}), bound by {self.bound}"]
         lines.append(f"{self.flops / 1e12:.3g} TFLOP per rank, {self.utilization:.0%} of the device's peak")
         spent = [
-            (_SPENT[name], human_seconds(seconds), f"{seconds / self.seconds:.0%}")
+            (SPENT[name], human_seconds(seconds), f"{seconds / self.seconds:.0%}")
             for name, seconds in self.spent.items()
             if seconds >= 0.005 * self.seconds
         ]
@@ -107,7 +108,7 @@ def time_of(
         works = [*works_of(operators, collectives, device, links or device.links, case)]
         found[case] = replay(works, is_async=device.is_async)
     usual = found["usual"]
-    spent = {name: usual.spent[name] for name in _SPENT}
+    spent = {name: usual.spent[name] for name in SPENT}
     ideal = sum(item.flops / device.peak(item.dtype) for item in operators if item.flops)
     return StepTime(
         device=device.name,
