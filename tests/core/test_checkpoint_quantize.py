@@ -201,7 +201,7 @@ class TestErrors:
         self.refused(tmp_path, weights(), "should be one of 'fp8', 'fp8_channel', .*got 'int4'", quantize="int4")
 
     def test_nothing_to_restore(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, weights(), "quantize='none' finds nothing that is quantised", quantize="none")
+        self.refused(tmp_path, weights(), "holds nothing that is quantised: no float8", quantize="none")
         packed = {"fc.weight_packed": torch.ones(2, 2, dtype=torch.int32), "fc.weight_scale": torch.ones(2, 1)}
         self.refused(tmp_path, packed, "fc.weight_packed.*quantised in a way", quantize="none")
 
@@ -209,8 +209,3 @@ class TestErrors:
         wrong = {"fc.weight": torch.ones(4, 6).to(torch.float8_e4m3fn), "fc.weight_scale": torch.ones(3, 1)}
         message = r"'fc.weight' of shape \[4, 6\] has float32 scales of shape \[3, 1\]. Expected one"
         self.refused(tmp_path, wrong, message, quantize="none")
-
-    def test_restored_weights_in_gguf(self, tmp_path: Path) -> None:
-        self.refused(
-            tmp_path, weights(), "'quantize' applies only to the format of numbers", to="gguf", quantize="none"
-        )

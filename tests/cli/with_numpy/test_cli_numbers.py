@@ -56,3 +56,11 @@ def test_dtypes_that_are_ignored(tmp_path: Path) -> None:
     one = write_safetensors(tmp_path / "a.safetensors", {"w": [1.0, 2.0]})
     two = write_safetensors(tmp_path / "b.safetensors", {"w": [1.0, 2.0]}, "F64")
     assert run("diff", one, two, "--ignore-dtypes").returncode == 0
+
+
+def test_codes_with_scales(checkpoint: Path) -> None:
+    numbers, codes = (checkpoint.with_name(name) for name in ("a.safetensors", "b.safetensors"))
+    run("convert", checkpoint, numbers, "--include", "backbone.conv", "--rename", "conv=conv.weight")
+    run("convert", numbers, codes, "--quantize", "fp8_tensor")
+    assert "to compare them as numbers, add --dequantize" in run("diff", numbers, codes).stdout
+    assert run("diff", numbers, codes, "--dequantize", "--rtol", "0.07").returncode == 0

@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import Layout, TensorEntry, convert, open_layout
+from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import check_coverage, cut
+from mmfsdp.checkpoint.layout import ComputedEntry
+from mmfsdp.checkpoint.recipes import standing_in
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, unstacked
+from mmfsdp.errors import ConfigError
 
 SHAPE = (24, 10)
 VALUES = torch.arange(240.0).reshape(SHAPE)
@@ -55,6 +59,29 @@ def read(entry: TensorEntry) -> torch.Tensor:
     with OpenFiles() as files:
         data = b"".join(bytes(block) for block in tensor_blocks(files, entry))
     return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(entry.shape)
+
+
+def test_what_is_computed_is_rearranged_like_what_is_stored(stored: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole or some of it, however few elements are computed at a time, unless each would be computed many times."""
+    sources = [CastEntry.of(replace(entry, name="x"), "float64", lambda _: None) for entry in stored.tensors.values()]
+    for most, (pattern, sizes, expected), source in itertools.product((1 << 20, 30), PATTERNS, sources):
+        monkeypatch.setattr(standing_in, "_MOST", most)
+        monkeypatch.setattr(standing_in, "_WORTHWHILE", min(most, 1 << 16))
+        stand_ins = standing_in.StandIns()
+        turned = Pattern(pattern).applied(stand_ins.of(source), sizes)
+        whole = expected(VALUES)
+        if most == 30 and (pattern.startswith(("o i", "a b ->"))):
+            with pytest.raises(ConfigError, match="row by row, and would be written col"):
+                stand_ins.resolved(turned)
+            continue
+        found = CastEntry.of(stand_ins.resolved(turned), "float32", lambda _: None)
+        assert isinstance(found, ComputedEntry)
+        assert torch.equal(read(found), whole)
+        part = cut(found, [size // 2 for size in whole.shape], [size - size // 2 for size in whole.shape])
+        assert torch.equal(read(part), whole[tuple(slice(size // 2, None) for size in whole.shape)])
+    mixed = fused("x", [stand_ins.of(CastEntry.of(sources[0], "float32", lambda _: None)), stored.tensors["rows"]], 0)
+    with pytest.raises(ConfigError, match="put together of weights that are stored and others that are computed"):
+        stand_ins.resolved(mixed)
 
 
 rows_of_ranks = st.lists(st.integers(1, 24), min_size=1).map(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmfsdp.checkpoint import apply_recipe, average_checkpoints, convert, known_recipes, open_layout
+from mmfsdp.checkpoint import apply_recipe, convert, known_recipes, open_layout
 from mmfsdp.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -323,13 +323,3 @@ def test_settings_of_recipes(tmp_path: Path) -> None:
             convert(source, target, **settings)  # type: ignore[arg-type]
         assert said in str(caught.value)
     assert not target.exists()
-
-
-def test_tensors_that_are_computed_can_only_be_renamed(tmp_path: Path) -> None:
-    files = [saved(tmp_path / name, {"a": torch.full((2, 3), value)}) for name, value in (("1", 1.0), ("2", 3.0))]
-    target = tmp_path / "out.pth"
-    average_checkpoints(files, target, recipe=rules(tmp_path, {"rename": {"a": "b"}}))
-    assert torch.load(target, weights_only=True)["state_dict"]["b"].eq(2).all()
-    recipe = rules(tmp_path, {"rearrange": {"names": ["a"], "pattern": "o i -> i o"}})
-    with pytest.raises(ConfigError, match=r"'a' is still to be computed; only its name can change"):
-        average_checkpoints(files, tmp_path / "none.pth", recipe=recipe)

@@ -42,6 +42,7 @@ _EQUAL = "What counts as equal"
 @option("--rtol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Relative tolerance.")
 @option("--atol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Absolute tolerance.")
 @flag("--ignore-dtypes", section=_EQUAL, help="Compare tensors of different dtypes as numbers.")
+@flag("--dequantize", section=_EQUAL, help="Compare 8-bit codes with scales as the numbers that they stand for.")
 @option("--strip-prefix", section="Names", metavar="TEXT", help="Remove this prefix from names that have it.")
 @trust
 @shapes_from
@@ -57,6 +58,7 @@ def diff_command(
     rtol: float,
     atol: float,
     ignore_dtypes: bool,
+    dequantize: bool,
     strip_prefix: str | None,
     trust: bool,
     reference: Path | str | None,
@@ -86,6 +88,7 @@ def diff_command(
                 keep=keep,
                 strip_prefix=strip_prefix,
                 ignore_dtypes=ignore_dtypes,
+                dequantize=dequantize,
                 trust=trust,
                 progress=progress,
                 reference=reference_of(reference, model, model_arguments),
@@ -109,7 +112,9 @@ def _print(report: DiffReport, limit: int) -> None:
         say(f"  Most names match without {report.prefix!r}: add --strip-prefix {report.prefix}")
     say_list("Shapes", [f"{item.name}: {item.a} and {item.b}" for item in report.shapes], limit)
     say_list("Dtypes", [f"{item.name}: {item.a} and {item.b}" for item in report.dtypes], limit)
-    if report.dtypes:
+    if report.quantized:
+        say("  One holds weights as 8-bit codes with scales: to compare them as numbers, add --dequantize.")
+    elif report.dtypes:
         say("  To compare these as numbers, add --ignore-dtypes.")
     values = [
         f"{item.name}: "

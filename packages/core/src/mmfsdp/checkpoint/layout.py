@@ -180,6 +180,11 @@ class ComputedEntry(TensorEntry):
         """What is computed from the parts; two tensors with equal formulas, parts and dtypes are equal."""
         return type(self).__name__
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether it reads one part after the other, and not a block of each."""
+        return False
+
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
         """Return a box of the tensor as a tensor of its own.
 

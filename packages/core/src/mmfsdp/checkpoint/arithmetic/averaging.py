@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,20 +13,22 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.files.dequantizing import restored_sources
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
+from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, cut
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
+from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import ConfigError
 
 __all__ = ["average_checkpoints"]
 
 _BUFFERS = 16 << 20  # bytes of blocks of all sources together, for each thread
 _ELEMENTS = 1 << 18  # per block, at most; with fewer, threads wait for Python's lock between the passes
-_SCALES = ("_scale", "_scale_inv")
 
 
 def average_checkpoints(
@@ -77,6 +79,8 @@ def average_checkpoints(
     layouts = [
         opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format) for source in sources
     ]
+    if chosen.quantize == "none":
+        layouts = restored_sources(layouts)
     layout, notes = _averaged(layouts, factors, total)
     report = convert(layout, target, chosen, dry_run=dry_run, progress=progress)
     return replace(report, notes=(*notes, *report.notes))
@@ -103,13 +107,14 @@ def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> 
 
 def _averaged(layouts: Sequence[Layout], factors: tuple[float, ...], total: float) -> tuple[Layout, tuple[str, ...]]:
     last = layouts[-1]
+    for layout in layouts:
+        _refuse_codes(layout)
     matched = matched_weights(layouts)
     computed: dict[str, TensorEntry] = {}
     differing = []
     for name, entry in matched[-1].items():
         parts = tuple(weights[name] for weights in matched)
         if all(is_floating_point(part.dtype) for part in parts):
-            _refuse_scaled(name, parts, matched[-1], last)
             chunks = tuple(chunk for part in parts for chunk in part.chunks())
             computed[entry.name] = WeightedSum(
                 entry.name, entry.dtype, entry.shape, chunks, parts, factors=factors, total=total
@@ -117,18 +122,18 @@ def _averaged(layouts: Sequence[Layout], factors: tuple[float, ...], total: floa
         elif not _equal(name, layouts, parts):
             differing.append(name)
     notes = (f"Not averaged, taken from {last.path.name}: {name_list(differing, 5)}",) if differing else ()
-    return replace(last, tensors={**last.tensors, **computed}, origins=tuple(layouts)), notes
+    origins = tuple(origin for layout in layouts for origin in layout.origins or (layout,))
+    return replace(last, tensors={**last.tensors, **computed}, origins=origins), notes
 
 
-def _refuse_scaled(name: str, parts: Sequence[TensorEntry], weights: Mapping[str, TensorEntry], layout: Layout) -> None:
-    small = next((part.dtype for part in parts if part.dtype.startswith("float8")), None)
-    scale = next((name + suffix for suffix in _SCALES if name + suffix in weights), None)
-    if small and scale:
-        raise ConfigError(
-            f"{name!r} is {small} in units of {scale!r}, and such numbers cannot be averaged. Average the checkpoints "
-            "from before they were quantised.",
-            file=str(layout.path),
-        )
+def _refuse_codes(layout: Layout) -> None:
+    for name, scale in scales_of(weights := part_tensors(layout, "model")).items():
+        if is_floating_point(weights[name].dtype):
+            raise ConfigError(
+                f"{name!r} is {weights[name].dtype} in units of {scale!r}, and such numbers cannot be averaged. Add "
+                "quantize='none', which restores the weights first.",
+                file=str(layout.path),
+            )
 
 
 def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry]) -> bool:

@@ -15,7 +15,9 @@ from mmfsdp.checkpoint.arithmetic.matching import for_weights
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.dequantizing import dequantized
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -69,6 +71,8 @@ def merge_lora(
     require_numpy("Merging an adapter")
     chosen = for_weights((conversion or Conversion()).changed(settings), "Merging an adapter")
     layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
+    if chosen.quantize == "none":
+        layout = dequantized(layout)
     merged, notes = _merged(layout, read_adapter(adapter), prefix)
     report = convert(merged, target, chosen, dry_run=dry_run, progress=progress)
     return replace(report, notes=(*notes, *report.notes))
@@ -77,6 +81,7 @@ def merge_lora(
 def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[str, ...]]:
     names = named_tensors(weights_of(base).weights)
     _check_modules(base, names, adapter, prefix)
+    _refuse_codes(base, names, adapter, prefix)
     check_coverage(adapter.layout)
     changed: dict[str, TensorEntry] = {}
     added: dict[str, TensorEntry] = {}
@@ -109,7 +114,8 @@ def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[
         "Added, because only the adapter has it": [*added],
     }
     tensors = {**base.tensors, **changed, **tied, **added}
-    merged = replace(base, tensors=tensors, tree=_with(base, added), origins=(base, adapter.layout))
+    origins = (*(base.origins or (base,)), adapter.layout)
+    merged = replace(base, tensors=tensors, tree=_with(base, added), origins=origins)
     return merged, tuple(f"{what}: {name_list(named, 5)}" for what, named in facts.items() if named)
 
 
@@ -157,6 +163,18 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
     other = next((end for end in sorted(ends, key=len) if all(end + name in names for name in wanted)), None)
     hint = f" All of them are there below {other!r}: set 'prefix' to it." if other is not None else ""
     raise _another_base(base, adapter, problems, hint)
+
+
+def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:
+    """Raise a ``ConfigError`` if a weight of the base that changes is stored as codes."""
+    scales = scales_of({name: base.tensors[source] for name, source in names.items()})
+    changing = {f"{prefix}{module}.weight" for module in adapter.factors} | {prefix + name for name in adapter.replaced}
+    if (name := next((name for name in scales if name in changing), None)) is not None:
+        raise ConfigError(
+            f"{name!r} of the base is {base.tensors[names[name]].dtype} in units of {scales[name]!r}, and nothing can "
+            "be added to such numbers. Add quantize='none', which restores the weights first.",
+            file=str(base.path),
+        )
 
 
 def _described(entry: TensorEntry) -> str:

@@ -126,7 +126,7 @@ def convert(
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     if chosen.quantize == "none":
-        layout = import_module("mmfsdp.checkpoint.conversion.dequantizing").dequantized(layout)
+        layout = import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout)
     is_remote = isinstance(target, RemoteLike)
     if not is_remote:
         with write_errors(target):

@@ -25,6 +25,7 @@ from mmfsdp.checkpoint.files.elements import equal_data, require_numpy
 from mmfsdp.checkpoint.formats.gguf import array_length, number, read_keys, real, text, type_of
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern
+from mmfsdp.checkpoint.recipes.standing_in import StandIns
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["VOCABULARY", "GgufModel"]
@@ -50,8 +51,12 @@ class GgufModel:
     """What that says."""
 
     @classmethod
-    def of(cls, folder: Path) -> GgufModel:
+    def of(cls, folder: Path, quantize: str | None = None) -> GgufModel:
         """Read the config of a model and check that a GGUF file can say all of it.
+
+        Args:
+            folder: The folder with its ``config.json``.
+            quantize: What the setting says: ``'none'`` if weights that the config says are quantised were restored.
 
         Raises:
             ConfigError: It cannot, or the config is malformed.
@@ -61,7 +66,7 @@ class GgufModel:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{_CONFIG} is not valid JSON: {error}.", file=str(folder / _CONFIG)) from None
         model = cls(folder, config if isinstance(config, dict) else {})
-        model._check()
+        model._check(quantize)
         return model
 
     @property
@@ -128,7 +133,7 @@ class GgufModel:
 
         Args:
             tensors: The weights by llama.cpp's names, of the dtypes that they are written with.
-            quantize: ``'q8_0'``, or ``None``.
+            quantize: ``'q8_0'``, or something else to leave them as they are.
             count: Called with a name and the number of its elements that were too large for float16, if there are any.
 
         Raises:
@@ -136,7 +141,7 @@ class GgufModel:
             CheckpointError: The file with the tokenizer is damaged.
         """
         made, notes = dict(tensors), []
-        if quantize:
+        if quantize == "q8_0":
             require_numpy("Quantising")
             short = []
             for name, entry in tensors.items():
@@ -189,7 +194,7 @@ class GgufModel:
     def _rope_type(self) -> str:
         return str(self._rope.get("rope_type", self._rope.get("type", "default")))
 
-    def _check(self) -> None:
+    def _check(self, quantize: str | None) -> None:
         kind, config = self._get("model_type"), self._get
         if kind not in _ARCHITECTURES:
             raise ConfigError(
@@ -202,13 +207,19 @@ class GgufModel:
         slides = kind == "mistral" or config("use_sliding_window") is True
         layers = config("layer_types") or ["full_attention"]
         rope = self._rope_type
+        if config("quantization_config") is not None and quantize != "none":
+            raise ConfigError(
+                f"{_CONFIG} of {self.folder.name} sets quantization_config: its weights are codes with scales, or "
+                "were. Set 'quantize' to 'none', which restores them, or give as 'like' a folder of the model without "
+                "it. For Q8_0, restore them in one conversion and quantise the result in another.",
+                file=str(self.folder / _CONFIG),
+            )
         refused = [
             (f"hidden_act {config('hidden_act')!r}", config("hidden_act") not in (None, "silu")),
             (f"sliding_window {window}", slides and window is not None and window < self._count(_CONTEXT)),
             (f"layer_types {layers}", layers != ["full_attention"] * (len(layers) if isinstance(layers, list) else 1)),
             ("mlp_bias", bool(config("mlp_bias"))),
             ("attention_bias", kind != "llama" and bool(config("attention_bias"))),
-            ("quantization_config", config("quantization_config") is not None),
             (
                 "partial_rotary_factor",
                 (self._rope.get("partial_rotary_factor") or config("partial_rotary_factor") or 1) != 1,
@@ -338,14 +349,10 @@ def _rotated(entry: TensorEntry, heads: int) -> TensorEntry:
     """Return a weight or bias whose rows lie half a head apart with those that rotate together side by side."""
     if not heads:
         return entry
-    if isinstance(entry, ComputedEntry):
-        raise ConfigError(
-            f"{entry.name!r} is computed while it is written, and its rows cannot be reordered at once. Write the "
-            "result as safetensors, and convert that.",
-            config="to",
-        )
     axes = " c" if len(entry.shape) == 2 else ""
-    return Pattern(f"(h p d){axes} -> (h d p){axes}").applied(entry, {"h": heads, "p": 2})
+    stand_ins = StandIns()
+    turned = Pattern(f"(h p d){axes} -> (h d p){axes}").applied(stand_ins.of(entry), {"h": heads, "p": 2})
+    return stand_ins.resolved(turned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ class Conversion:
     ``'fp8_tensor'`` and ``'fp8_channel'``: the same with a scale for each tensor or output, in the layout of
     compressed-tensors. All three are for safetensors and Hugging Face folders, whose ``config.json`` gets a
     ``quantization_config``. ``'q8_0'``, for ``gguf``: write every matrix in blocks of 32 signed bytes with a float16
-    scale. ``'none'``: restore weights that such scales lie beside. Needs numpy."""
+    scale. ``'none'``: restore weights that such scales lie beside, before anything else is done. Needs numpy."""
     use_ema: bool = False
     """Write the averaged weights as the model's weights."""
     publish: bool = False
@@ -317,12 +317,10 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     else:
         target = find_format("safetensors_index")
     is_gguf = target.name == "gguf"
-    if conversion.quantize == "none":
-        quantizes, quantized = not is_gguf, "of numbers, such as 'hf' (convert that to 'gguf')"
-    elif conversion.quantize == "q8_0":
+    if conversion.quantize == "q8_0":
         quantizes, quantized = is_gguf, "'gguf'"
     else:
-        quantizes = target.tensors_only and not is_gguf
+        quantizes = conversion.quantize == "none" or (target.tensors_only and not is_gguf)
         quantized = "'safetensors', 'safetensors_index' or 'huggingface'"
     for setting, fits, needed in (
         ("max_shard_size", target.name in ("safetensors_index", "huggingface"), "'safetensors_index' or 'huggingface'"),

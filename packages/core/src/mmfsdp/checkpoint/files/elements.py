@@ -222,11 +222,20 @@ def equal_data(one: TensorEntry, two: TensorEntry) -> bool:
     """Tell whether two tensors are the same bit for bit; reads both, unless the same bytes hold them."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    if one.chunks() == two.chunks():
+    if _same_bytes(one, two):
         return True
     with OpenFiles() as files:
         pairs = zip(tensor_blocks(files, one), tensor_blocks(files, two), strict=True)
         return all(equal_bytes(left, right) for left, right in pairs)
+
+
+def _same_bytes(one: TensorEntry, two: TensorEntry) -> bool:
+    """Tell whether the same bytes of files hold two tensors, or the same is computed from such."""
+    if not isinstance(one, ComputedEntry) or not isinstance(two, ComputedEntry):
+        return type(one) is type(two) and one.chunks() == two.chunks()
+    return (one.formula, one.dtype, len(one.parts)) == (two.formula, two.dtype, len(two.parts)) and all(
+        map(_same_bytes, one.parts, two.parts)
+    )
 
 
 # dtype -> (bits of the exponent, bits of the mantissa, bias, what the largest codes mean):

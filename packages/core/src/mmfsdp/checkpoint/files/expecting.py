@@ -35,7 +35,10 @@ def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]
 def read_extents(entry: TensorEntry) -> Iterator[Extent]:
     """Yield what is read of a tensor in row-major order."""
     if isinstance(entry, ComputedEntry):
-        yield from alternating(entry.parts)
+        if entry.in_turn:
+            yield from itertools.chain.from_iterable(map(read_extents, entry.parts))
+        else:
+            yield from alternating(entry.parts)
         return
     yield from map(extent_of, byte_runs(entry))
 

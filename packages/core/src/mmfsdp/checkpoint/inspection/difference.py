@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,11 +17,12 @@ from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.expecting import compared_extents
+from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import common_prefix, leaves, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 
@@ -73,6 +75,8 @@ class DiffReport:
     """A prefix without which most names would match, if less than half do; empty if there is none."""
     elements: Mapping[str, int] = field(default_factory=dict)
     """Number of elements of each tensor whose values were compared."""
+    quantized: bool = False
+    """Whether one has weights as 8-bit codes with scales that the other lacks; ``dequantize`` compares them."""
 
     @property
     def same(self) -> bool:
@@ -100,6 +104,7 @@ def diff(
     keep: str | None = None,
     strip_prefix: str | None = None,
     ignore_dtypes: bool = False,
+    dequantize: bool = False,
     trust: bool = False,
     progress: Progress | None = None,
     reference: str | os.PathLike[str] | Layout | None = None,
@@ -118,6 +123,8 @@ def diff(
             one of the two is a bare state dict, such as a safetensors file.
         strip_prefix: Remove this prefix from the names of either that have it, such as ``'module.'``.
         ignore_dtypes: Compare values of different dtypes as numbers instead of reporting the dtypes. Needs numpy.
+        dequantize: Compare weights that are stored as 8-bit codes with scales as the numbers that they stand for,
+            whatever their dtypes. Needs numpy.
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
         progress: Called with the elements compared so far and the elements to compare.
         reference: A whole checkpoint of the same model, where one of them does not say all shapes; see ``open_layout``.
@@ -136,6 +143,8 @@ def diff(
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
     one, two = (opened(given, trust=trust, reference=reference) for given in (a, b))
+    if dequantize:
+        one, two = import_module("mmfsdp.checkpoint.files.dequantizing").restored_sources([one, two])
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
     if strip_prefix:
@@ -149,7 +158,9 @@ def diff(
     dtypes = tuple(
         Difference(name, ours[name].dtype, theirs[name].dtype)
         for name in shared
-        if ours[name].dtype != theirs[name].dtype and not ignore_dtypes
+        if ours[name].dtype != theirs[name].dtype
+        and not ignore_dtypes
+        and not any(isinstance(side[name], ComputedEntry) for side in ((ours, theirs) if dequantize else ()))
     )
     unlike = {item.name for item in (*shapes, *dtypes)}
     pairs = {name: (ours[name], theirs[name]) for name in shared if name not in unlike}
@@ -170,6 +181,7 @@ def diff(
         time.perf_counter() - began,
         _prefix(ours, theirs) if 2 * len(shared) < min(len(ours), len(theirs)) else "",
         {name: entry.numel for name, (entry, _) in pairs.items()},
+        bool({*scales_of(ours).values()} ^ {*scales_of(theirs).values()}),
     )
 
 

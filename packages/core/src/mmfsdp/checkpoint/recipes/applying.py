@@ -116,7 +116,8 @@ def apply_recipe(
     tensors = rewritten(
         part_tensors(layout, "model"), recipe, inverse=inverse, values=values, folders=folders_of(layout)
     )
-    return Layout(layout.path, layout.format, layout.world_size, tensors, {name: TensorRef(name) for name in tensors})
+    tree = {name: TensorRef(name) for name in tensors}
+    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=layout.origins)
 
 
 def folders_of(layout: Layout) -> list[Path]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
+from mmfsdp.checkpoint.recipes.standing_in import StandIns
 from mmfsdp.checkpoint.recipes.values import Values
 from mmfsdp.errors import ConfigError, closest
 
@@ -57,8 +59,11 @@ class Recipe:
         if unknown := [name for name in given if name not in self.values]:
             hint = closest(unknown[0], self.values) or f" It uses {name_list([*self.values]) or 'none'}."
             raise ConfigError(f"Recipe {self.name} has no value {unknown[0]!r}.{hint}", config="recipe_values")
-        values = Values(self.values, given, configs, equal_data)
-        current = dict(tensors)
+        stand_ins = StandIns()
+        values = Values(
+            self.values, given, configs, lambda one, two: equal_data(stand_ins.resolved(one), stand_ins.resolved(two))
+        )
+        current = {name: stand_ins.of(entry) for name, entry in tensors.items()}
         touched: set[str] = set()
         for rule in self.rules:
             steps = [*rule.steps(current, values)]
@@ -69,6 +74,9 @@ class Recipe:
             touched |= {name for step in steps for name in step.made}
         left = [name for name in current if name not in touched]
         if left and not self.keep_unmatched:
+            scaled = {scale: name for name, scale in scales_of(tensors).items()}
+            if (scale := next((name for name in left if name in scaled), None)) is not None:
+                raise _quantized(scaled[scale], scale)
             shapes = ", ".join(f"{name!r} {[*current[name].shape]}" for name in left[:4])
             raise ConfigError(
                 f"Recipe {self.name} has no rule for {len(left)} of {len(tensors)} tensors: {shapes}"
@@ -78,7 +86,9 @@ class Recipe:
             )
         if not current:
             raise ConfigError(f"Recipe {self.name} leaves no tensor.", config="recipe")
-        return current
+        made = {name: stand_ins.resolved(entry) for name, entry in current.items()}
+        _refuse_lost_scales(tensors, made)
+        return made
 
     def _nothing(self, rule: Rule, current: Mapping[str, Any]) -> ConfigError:
         template = rule.templates()[0]
@@ -88,6 +98,24 @@ class Recipe:
             "right direction? If such tensors may be absent, add `optional = true` to the rule.",
             config=rule.where,
         )
+
+
+def _refuse_lost_scales(tensors: Mapping[str, TensorEntry], made: Mapping[str, TensorEntry]) -> None:
+    """Raise a ``ConfigError`` if codes are rearranged and their scales are not, or codes that share a scale part."""
+    kept = {entry.chunks() for entry in made.values()} if (scales := scales_of(tensors)) else set()
+    for name, scale in scales.items():
+        codes, units = tensors[name], tensors[scale]
+        cut_blocks = len(units.shape) > 1 and units.shape[-1] > 1 and any(size % BLOCK for size in codes.shape)
+        if codes.chunks() not in kept and (units.chunks() in kept or cut_blocks):
+            raise _quantized(name, scale)
+
+
+def _quantized(name: str, scale: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} is codes in units of {scale!r}, and a recipe rearranges numbers. Add quantize='none', which "
+        "restores the numbers first; the result can be quantised again.",
+        config="quantize",
+    )
 
 
 def _stepped(rule: Rule, steps: Sequence[Step], tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

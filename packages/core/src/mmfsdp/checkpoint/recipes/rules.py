@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, trimmed, unstacked
 from mmfsdp.checkpoint.recipes.templates import Group, Template, grouped
 from mmfsdp.checkpoint.recipes.values import Values
@@ -57,12 +57,6 @@ class Rule:
         raise NotImplementedError
 
     def _checked(self, names: Sequence[str], tensors: Tensors, make: Callable[[], T]) -> T:
-        if computed := [name for name in names if isinstance(tensors[name], ComputedEntry)]:
-            raise ConfigError(
-                f"{self.where}: {computed[0]!r} is still to be computed; only its name can change. Write the result "
-                "first, and then convert it with the recipe.",
-                config=self.where,
-            )
         try:
             return make()
         except ValueError as error:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
+from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
 from mmfsdp.checkpoint.geometry import check_coverage, cut
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["dequantized", "restored_sources"]
 
-__all__ = ["dequantized"]
-
-_SCALES = ("_scale_inv", "_scale")
-_CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
-_SIDE = 128  # of a block, in elements
 _READ = 1 << 20  # bytes of codes at a time, or one row
 # Scales of inputs, which were measured for codes; and what holds codes of other formats.
 _OF_INPUTS = ".input_scale"
@@ -56,20 +51,18 @@ def dequantized(layout: Layout) -> Layout:
             "library that wrote it, and save it unquantised.",
             config="quantize",
         )
-    scales = {
-        name: given[name + end]
-        for name, entry in given.items()
-        for end in _SCALES
-        if name.endswith(".weight") and name + end in given and entry.dtype in _CODES
-    }
+    found = scales_of(given)
+    scales = {name: given[scale] for name, scale in found.items()}
+    if not scales and layout.origins:
+        return layout  # what is computed of other checkpoints was restored before
     if not scales:
         raise ConfigError(
-            "quantize='none' finds nothing that is quantised: no float8 or int8 '*.weight' has a '*.weight_scale' or "
-            "'*.weight_scale_inv' beside it. Leave it out.",
+            f"{layout.path.name} holds nothing that is quantised: no float8 or int8 weight has one of its name and "
+            "'_scale' or '_scale_inv' beside it. There is nothing to restore.",
             config="quantize",
         )
     check_coverage(layout, [scale.name for scale in scales.values()])
-    gone = {name + end for name in scales for end in _SCALES}
+    gone = {*found.values()}
     gone |= {name for name in given if name.endswith(_OF_INPUTS) and name[: -len(_OF_INPUTS)] + ".weight" in scales}
     tensors = {
         name: _Restored.of(replace(entry, name=name), scales[name]) if name in scales else replace(entry, name=name)
@@ -77,7 +70,20 @@ def dequantized(layout: Layout) -> Layout:
         if name not in gone
     }
     tree = {name: TensorRef(name) for name in tensors}
-    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=(layout,))
+    origins = layout.origins or (layout,)
+    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=origins)
+
+
+def restored_sources(layouts: Sequence[Layout]) -> list[Layout]:
+    """Return checkpoints of which one or more are quantised, with those restored.
+
+    Raises:
+        ConfigError: See `dequantized`; none of them is quantised.
+    """
+    scaled = [bool(scales_of(part_tensors(layout, "model"))) for layout in layouts]
+    if not any(scaled):
+        dequantized(layouts[0])  # raises
+    return [dequantized(layout) if own else layout for layout, own in zip(layouts, scaled, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +103,13 @@ class _Restored(ComputedEntry):
             (1,): (rows, columns),
             (rows, 1): (1, columns),
             (rows,): (1, columns),
-            (-(-rows // _SIDE), -(-columns // _SIDE)): (_SIDE, _SIDE),
+            (-(-rows // BLOCK), -(-columns // BLOCK)): (BLOCK, BLOCK),
         }
         block = blocks.get(scale.shape)
         if len(codes.shape) != 2 or block is None or not is_floating_point(scale.dtype):
             raise ConfigError(
                 f"{codes.name!r} of shape {[*codes.shape]} has {scale.dtype} scales of shape {[*scale.shape]}. "
-                f"Expected one, one for each row, or one for each block of {_SIDE} x {_SIDE} of a matrix.",
+                f"Expected one, one for each row, or one for each block of {BLOCK} x {BLOCK} of a matrix.",
                 config="quantize",
             )
         return cls(codes.name, "float32", codes.shape, codes.chunks(), (codes, scale), block=block)
