@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import s3fs
 import torch
-from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file, save_file
-from tests.core.samples import write_samples
+from tests.stores.conftest import keys
 
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
-from mmfsdp.checkpoint.remote.s3_uploads import S3Upload
+from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 MB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("samples")
-    write_samples(folder)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {f"layer.{i:02}": torch.randn(512 * 1024 + i, generator=generator) for i in range(25)}
-    save_file(tensors, folder / "large.safetensors")
-    convert(folder / "large.safetensors", folder / "large", to="dcp", ranks=2, fsync=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, value in (
-        ("AWS_ENDPOINT_URL", address),
-        ("AWS_ACCESS_KEY_ID", "id"),
-        ("AWS_SECRET_ACCESS_KEY", "hush"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    yield client
-    for key in keys(client):
-        client.delete_object(Bucket="bucket", Key=key)
-
-
-def keys(client: Any) -> list[str]:
-    return [item["Key"] for item in client.list_objects_v2(Bucket="bucket").get("Contents", [])]
 
 
 def put(client: Any, folder: Path, name: str) -> str:
@@ -103,14 +59,14 @@ def test_a_file_is_sent_in_parts(source: str, s3: Any, folder: Path, tmp_path: P
 def test_every_format_is_sent_in_parts(settings: dict[str, Any], s3: Any, folder: Path, tmp_path: Path) -> None:
     """The checksums in front of each tensor follow it; what is held until then are single parts."""
     held: list[int] = []
-    flush = S3Upload._flush
+    flush = Parts._flush
 
-    def noted(upload: S3Upload) -> None:
+    def noted(upload: Parts) -> None:
         flush(upload)
         held.append(len(upload._held))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(S3Upload, "_flush", noted)
+        patch.setattr(Parts, "_flush", noted)
         convert(folder / "large.safetensors", "s3://bucket/out", **settings, verify_output=True)
     assert len(held) > 4
     assert max(held) <= 2, "where the tensor begins and where it ends"
@@ -207,7 +163,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("target", "settings", "text"),
         [
-            ("s3://bucket/out.safetensors", {"resume": True}, "resume: works only for targets on this machine"),
+            ("s3://bucket/out.safetensors", {"publish": True}, "publish: works only for targets on this machine"),
             ("https://host/out.safetensors", {}, "targets are paths on this machine, and s3://"),
         ],
     )

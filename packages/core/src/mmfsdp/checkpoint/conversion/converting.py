@@ -249,7 +249,8 @@ def _upload(
     dry_run: bool,
 ) -> None:
     module = import_module("mmfsdp.checkpoint.conversion.uploading")  # only for targets in stores
-    folder = module.check_target(target, intent, chosen, directory=kind.directory)
+    names = {*beside, *(file.name for file in intent.planned)}
+    folder = module.check_target(target, names, chosen, directory=kind.directory)
     if not dry_run:
         contents = {name: path.read_bytes() for name, path in beside.items()}
         if beside and chosen.quantize:

@@ -109,6 +109,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
     content = Content(tree, tensors, named, limit, ranks, keys=keys)
+    if conversion.resume:  # what is there already must not differ by its id
+        content = replace(content, save_id=_journals().lasting_id({**tensors, **named}))
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
@@ -172,6 +174,10 @@ def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
     kept, notes = _model_folders().without_ties(stored, like)
     part = {name: TensorRef(names[name]) for name in kept}
     return replace(_with_part(selection, part), notes=(*selection.notes, *notes))
+
+
+def _journals() -> Any:
+    return import_module("mmfsdp.checkpoint.files.journal")  # for conversions that may go on
 
 
 def _model_folders() -> Any:

@@ -94,7 +94,8 @@ class Conversion:
     """Replace an existing target."""
     resume: bool = False
     """If the conversion is interrupted, keep what is written, hidden beside the target. The next one with this setting
-    goes on from there if its other settings are the same and its source has not changed."""
+    goes on from there if its other settings are the same and its source has not changed. In S3, it sends again what
+    has changed."""
     trust: bool = False
     """Keep unknown pickled objects as opaque placeholders, never imported, instead of rejecting the source. They are
     written again into a ``.pth`` target."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
-from mmfsdp.checkpoint.files.copying import Copier
+from mmfsdp.checkpoint.files.copying import Copier, RecordKey
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
+from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
 from mmfsdp.errors import ConfigError
@@ -24,26 +24,33 @@ from mmfsdp.errors import ConfigError
 __all__ = ["check_target", "upload"]
 
 
-def check_target(target: Path, intent: Intent, chosen: Conversion, *, directory: bool) -> S3Folder:
+def check_target(target: Path, names: Collection[str], chosen: Conversion, *, directory: bool) -> S3Folder:
     """Return where to write to.
+
+    Args:
+        target: The target.
+        names: The names of all files that will be written below it.
+        chosen: The settings.
+        directory: Whether it is a folder with a manifest.
 
     Raises:
         ConfigError: The store cannot be written as data is produced, or a setting asks for what only disks can do.
-        TargetExistsError: The target exists, and ``overwrite`` is false.
+        TargetExistsError: The target exists, and is not what an interrupted conversion has left.
         CheckpointError: The store does not answer.
     """
     assert isinstance(target, RemotePath)
     url, folder = target.url, S3Folder(target.url)
-    for name in ("publish", "resume"):
-        if getattr(chosen, name):
-            raise ConfigError(f"Conversion.{name}: works only for targets on this machine, and not for {str(url)!r}.")
-    if folder.exists() and (directory or not chosen.overwrite):
-        raise TargetExistsError(
-            f"{str(url)!r} exists already. Choose another name"
-            + (", or remove it first." if directory else ", or pass overwrite=True to replace this file."),
-            file=str(url),
-        )
-    return folder
+    if chosen.publish:
+        raise ConfigError(f"Conversion.publish: works only for targets on this machine, and not for {str(url)!r}.")
+    if not folder.exists() or (chosen.overwrite and not directory):
+        return folder
+    if directory and chosen.resume and {*folder.names()} <= {*names}:  # the manifest, which comes last, is missing
+        return folder
+    raise TargetExistsError(
+        f"{str(url)!r} exists already. Choose another name"
+        + (", or remove it first." if directory else ", or pass overwrite=True to replace this file."),
+        file=str(url),
+    )
 
 
 def upload(
@@ -57,6 +64,9 @@ def upload(
 ) -> None:
     """Write all files; those without tensors and the manifest come last.
 
+    With ``resume``, what S3 has already is not sent again. Nothing but S3 itself records what that is: all bytes are
+    made anew from the source, and each part is compared with the MD5 of what S3 has.
+
     Args:
         folder: Where, as `check_target` returned it.
         intent: What.
@@ -67,15 +77,16 @@ def upload(
 
     Raises:
         CorruptCheckpointError: Source data does not match its checksum, or a file of the source ends too early.
-        CheckpointError: The store does not take it. Everything that was written is removed.
+        CheckpointError: The store does not take it. Without ``resume``, everything that was written is removed.
     """
     tracker = Tracker(sum(file.nbytes for file in intent.planned), progress)
     written: dict[str, FileEntry] = {}
-    verified: set[tuple[Path, int, int]] | None = set() if chosen.verify else None
+    verified: set[RecordKey] | None = set() if chosen.verify else None
     order = sorted(intent.planned, key=lambda file: not file.pieces)
     try:
         for file in order:
-            written[file.name] = _upload(folder, file, tracker, verified, chosen.verify)
+            found = _compared(folder, file, tracker, verified) if directory and chosen.resume else None
+            written[file.name] = found or _uploaded(folder, file, tracker, verified, resume=chosen.resume)
         for name, content in beside.items():
             folder.put(name, content)
             written[name] = FileEntry(len(content), crc32(content))
@@ -84,34 +95,63 @@ def upload(
             text = manifest_bytes(save_id=intent.save_id, world_size=intent.world_size, files=entries)
             folder.put(MANIFEST_NAME, text)
     except BaseException:
-        for name in written:
-            folder.remove(name)
+        if not chosen.resume:
+            for name in written:
+                folder.remove(name)
         raise
 
 
-def _upload(
-    folder: S3Folder,
-    file: PlannedFile,
-    tracker: Tracker,
-    verified: set[tuple[Path, int, int]] | None,
-    verify: bool,
+def _uploaded(
+    folder: S3Folder, file: PlannedFile, tracker: Tracker, verified: set[RecordKey] | None, *, resume: bool
 ) -> FileEntry:
-    known = [(piece.at, piece.entry.nbytes) for piece in file.pieces]
-    around = ((offset, len(block)) for offset, block in file.blocks([0] * len(known)))
-    upload = folder.upload(file.name, file.size, itertools.chain(known, around))
+    upload = folder.upload(file.name, file.size, _stretches(file), resume=resume)
     try:
-        with Copier(tracker.advance, upload, verified=verified) as copier:
-            copier.expect(copied_extents(file.pieces, verify=verify))
-            crcs = _Copied(copier, file.pieces)
-            written = []
-            for offset, block in file.blocks(crcs):
-                upload.write(block, offset)
-                written.append((offset, len(block), crc32(block)))
-            pieces = [(at, nbytes, crc) for (at, nbytes), crc in zip(known, crcs, strict=True)]
-        upload.finish()
+        entry = _written(file, upload, tracker.advance, verified)
+        upload.complete()
     except BaseException:
-        upload.abort()
+        if resume:
+            upload.stop()  # S3 keeps the parts
+        else:
+            upload.abort()
         raise
+    return entry
+
+
+def _compared(
+    folder: S3Folder, file: PlannedFile, tracker: Tracker, verified: set[RecordKey] | None
+) -> FileEntry | None:
+    """Return size and checksum of a file that an interrupted conversion has finished, or ``None``."""
+    comparison = folder.comparison(file.name, file.size, _stretches(file))
+    if comparison is None:
+        return None
+    try:
+        entry = _written(file, comparison, lambda _: tracker.advance(0), verified)
+        same = comparison.same()
+    finally:
+        comparison.stop()
+    if same:
+        tracker.advance(file.nbytes)
+    return entry if same else None
+
+
+def _stretches(file: PlannedFile) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of everything that a file will hold."""
+    yield from ((piece.at, piece.entry.nbytes) for piece in file.pieces)
+    yield from ((offset, len(block)) for offset, block in file.blocks([0] * len(file.pieces)))
+
+
+def _written(
+    file: PlannedFile, parts: Parts, advance: Callable[[int], None], verified: set[RecordKey] | None
+) -> FileEntry:
+    """Copy a file into parts, and return its size and its checksum."""
+    with Copier(advance, parts, verified=verified) as copier:
+        copier.expect(copied_extents(file.pieces, verify=verified is not None))
+        crcs = _Copied(copier, file.pieces)
+        written = []
+        for offset, block in file.blocks(crcs):
+            parts.write(block, offset)
+            written.append((offset, len(block), crc32(block)))
+        pieces = [(piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True)]
     return FileEntry(file.size, joined_crc(heapq.merge(sorted(pieces), sorted(written)), file.size))
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmfsdp.checkpoint.files.disk import identity
@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.integrity import crc32_of_stretch, parse_json
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, PlannedFile, TensorEntry
 from mmfsdp.errors import ConfigError
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "lasting_id"]
 
 _FORMAT = "mmfsdp.journal"
 
@@ -37,7 +37,7 @@ class Journal:
     def __init__(self, path: Path, target: Path, files: Sequence[PlannedFile]) -> None:
         self._path, self._lock = path, threading.Lock()
         self._written: dict[tuple[str, int], list[int]] = {}
-        plan = {"format": _FORMAT, "version": 1, "plan": _fingerprint(files), "sources": _identities(files)}
+        plan = {"format": _FORMAT, "version": 1, "plan": _fingerprint(files), "sources": _identities(_entries(files))}
         self.continues = path.exists() and self._read(target, plan)
         """Whether there is something to go on from."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -103,6 +103,22 @@ class Journal:
                 line = line[os.write(self._descriptor, line) :]
 
 
+def lasting_id(tensors: Mapping[str, TensorEntry]) -> str:
+    """Return an id of what is written of some tensors, which stays the same as long as their files do not change.
+
+    So the files that an interrupted conversion has finished are those that the next one would write.
+
+    Args:
+        tensors: The tensors by name.
+    """
+    digest = hashlib.sha256()
+    for name, entry in tensors.items():
+        for line in (name, *_described(entry)):
+            digest.update(f"{line}\n".encode())
+    digest.update(repr(_identities(tensors.values())).encode())
+    return digest.hexdigest()[:16]
+
+
 def _fingerprint(files: Iterable[PlannedFile]) -> str:
     """Return a hash of what will be written, and of where its bytes come from."""
     digest = hashlib.sha256()
@@ -125,10 +141,14 @@ def _described(entry: TensorEntry) -> Iterator[str]:
         yield f"{chunk.file} {chunk.offset} {chunk.box_offsets} {chunk.box_sizes} {chunk.strides}"
 
 
-def _identities(files: Iterable[PlannedFile]) -> dict[str, str]:
+def _identities(entries: Iterable[TensorEntry]) -> dict[str, str]:
     """Return what changes when a file of the source changes, by path."""
-    paths = {chunk.file for file in files for piece in file.pieces for chunk in piece.entry.chunks()}
+    paths = {chunk.file for entry in entries for chunk in entry.chunks()}
     return {str(path): identity(path) for path in sorted(paths, key=str)}
+
+
+def _entries(files: Iterable[PlannedFile]) -> Iterator[TensorEntry]:
+    return (piece.entry for file in files for piece in file.pieces)
 
 
 def _identities_of(plan: dict[str, object]) -> dict[str, str]:

@@ -1,21 +1,20 @@
-"""Writes files to S3 in parts, in any order; a file appears when all its parts are there, and not before."""
+"""Writes files to S3 in parts; a file appears when all its parts are there, and not before."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
+from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.checkpoint.remote.urls import Url, shown
 from mmfsdp.errors import CheckpointError, ConfigError
 
-__all__ = ["S3Folder", "S3Upload"]
+__all__ = ["S3Comparison", "S3Folder", "S3Upload"]
 
 _PART = 16 << 20  # bytes; S3 takes 5 MB and more, and 10,000 parts of a file
 _MOST_PARTS = 9_000
-_AT_ONCE = 3  # parts under way at the same time
 
 T = TypeVar("T")
 
@@ -44,16 +43,45 @@ class S3Folder:
         self._store.invalidate_cache()
         return bool(self._called(lambda: self._store.exists(self._url.full)))
 
-    def upload(self, name: str, size: int, stretches: Iterable[tuple[int, int]]) -> S3Upload:
-        """Begin to write a file.
+    def names(self) -> list[str]:
+        """Return the names of the files below the target; an empty one is the target itself."""
+        self._store.invalidate_cache()
+        bucket, key = self._place("")
+        found = self._called(lambda: self._store.find(f"{bucket}/{key}"))
+        return [path.removeprefix(f"{bucket}/{key}").lstrip("/") for path in found]
+
+    def upload(self, name: str, size: int, stretches: Iterable[tuple[int, int]], *, resume: bool = False) -> S3Upload:
+        """Begin to write a file, or go on with it.
 
         Args:
             name: Its name below the target; empty for the target itself.
             size: Its length in bytes.
             stretches: Offset and length of everything that will be written to it; the rest is zeros.
+            resume: Go on with the unfinished upload of this file that has the most parts, and give up any others.
         """
-        bucket, key = self._place(name)
-        return S3Upload(lambda method, **rest: self._s3(method, Bucket=bucket, Key=key, **rest), size, stretches)
+        call = self._calling(name)
+        known: Mapping[int, str] = {}
+        if not resume or not (unfinished := self._unfinished(name)):
+            upload_id = call("create_multipart_upload")["UploadId"]
+        else:
+            upload_id, known = max(unfinished.items(), key=lambda item: len(item[1]))
+            for other in unfinished.keys() - {upload_id}:
+                call("abort_multipart_upload", UploadId=other)
+        return S3Upload(call, upload_id, known, size, stretches)
+
+    def comparison(self, name: str, size: int, stretches: Iterable[tuple[int, int]]) -> S3Comparison | None:
+        """Begin to compare a finished file with what would be written; ``None`` if it is missing, or surely differs.
+
+        Args:
+            name: Its name below the target.
+            size: The length in bytes that it would have.
+            stretches: Offset and length of everything that would be written to it.
+        """
+        listed = self._calling(name, "Prefix")("list_objects_v2", MaxKeys=1).get("Contents", [])
+        _, key = self._place(name)
+        if [(item["Key"], item["Size"]) for item in listed] != [(key, size)]:
+            return None
+        return S3Comparison(listed[0]["ETag"], size, stretches)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file at once."""
@@ -64,6 +92,27 @@ class S3Folder:
         """Remove a file."""
         bucket, key = self._place(name)
         self._s3("delete_object", Bucket=bucket, Key=key)
+
+    def _unfinished(self, name: str) -> dict[str, dict[int, str]]:
+        """Return the unfinished uploads of a file, the newest first: the ETag of each part that S3 has, by number."""
+        _, key = self._place(name)
+        uploads = [
+            item
+            for page in _pages(self._calling(name, "Prefix"), "list_multipart_uploads", "KeyMarker", "UploadIdMarker")
+            for item in page.get("Uploads", [])
+            if item["Key"] == key
+        ]
+        found = {}
+        for item in sorted(uploads, key=lambda item: item["Initiated"], reverse=True):
+            pages = _pages(self._calling(name), "list_parts", "PartNumberMarker", UploadId=item["UploadId"])
+            parts = (part for page in pages for part in page.get("Parts", []))
+            found[item["UploadId"]] = {part["PartNumber"]: part["ETag"] for part in parts}
+        return found
+
+    def _calling(self, name: str, key_is: str = "Key") -> Callable[..., Any]:
+        """Return what calls a method of S3 with the bucket and key of a file."""
+        bucket, key = self._place(name)
+        return lambda method, **rest: self._s3(method, Bucket=bucket, **{key_is: key}, **rest)
 
     def _place(self, name: str) -> tuple[str, str]:
         url = self._url.child(name) if name else self._url
@@ -85,105 +134,80 @@ class S3Folder:
             ) from error
 
 
-class S3Upload:
-    """A file that is being written; it offers what a `Copier` writes to.
-
-    Bytes may come in any order. A part is sent when all that will be written to it is there; until then it is held, so
-    what lies in front of a tensor may come after it.
+class S3Upload(Parts):
+    """A file that is being written.
 
     Args:
         call: Calls a method of S3 with the file's bucket and key.
+        upload_id: The upload.
+        known: The ETags of the parts that S3 has of it, by number from 1. A part that has the same MD5 is not sent.
         size: Length of the file in bytes.
         stretches: Offset and length of everything that will be written.
     """
 
-    def __init__(self, call: Callable[..., Any], size: int, stretches: Iterable[tuple[int, int]]) -> None:
-        self._call, self._size = call, size
-        self.part = max(_PART, -(-size // _MOST_PARTS))
-        """Bytes of a part."""
-        self._left = [0] * -(-size // self.part)  # bytes that are still to come, by part
-        for at, length in stretches:
-            self._count(at, length)
-        self._id = call("create_multipart_upload")["UploadId"]
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mmfsdp-upload")
-        self._free = threading.Semaphore(_AT_ONCE)
-        self._sent: dict[int, Future[str]] = {}
-        self._held: dict[int, bytearray] = {}
-        self._number, self._data = -1, bytearray()
-        self._at = 0
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        upload_id: str,
+        known: Mapping[int, str],
+        size: int,
+        stretches: Iterable[tuple[int, int]],
+    ) -> None:
+        super().__init__(self._send, size, _part_size(size), stretches)
+        self._call, self._id, self._known = call, upload_id, known
 
-    def _count(self, at: int, length: int) -> None:
-        while length > 0:
-            number = at // self.part
-            here = min(length, (number + 1) * self.part - at)
-            self._left[number] += here
-            at, length = at + here, length - here
-
-    def room(self, at: int, most: int) -> memoryview:
-        """Return memory for up to ``most`` bytes at byte ``at`` of the file; see `BlockWriter.room`."""
-        number = at // self.part
-        if number != self._number:
-            self._flush()
-            self._number = number
-            self._data = self._taken(number)
-        self._at = at - number * self.part
-        return memoryview(self._data)[self._at : self._at + most]
-
-    def filled(self, count: int) -> None:
-        """Note that the first bytes of the ``room`` are there."""
-        self._left[self._number] -= count
-
-    def write(self, data: bytes | memoryview, at: int) -> None:
-        """Write bytes at byte ``at`` of the file."""
-        view = memoryview(data)
-        while view:
-            room = self.room(at, len(view))
-            room[:] = view[: len(room)]
-            self.filled(len(room))
-            view, at = view[len(room) :], at + len(room)
-
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Send what is left, wait until all parts are there, and let the file appear."""
-        self._flush()
-        for number in range(len(self._left)):
-            if number not in self._sent:  # all zeros
-                self._send(number, self._taken(number))
-        if not self._sent:  # an empty file has one part, too
-            self._send(0, bytearray())
-        parts = [{"PartNumber": number + 1, "ETag": sent.result()} for number, sent in sorted(self._sent.items())]
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self.finish(), start=1)]
         self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
-        self._pool.shutdown()
 
     def abort(self) -> None:
         """Give up: nothing appears, and S3 forgets the parts."""
-        self._pool.shutdown(cancel_futures=True)
+        self.stop()
         self._call("abort_multipart_upload", UploadId=self._id)
 
-    def _taken(self, number: int) -> bytearray:
-        """Return what is there of a part."""
-        if number in self._held:
-            return self._held.pop(number)
-        return bytearray(min(self.part, self._size - number * self.part))
+    def _send(self, number: int, data: bytes) -> str:
+        tag = self._known.get(number + 1)
+        if tag is not None and tag.strip('"') == _md5(data).hexdigest():
+            return tag
+        answer = self._call("upload_part", UploadId=self._id, PartNumber=number + 1, Body=data)
+        return str(answer["ETag"])
 
-    def _flush(self) -> None:
-        if self._number < 0:
+
+class S3Comparison(Parts):
+    """A finished file that is compared, without reading it, with what would be written.
+
+    Args:
+        tag: Its ETag. That of a file that was sent in parts is the MD5 of the MD5s of its parts, and their number.
+        size: Its length in bytes.
+        stretches: Offset and length of everything that would be written.
+    """
+
+    def __init__(self, tag: str, size: int, stretches: Iterable[tuple[int, int]]) -> None:
+        super().__init__(lambda _, data: _md5(data).hexdigest(), size, _part_size(size), stretches)
+        self._tag = tag
+
+    def same(self) -> bool:
+        """Tell whether the file is what would be written."""
+        sums = self.finish()
+        return self._tag.strip('"') == f"{_md5(bytes.fromhex(''.join(sums))).hexdigest()}-{len(sums)}"
+
+
+def _part_size(size: int) -> int:
+    """Return the bytes of a part of a file; it depends on the file's size alone, so that parts can be found again."""
+    return max(_PART, -(-size // _MOST_PARTS))
+
+
+def _md5(data: bytes) -> Any:
+    return hashlib.md5(data, usedforsecurity=False)
+
+
+def _pages(call: Callable[..., Any], method: str, *markers: str, **arguments: Any) -> Iterator[Any]:
+    """Yield the answers of a method that answers in pages, each of which says where the next one begins."""
+    begin: dict[str, Any] = {}
+    while True:
+        page = call(method, **arguments, **begin)
+        yield page
+        if not page.get("IsTruncated"):
             return
-        if self._left[self._number]:
-            self._held[self._number] = self._data
-        else:
-            self._send(self._number, self._data)
-        self._number = -1
-
-    def _send(self, number: int, data: bytearray) -> None:
-        for sent in self._sent.values():
-            if sent.done():
-                sent.result()  # an error ends the work now, and not with the last part
-        self._free.acquire()
-        self._sent[number] = self._pool.submit(self._sent_part, number, data)
-
-    def _sent_part(self, number: int, data: bytearray) -> str:
-        try:
-            answer = self._call("upload_part", UploadId=self._id, PartNumber=number + 1, Body=bytes(data))
-            return str(answer["ETag"])
-        finally:
-            self._free.release()
+        begin = {marker: page[f"Next{marker}"] for marker in markers}
