@@ -48,12 +48,13 @@ def test_missing_libraries_are_made(tmp_path: Path) -> None:
 
     folder = tmp_path / "lib"
     folder.mkdir()
-    (tmp_path / "versions").write_text("libcudart.so.13 { global: cudaGetDeviceCount; };\n")
+    (tmp_path / "versions").write_text("libcudart.so.13 { global: cudaGetDeviceCount; cudaGetErrorString; };\n")
     script = f"-Wl,--version-script={tmp_path / 'versions'}"
-    compile("libcudart.so.13", "int cudaGetDeviceCount(void) { return 0; }", "-Wl,-soname,libcudart.so.13", script)
+    cudart = "int cudaGetDeviceCount(void) { return 0; } const char *cudaGetErrorString(int code) { return 0; }"
+    compile("libcudart.so.13", cudart, "-Wl,-soname,libcudart.so.13", script)
     compile("libnccl.so.2", "int ncclGetVersion(void) { return 0; }", "-Wl,-soname,libnccl.so.2")
-    code = "int cudaGetDeviceCount(void); int ncclGetVersion(void);\n"
-    code += "int total(void) { return cudaGetDeviceCount() + ncclGetVersion(); }"
+    code = "int cudaGetDeviceCount(void); int ncclGetVersion(void); const char *cudaGetErrorString(int);\n"
+    code += "int total(void) { return cudaGetDeviceCount() + ncclGetVersion() + (cudaGetErrorString(1)[0] == 'n'); }"
     linked = [str(tmp_path / name) for name in ("libcudart.so.13", "libnccl.so.2")]
     compile("lib/libtorch.so", code, *linked, "-Wl,-rpath,$ORIGIN")
     # In a process of its own: torch for CUDA has loaded libraries of these names here.
@@ -62,4 +63,4 @@ def test_missing_libraries_are_made(tmp_path: Path) -> None:
     assert re.search(r"OSError: (libcudart|libnccl)", failed.stderr), failed
     tool.stand_in_for_missing(folder)
     assert {path.name for path in folder.iterdir()} == {"libtorch.so", "libcudart.so.13", "libnccl.so.2"}
-    assert int(subprocess.run(load, capture_output=True, text=True, check=True).stdout) == 2 * tool.NO_DEVICE
+    assert int(subprocess.run(load, capture_output=True, text=True, check=True).stdout) == 2 * tool.NO_DEVICE + 1

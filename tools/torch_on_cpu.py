@@ -4,8 +4,8 @@
 
 The official index of CPU builds is tried first. Where it cannot be reached, the CUDA build is installed from pip's own
 index, without the several gigabytes of NVIDIA libraries that it links. Libraries take their place that have the same
-names and functions, but each of these functions only returns an error code. torch then finds no device and computes on
-the CPU. That needs gcc and readelf.
+names and functions, but each of these functions only returns an error code, or the text of one. torch then finds no
+device and computes on the CPU. That needs gcc and readelf.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ OF_CUDA = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b")
 """Names of the packages that a CUDA build requires beside those that it imports."""
 UNVERSIONED = re.compile(r"(cu|nccl|nv|__nv)[A-Za-z]\w*$")
 """Functions of those NVIDIA libraries that do not version their symbols."""
+OF_TEXT = re.compile(r"(?!cuGet)\w+Error(String|Name)$")
+"""Functions that return a text, which torch reads when a function returned an error code."""
 OF_SYSTEM = re.compile(r"(ld-linux|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s|gomp|gfortran|quadmath|z)[.-])")
 
 
@@ -104,7 +106,7 @@ def readelf(table: str, path: Path) -> str:
 
 
 def compile_library(path: Path, versions: dict[str, set[str]], loose: set[str]) -> None:
-    """Compile a library whose functions all return `NO_DEVICE`.
+    """Compile a library whose functions all return `NO_DEVICE`, or a text.
 
     Args:
         path: The library.
@@ -114,12 +116,19 @@ def compile_library(path: Path, versions: dict[str, set[str]], loose: set[str]) 
     names = sorted(loose.union(*versions.values()))
     with tempfile.TemporaryDirectory() as work:
         source, script = Path(work, "library.c"), Path(work, "versions.map")
-        source.write_text("".join(f"long {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names) or "int empty;\n")
+        source.write_text("".join(map(function, names)) or "int empty;\n")
         words = ["gcc", "-w", "-fno-builtin", "-nostdlib", "-shared", "-fPIC", f"-Wl,-soname,{path.name}"]
         if versions:
             script.write_text("".join(f"{v} {{ global: {'; '.join(sorted(n))}; }};\n" for v, n in versions.items()))
             words.append(f"-Wl,--version-script={script}")
         subprocess.run([*words, "-o", str(path), str(source)], check=True)
+
+
+def function(name: str) -> str:
+    """Return the C code of a function."""
+    if OF_TEXT.match(name):
+        return f'const char *{name}(void) {{ return "no device"; }}\n'
+    return f"long {name}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 if __name__ == "__main__":

@@ -70,9 +70,14 @@ class Net(nn.Module):
 
 
 def shard_fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    """Shard blocks, and units within them, and gather two units ahead: not at the same places when recomputed."""
+    units = [module for block in model.blocks for module in (block, block.down)]
+    for module in reversed(units):
+        fully_shard(module)
+    fully_shard(model)
+    for place, unit in enumerate(units := [model, *units]):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
+    return model
 
 
 def shard_fsdp1(model: nn.Module) -> nn.Module:

@@ -20,7 +20,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mmfsdp.errors import ConfigError, PlanError, PlanMismatchError, ShardStateError, closest
-from mmfsdp.sharding.activation.keeping import offloading_contexts, pins_memory, selective_contexts
+from mmfsdp.sharding.activation.keeping import (
+    offloading_contexts,
+    pins_memory,
+    selective_contexts,
+    traced_contexts,
+)
 from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS, check_operator
 
 if TYPE_CHECKING:
@@ -94,13 +99,14 @@ class _CheckpointedForward:
             values, spec = tree_flatten((args, kwargs))
         region = _Region(self.fqn, module, forward, lambda flat: _unpack(flat, num_args, names, spec))
         with save_on_cpu(pin_memory=pins_memory()) if self.offload else contextlib.nullcontext():
-            return checkpoint(region, *values, use_reentrant=False, **self._context(), **self.options)
+            contexts = offloading_contexts if self.offload else selective_contexts
+            return checkpoint(region, *values, use_reentrant=False, **self._context(contexts), **self.options)
 
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # The compiler recomputes within its graph, where buffers are written once and random state is handled.
         if self.offload or self.use_reentrant:
             _refuse_compiler(self.fqn, self.offload)
-        return checkpoint(forward, *args, use_reentrant=False, **self._context(), **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **self._context(traced_contexts), **kwargs)
 
     def _reentrant(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -123,11 +129,8 @@ class _CheckpointedForward:
         results = checkpoint(run, anchor, *values, use_reentrant=True, **self.options)
         return tree_unflatten(results, structure)
 
-    def _context(self) -> dict[str, Any]:
-        if not self.save_ops:
-            return {}
-        contexts = offloading_contexts if self.offload else selective_contexts
-        return {"context_fn": functools.partial(contexts, self.save_ops)}
+    def _context(self, contexts: Callable[..., Any]) -> dict[str, Any]:
+        return {"context_fn": functools.partial(contexts, self.save_ops)} if self.save_ops else {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "module": self.module()}

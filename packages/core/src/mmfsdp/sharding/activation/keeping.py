@@ -8,24 +8,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from mmfsdp.sharding.activation.operators import resolve_operators
 
-__all__ = ["offloading_contexts", "pins_memory", "selective_contexts"]
-
-_MARKS = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-)
+__all__ = ["offloading_contexts", "pins_memory", "selective_contexts", "traced_contexts"]
 
 
-def selective_contexts(names: tuple[str, ...]) -> Any:
+def selective_contexts(names: tuple[str, ...]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of forward and recomputation that keep the results of the named operators."""
     operators = resolve_operators(names)
-    # FSDP marks more of a shard unit within the region for the profiler when it is recomputed than in forward. torch
-    # 2.10 and later count every operator and raise.
-    SAC_IGNORED_OPS.update(_MARKS)
+    forward, recomputation = traced_contexts(names)
+    return _Listed(forward, operators), _Listed(recomputation, operators)
+
+
+def traced_contexts(names: tuple[str, ...]) -> Any:
+    """Return contexts like `selective_contexts`, which torch's compiler understands."""
+    operators = resolve_operators(names)
 
     def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
@@ -42,6 +41,33 @@ def offloading_contexts(names: tuple[str, ...]) -> tuple[TorchDispatchMode, Torc
 def pins_memory() -> bool:
     """Return whether pinning CPU memory pays, because there is an accelerator."""
     return torch.accelerator.is_available()
+
+
+class _Listed(TorchDispatchMode):
+    """Shows the given operators to a context of torch, and no others.
+
+    torch 2.10 and later count every operator, and raise if the recomputation runs another one than forward. A shard
+    unit within the region does: it marks more for the profiler, and may gather units ahead at other places.
+    """
+
+    def __init__(self, context: TorchDispatchMode, operators: frozenset[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.context, self.operators = context, operators
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Say, as torch's own contexts do, that compiled functions within the region stay compiled."""
+        return True
+
+    def __enter__(self) -> Any:
+        with self.context:  # it begins to count anew
+            pass
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.operators:
+            return self.context.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
 
 
 class _KeepOnCpu(TorchDispatchMode):
