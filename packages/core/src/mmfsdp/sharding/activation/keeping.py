@@ -66,7 +66,7 @@ class _Listed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.operators:
-            return self.context.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return self.context.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
