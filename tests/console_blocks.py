@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+from tests.forked_scripts import environ_with_commands
 
 __all__ = ["check", "plain", "walk"]
 
@@ -75,9 +75,8 @@ def walk(texts: list[str], directory: Path) -> list[tuple[str, str]]:
 
 def _run(command: str, directory: Path) -> tuple[str, int]:
     """Return what a command prints, errors included, and its exit code."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1"}
-    env = {**os.environ, **quiet, "PATH": path, "COLUMNS": "160"}
+    env = {**environ_with_commands(), **quiet, "COLUMNS": "160"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )

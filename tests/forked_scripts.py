@@ -1,20 +1,45 @@
-"""Runs scripts in processes that have imported torch already: importing it anew takes longer than most scripts."""
+"""Runs scripts and commands in processes that have imported torch already: importing it takes longer than most scripts.
+
+`python()` is used as `sys.executable` is, and `environ_with_commands()` puts it and the commands of this environment on
+``PATH``. Each is a small client (forked_client.py) that has a server fork a process for it, which takes over its
+arguments, directory, environment, streams and namespaces; signals go there, and its exit code comes back. The server is
+itself forked from the process that ranks are forked from.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
 import multiprocessing
 import os
 import runpy
+import selectors
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from mmfsdp.testing import close_ranks, run_ranks
+import torch
 
-__all__ = ["environ_alone", "run_script"]
+from mmfsdp.testing import run_ranks
+
+__all__ = ["environ_alone", "environ_with_commands", "python", "run_script"]
+
+_CLIENT = Path(__file__).with_name("forked_client.py")
+_COMMANDS = ("python", "torchrun", "mmfsdp-cli")
+_folders: list[Path] = []  # one, once there is a server; processes that it forks have it, too
 
 
 def run_script(
@@ -32,19 +57,10 @@ def run_script(
     Raises:
         subprocess.TimeoutExpired: It took longer.
     """
-    run_ranks(_ready, 1)  # starts the process that all are forked from, with what tests have it import
-    command = [str(script), *arguments]
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("out", "err")]
-        process = context.Process(target=_main, args=(command, directory, dict(environ), files))
-        process.start()
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(command, seconds, *(file.read_bytes() for file in files))
-        said, errors = (file.read_text(encoding="utf-8") for file in files)
-    return subprocess.CompletedProcess(command, process.exitcode, said, errors)
+    command = [python(), str(script), *arguments]
+    return subprocess.run(
+        command, cwd=directory, env=environ, capture_output=True, text=True, check=False, timeout=seconds
+    )
 
 
 def environ_alone() -> dict[str, str]:
@@ -56,22 +72,192 @@ def environ_alone() -> dict[str, str]:
     return {**os.environ, **alone, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
 
-def _ready(rank: int) -> None:
+def python() -> str:
+    """Return the path of a `python` that need not import torch anew: for ``-m``, ``-c``, ``-u`` and scripts.
+
+    With other options, and where processes cannot be forked, it is the real one.
+    """
+    return str(_folder() / "python") if sys.platform == "linux" else sys.executable
+
+
+def environ_with_commands() -> dict[str, str]:
+    """Return this environment with commands on ``PATH`` that need not import torch anew."""
+    here = Path(sys.executable).parent
+    folders = [str(Path(python()).parent), str(here), os.environ["PATH"]]
+    return {**os.environ, "PATH": os.pathsep.join(folders)}
+
+
+def _folder() -> Path:
+    """Return the folder of the server's clients."""
+    if not _folders:
+        _folders.append(_start())
+    return _folders[0]
+
+
+def _start() -> Path:
+    """Start the server, which ends with this process, and return the folder of its clients."""
+    run_ranks(_nothing, 1)  # starts the process that all are forked from, with what tests have it import
+    folder = Path(tempfile.mkdtemp(prefix="forked-"))
+    for name in _COMMANDS:
+        (folder / name).write_text(f"#!{sys.executable} -IS\n{_CLIENT.read_text()}")
+        (folder / name).chmod(0o755)
+    (folder / "executable").symlink_to(sys.executable)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(str(folder / "socket"), theirs))
+    server.start()
+    theirs.close()
+    ours.recv()  # it listens
+
+    @atexit.register
+    def end() -> None:
+        ours.close()
+        server.join(10)
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return folder
+
+
+def _nothing(rank: int) -> None:
     """Do nothing."""
 
 
-def _main(command: list[str], directory: Path, environ: dict[str, str], files: list[Path]) -> None:
-    for stream, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+def _serve(path: str, parent: Connection) -> None:
+    """Fork a process for each client, until the parent is gone; end those whose client is gone."""
+    _folders.append(Path(path).parent)
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    parent.send(None)
+    children: dict[int, int] = {}  # by the sockets of their clients
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(parent, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is parent:
+                    for pid in children.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                if key.fileobj is listener:
+                    client = listener.accept()[0]
+                    request, streams = _request(client)
+                    pid = os.fork()
+                    if pid == 0:
+                        _enter_namespaces(client)
+                        for held in (selector, listener, parent, client):
+                            held.close()
+                        _become(request, streams)
+                    for stream in streams:
+                        os.close(stream)
+                    children[client.fileno()] = pid
+                    selector.register(client, selectors.EVENT_READ)
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, client)
+                elif key.data is None:  # a client hands a signal on, or was killed
+                    number = client.recv(1) if (client := key.fileobj) else b""
+                    if not number:
+                        selector.unregister(client)
+                    os.kill(children[key.fd], number[0] if number else signal.SIGKILL)
+                else:  # a child has ended
+                    client = key.data
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    status = os.waitstatus_to_exitcode(os.waitpid(children.pop(client.fileno()), 0)[1])
+                    if client in selector.get_map():
+                        selector.unregister(client)
+                        with contextlib.suppress(OSError):  # the client was killed just now
+                            client.sendall(status.to_bytes(8, "little", signed=True))
+                    client.close()
+
+
+def _request(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive what to run, and its three streams."""
+    head, streams, _, _ = socket.recv_fds(client, 8, 3)
+    with client.makefile("rb", buffering=0) as file:
+        left, parts = int.from_bytes(head, "little"), []
+        while left:
+            parts.append(file.read(left) or b"")
+            left -= len(parts[-1])
+    return json.loads(b"".join(parts)), streams
+
+
+def _enter_namespaces(client: socket.socket) -> None:
+    """Be on the host that a client is on: tests/distributed/hosts.py."""
+    pid = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+    for kind in ("net", "uts", "mnt"):
+        path = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(path) != os.readlink(f"/proc/self/ns/{kind}"):
+            file = os.open(path, os.O_RDONLY)
+            if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+                raise OSError(ctypes.get_errno(), f"setns: {path}")
+            os.close(file)
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """Be the process that was asked for, to its end."""
+    code = 1
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.stdin = open(0)  # noqa: SIM115 - the server has closed it
+        _set_up(request["environ"], request["directory"])
+        arguments = request["arguments"]
+        if arguments[0] == "-u":
+            del arguments[0]
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)
+        _execute(arguments)
+        code = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    if "RANK" in os.environ:  # gloo's threads may fail to end in order, which tests should see
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()  # what the interpreter does at its end before it destroys what was imported
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _set_up(environ: dict[str, str], directory: str) -> None:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environ)
-    added = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ["", *sys.path]]
-    sys.path[:0] = [str(Path(command[0]).parent), *added]
-    sys.argv = command
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    finally:
-        close_ranks()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.executable = python()  # what it starts, as torchrun does its ranks, is forked, too
+    sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ["", *sys.path]]
+    sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
+    if environ.get("PYTHONWARNINGS"):
+        warnings.simplefilter("ignore")  # clients ask for nothing else
+    if environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if getattr(forkserver._forkserver, "_forkserver_authkey", b"") is not None:
+        # Ranks that the process starts are forked from where it was itself. Python finds that server only in the
+        # process that has started it.
+        forkserver._forkserver.ensure_running = lambda: None
+
+
+def _execute(arguments: list[str]) -> None:
+    kind, *rest = arguments
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")

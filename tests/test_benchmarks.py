@@ -7,10 +7,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_scripts import python
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "benchmarks/README.md").read_text()
@@ -24,7 +24,7 @@ MODULES = sorted({*re.findall(r"`python -m (benchmarks\.bench_[^`]*)`", re.sub(r
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
+        [python(), *words],
         cwd=ROOT,
         env=os.environ | {"MMFSDP_BENCH_QUICK": "1"},
         capture_output=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.forked_scripts import python
 from tests.mmengine_adapter.test_doctor import CONFIGS, diagnosis
 
 import mmfsdp
@@ -74,7 +74,7 @@ def test_what_models_print_is_no_output(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(CONFIGS["deit"][0].replace("'Transformer'", "'Noisy'"))
     code = "from mmfsdp_cli.main import main; main()"
     for command in ("doctor", "plan"):
-        words = [sys.executable, "-c", code, command, tmp_path / "config.py", "--json"]
+        words = [python(), "-c", code, command, tmp_path / "config.py", "--json"]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
         assert json.loads(done.stdout)
         assert done.stderr.count("built") == 2

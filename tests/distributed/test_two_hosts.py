@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.hosts import ROOT, Host, two_hosts
-from tests.forked_scripts import environ_alone, run_script
+from tests.forked_scripts import environ_alone, python, run_script
 
 from mmfsdp.checkpoint import verify
 
 PAGE = ROOT / "docs" / "multi_node.md"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def here(arguments: list[str], folder: Path, *, per_node: int, kind: str) -> lis
     """A documented command on this machine: with a folder that there is, and fewer ranks per node."""
     words = [str(folder) if word == "/shared/run" else word for word in arguments]
     words[words.index("--nproc-per-node") + 1] = str(per_node)
-    return [*TORCHRUN, *words, "--kind", kind]
+    return [python(), "-m", "torch.distributed.run", *words, "--kind", kind]
 
 
 def losses_of(output: str) -> dict[int, float]:
@@ -75,7 +74,11 @@ def alone(arguments: list[str]) -> dict[int, float]:
     done = subprocess.run(
         arguments,
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        env={
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -139,7 +142,7 @@ def outcomes(hosts: tuple[Path, Host, Host]) -> tuple[Path, dict[str, dict[int, 
     folder, first, second = hosts
     folder = folder / "dying"
     folder.mkdir()
-    script = [sys.executable, str(ROOT / "tests" / "distributed" / "dying.py"), str(folder)]
+    script = [python(), str(ROOT / "tests" / "distributed" / "dying.py"), str(folder)]
     scenarios = json.dumps([*SCENARIOS.values()])
     environ = {"MASTER_ADDR": first.address}
     running = [host.start([*script, str(node), scenarios], environ) for node, host in enumerate((first, second))]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forked_scripts import python
 from tests.mmengine_adapter.toy import config
 
 from mmfsdp_mmengine.checkpoints.content import safe_globals
@@ -133,7 +134,7 @@ def run(folder: Path, script: str, *args: str, launcher: tuple[str, ...] = (), *
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in own}
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path, str(ROOT)]), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *launcher, str(folder / "script.py"), *args]
+    command = [python(), *launcher, str(folder / "script.py"), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=85)
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked_scripts import python
+
 ROOT = Path(__file__).parents[2]
 # Tensors that Python knows are last held by gloo's threads, which are behind; a mesh keeps the group from being joined.
 # Four processes are forked off one that has imported everything, and come to the interpreter's own end at once.
@@ -102,7 +104,7 @@ def environment() -> dict[str, str]:
 
 
 def test_threads_that_are_late_do_not_abort_the_process() -> None:
-    command = [sys.executable, "-c", LATE]
+    command = [python(), "-c", LATE]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=110)
     said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert (said, done.stderr) == (["[0, 0, 0, 0]"], "")
@@ -110,7 +112,7 @@ def test_threads_that_are_late_do_not_abort_the_process() -> None:
 
 def test_processes_end_as_their_work_did(tmp_path: Path) -> None:
     scripts = {name: script for name, (script, _) in CASES.items()}
-    command = [sys.executable, "-c", LEAVING, str(tmp_path), json.dumps(scripts)]
+    command = [python(), "-c", LEAVING, str(tmp_path), json.dumps(scripts)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=110)
     assert json.loads(done.stdout) == {name: codes for name, (_, codes) in CASES.items()}
     for number, (_, codes) in enumerate(CASES.values()):

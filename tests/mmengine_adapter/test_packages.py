@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mmengine.registry import MODELS, DefaultScope
+from tests.forked_scripts import python
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import read_config
@@ -68,7 +69,7 @@ def test_a_scope_whose_modules_cannot_be_imported_is_one_error(tmp_path: Path) -
     )
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [python(), "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked_scripts import run_script
+from tests.forked_scripts import python
 from tests.mmengine_adapter.toy import strategy, train
 
 from mmfsdp.testing import run_ranks
@@ -106,12 +106,8 @@ def run_config(folder: Path, world_size: int, launcher: list[str]) -> tuple[list
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in variables}
     env |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    script, arguments = folder / "train.py", [str(folder / "config.py")]
-    if launcher:
-        command = [sys.executable, *launcher, str(script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    else:
-        done = run_script(script, folder, env, 110, arguments)
+    command = [python(), *launcher, str(folder / "train.py"), str(folder / "config.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("LOSSES"))
     return [float(word) for word in line.split()[1:]], done.stdout + done.stderr
