@@ -210,15 +210,27 @@ def test_models_of_mmpretrain_in_timm(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(classifier(x, mode="tensor"), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 6})])
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 6}),
+        ("qwen2_moe", {**MOE, "num_experts": 2, "shared_expert_intermediate_size": 12}),
+        ("qwen3_moe", {**MOE, "num_experts": 4, "head_dim": 4}),
+    ],
+)
 def test_models_of_megatron_in_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     """The logits are those that Megatron itself computed on the ranks that saved."""
     own = Path(__file__).parents[1] / "core/recipes/golden/megatron-0.16.1"
     sizes = {**LLAMA, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 50}
-    config = getattr(transformers, f"{kind.capitalize()}Config")(**sizes, rms_norm_eps=1e-6, **more)
+    name = kind.title().replace("_", "")
+    config = getattr(transformers, f"{name}Config")(**sizes, rms_norm_eps=1e-6, **more)
     config.save_pretrained(tmp_path / "like")
     convert(own / kind, tmp_path / "out", to="hf", like=tmp_path / "like", recipe="megatron-llama-to-hf")
-    loaded = getattr(transformers, f"{kind.capitalize()}ForCausalLM").from_pretrained(tmp_path / "out").eval()
+    loaded = getattr(transformers, f"{name}ForCausalLM").from_pretrained(tmp_path / "out").eval()
     expected = torch.load(own / f"{kind}.pt", weights_only=True)
     assert torch.allclose(logits(loaded, expected["ids"]), expected["logits"], atol=1e-5)
 

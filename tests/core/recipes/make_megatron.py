@@ -5,8 +5,10 @@
 
 Two ranks of tensor parallelism. ``qwen2`` has biases of q, k and v, tied embeddings, a padded vocabulary, and all
 layers in one tensor, which is Megatron's default. ``qwen3`` has norms of q and k, heads of their own size, and tensors
-for each layer and for both halves of the MLP, as ``singleton_local_shards`` writes them. Megatron asks for a GPU in a
-few places where a CPU will do; this script answers for it.
+for each layer and for both halves of the MLP, as ``singleton_local_shards`` writes them. ``qwen3_moe`` has four
+experts, two on each rank, in one tensor for all layers and experts; ``qwen2_moe`` has two, divided by tensor
+parallelism, in tensors of their own, and a shared expert. Megatron asks for a GPU in a few places where a CPU will do;
+this script answers for it.
 """
 
 from __future__ import annotations
@@ -15,15 +17,30 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 24}
-MODELS = {
+EXPERTS = {"moe_ffn_hidden_size": 8, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2": ({"add_qkv_bias": True}, {"share_embeddings_and_output_weights": True}, {}),
     "qwen3": ({"qk_layernorm": True, "kv_channels": 6}, {}, {"singleton_local_shards": True}),
+    "qwen3_moe": ({"qk_layernorm": True, "num_moe_experts": 4, "expert_model_parallel_size": 2, **EXPERTS}, {}, {}),
+    "qwen2_moe": (
+        {
+            "add_qkv_bias": True,
+            "num_moe_experts": 2,
+            "expert_tensor_parallel_size": 2,
+            "moe_shared_expert_intermediate_size": 12,
+            "moe_shared_expert_gate": True,
+            **EXPERTS,
+        },
+        {},
+        {"singleton_local_shards": True},
+    ),
 }
 VOCABULARY, PADDED = 50, 64
 
@@ -38,10 +55,17 @@ def _main(rank: int, store: str, directory: str) -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     get_cuda_rng_tracker().fork = nullcontext  # dropout is off
+    moe_utils.te_general_gemm = None  # without Transformer Engine it is asked for, and not there
     for name, (settings, embeddings, metadata) in MODELS.items():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=settings.get("expert_model_parallel_size", 1),
+            expert_tensor_parallel_size=settings.get("expert_tensor_parallel_size", 1),
+        )
         config = TransformerConfig(
             **SIZES,
             **settings,
@@ -61,7 +85,9 @@ def _main(rank: int, store: str, directory: str) -> None:
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,
         )
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_local_spec(
+            config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+        )
         model = GPTModel(
             config,
             spec,

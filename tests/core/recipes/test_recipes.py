@@ -148,7 +148,7 @@ def test_rows_of_llama_are_in_the_order_that_each_library_rotates(tmp_path: Path
     assert torch.allclose(*scores, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_what_ranks_of_megatron_save(model: str, tmp_path: Path) -> None:
     """Each part is where Megatron's source says; ``tests/models`` compares the logits of both models."""
     source, recipe = GOLDEN / "megatron-0.16.1" / model, "megatron-llama-to-hf"
@@ -160,20 +160,27 @@ def test_what_ranks_of_megatron_save(model: str, tmp_path: Path) -> None:
     back = torch.load(tmp_path / "back.pth", weights_only=True)["state_dict"]
     convert(source, tmp_path / "own.pth")
     own = torch.load(tmp_path / "own.pth", weights_only=True)["state_dict"]
-    if model == "qwen3":  # a tensor for each layer and half; the inverse writes one for all
-        for i in range(2):
-            mlp = f"decoder.layers.{i}.mlp.linear_fc1.weight"
-            own[mlp] = torch.cat([own.pop(f"{mlp}_w"), own.pop(f"{mlp}_v")])
-        for name in [name for name in own if ".layers.0." in name]:
-            own[name.replace(".0.", ".")] = torch.stack([own.pop(name.replace(".0.", f".{i}.")) for i in range(2)])
+    if model in ("qwen3", "qwen2_moe"):  # a tensor for each layer, expert and half; the inverse writes one for all
+        for name in [name.removesuffix("_w") for name in own if name.endswith("_w")]:
+            own[name] = torch.cat([own.pop(f"{name}_w"), own.pop(f"{name}_v")])
+        for kind in ("experts.experts", "layers"):
+            for name in [name for name in own if f".{kind}.0." in name]:
+                parts = [own.pop(name.replace(f"{kind}.0.", f"{kind}.{i}.")) for i in range(2)]
+                own[name.replace(f"{kind}.0.", f"{kind}.")] = torch.stack(parts)
     whole = {name: value[:50] if value.shape[0] == 64 else value for name, value in own.items()}  # 14 rows are padding
     assert back.keys() == whole.keys()
     assert all(torch.equal(back[name], whole[name]) for name in whole)
     qkv = own["decoder.layers.self_attention.linear_qkv.weight"][1].reshape(2, 4, -1, 16)  # groups, 2 q + k + v
     for part, rows in (("q", qkv[:, :2]), ("k", qkv[:, 2]), ("v", qkv[:, 3])):
         assert found[f"model.layers.1.self_attn.{part}_proj.weight"].equal(rows.reshape(-1, 16))
-    for part, rows in zip(("gate", "up"), own["decoder.layers.mlp.linear_fc1.weight"][0].chunk(2), strict=True):
-        assert found[f"model.layers.0.mlp.{part}_proj.weight"].equal(rows)
+    experts, expert = (".experts.experts", ".experts.1") if "moe" in model else ("", "")
+    if expert:  # the name that it has with Transformer Engine
+        rename = {r"mlp\.linear_fc1\.layer_norm_weight": "pre_mlp_layernorm.weight"}
+        convert(source, tmp_path / "engine", to="hf", like=tmp_path, recipe=recipe, rename=rename)
+        assert load_file(tmp_path / "engine/model.safetensors").keys() == found.keys()
+    halves = own[f"decoder.layers.mlp{experts}.linear_fc1.weight"][0]
+    for part, rows in zip(("gate", "up"), (halves[1] if expert else halves).chunk(2), strict=True):
+        assert found[f"model.layers.0.mlp{expert}.{part}_proj.weight"].equal(rows)
 
 
 def test_any_source_and_any_target(tmp_path: Path) -> None:
