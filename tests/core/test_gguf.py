@@ -143,6 +143,44 @@ def test_tied_heads_are_left_out_if_they_are_equal(tmp_path: Path) -> None:
         convert(source, tmp_path / "other.gguf")
 
 
+@pytest.mark.parametrize(("name", "tokenizer"), [("llama", "llama3"), ("qwen2", "qwen2")])
+def test_tokenizers_are_translated_as_the_package_gguf_does(name: str, tokenizer: str, tmp_path: Path) -> None:
+    given = GOLDEN / "tokenizers" / tokenizer
+    source = folder(tmp_path, name, vocabulary=False, **json.loads((given / "config.json").read_text()))
+    rows = {key: torch.zeros(310, 32) for key in weights(name) if key.startswith(("model.embed", "lm_head"))}
+    save_file({**weights(name), **rows}, source / "model.safetensors")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (source / file).write_text((given / file).read_text())
+    assert convert(source, tmp_path / "out.gguf").notes == ()
+    found = Parsed(tmp_path / "out.gguf").keys
+    assert {key: found[key] for key in found if key.startswith("tokenizer.")} == {
+        key: value for key, value in Parsed(given / "vocab.gguf").keys.items() if key.startswith("tokenizer.")
+    }
+
+
+def test_other_tokenizers_are_left_out_or_refused(tmp_path: Path) -> None:
+    source = folder(tmp_path, "qwen2", vocabulary=False)
+    content = json.loads((GOLDEN / "tokenizers/qwen2/tokenizer.json").read_text())
+
+    def written(**changes: Any) -> tuple[str, ...]:
+        (source / "tokenizer.json").write_text(json.dumps(content | changes))
+        return convert(source, tmp_path / "out.gguf", overwrite=True, dry_run=True).notes
+
+    small = content["model"] | {"vocab": {"a": 0, "b": 23}, "merges": ["a b"]}
+    assert written(model=small, added_tokens=[]) == ()
+    for changes in (
+        {"model": small | {"ignore_merges": True}},
+        {"model": small | {"type": "Unigram"}},
+        {"pre_tokenizer": content["pre_tokenizer"]["pretokenizers"][1]},
+        {"normalizer": {"type": "Lowercase"}},
+    ):
+        assert "no tokenizer is written, as tokenizer.json is not that of Llama 3 or Qwen2" in written(**changes)[-1]
+    with pytest.raises(ConfigError, match=r"has a token 303, and vocab_size of config\.json is 24"):
+        written()
+    with pytest.raises(ConfigError, match=r"The tokenizer of qwen2 is malformed: KeyError: 'merges'"):
+        written(model={"type": "BPE", "vocab": {"a": 0}}, added_tokens=[])
+
+
 def test_what_is_computed_on_the_way_gives_the_same_file_as_in_two_steps(tmp_path: Path) -> None:
     """An average, and weights restored from float8, whose rows of q and k are reordered while they are written."""
     source = folder(tmp_path, "llama")

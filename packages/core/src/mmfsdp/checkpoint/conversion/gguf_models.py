@@ -18,6 +18,7 @@ from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.conversion.gguf_tokenizers import translated
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.eight_bit_blocks import WIDTH, EightBitBlocks
@@ -31,7 +32,7 @@ from mmfsdp.errors import ConfigError, closest
 __all__ = ["VOCABULARY", "GgufModel"]
 
 VOCABULARY = "vocab.gguf"
-"""The file beside ``config.json`` from which the tokenizer is copied."""
+"""The file beside ``config.json`` from which the tokenizer is copied, instead of ``tokenizer.json``."""
 
 _CONFIG = "config.json"
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}  # by model_type
@@ -159,11 +160,11 @@ class GgufModel:
             made["rope_freqs.weight"] = _Given.of("rope_freqs.weight", factors)
         keys = {**self._keys(), "general.file_type": number(_FILE_TYPES[types.most_common(1)[0][0]])}
         keys["general.quantization_version"] = number(2)
-        tokenizer = self._tokenizer()
+        tokenizer, why = self._tokenizer()
         if not tokenizer:
             notes.append(
-                f"no tokenizer is written, and llama.cpp needs one: put the file that its convert_hf_to_gguf.py "
-                f"--vocab-only writes beside {_CONFIG} as {VOCABULARY}, and convert again"
+                f"no tokenizer is written, as {why}, and llama.cpp needs one: put the file that its "
+                f"convert_hf_to_gguf.py --vocab-only writes beside {_CONFIG} as {VOCABULARY}, and convert again"
             )
         return made, {**keys, **tokenizer}, tuple(notes)
 
@@ -312,19 +313,19 @@ class GgufModel:
                 found.append(1 / ((1 - smooth) / factor + smooth))
         return struct.pack(f"<{len(found)}f", *found)
 
-    def _tokenizer(self) -> dict[str, bytes]:
-        path = self.folder / VOCABULARY
+    def _tokenizer(self) -> tuple[dict[str, bytes], str]:
+        path, rows = self.folder / VOCABULARY, self._sizes["vocab_size"]
         if not path.is_file():
-            return {}
+            return translated(self.folder, rows)
         found = read_keys(path, "tokenizer.")
-        tokens, rows = array_length(found.get("tokenizer.ggml.tokens", b"")), self._sizes["vocab_size"]
+        tokens = array_length(found.get("tokenizer.ggml.tokens", b""))
         if tokens != rows:
             raise ConfigError(
                 f"{VOCABULARY} of {self.folder.name} has {tokens} tokens, and vocab_size of {_CONFIG} is {rows}. Give "
                 "the tokenizer of this model.",
                 file=str(path),
             )
-        return found
+        return found, ""
 
     def _get(self, key: str) -> Any:
         return self.config.get(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmfsdp.checkpoint.files.eight_bit_blocks import EightBitBlocks
@@ -16,7 +17,19 @@ from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["TYPES", "array_length", "number", "plan_write", "read_keys", "real", "text", "type_of"]
+__all__ = [
+    "TYPES",
+    "array_length",
+    "flag",
+    "number",
+    "numbers",
+    "plan_write",
+    "read_keys",
+    "real",
+    "text",
+    "texts",
+    "type_of",
+]
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "BF16": 30}
 """ggml's numbers of the types of tensors that are written."""
@@ -25,7 +38,7 @@ _MAGIC = b"GGUF"
 _VERSION = 3
 _ALIGNMENT = 32
 # Numbers of the types of values, and the bytes of those of one size.
-_UINT32, _FLOAT32, _STRING, _ARRAY = 4, 6, 8, 9
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
@@ -42,6 +55,21 @@ def real(value: float) -> bytes:
 def text(value: str) -> bytes:
     """Return the type and the bytes of a value that is text."""
     return struct.pack("<I", _STRING) + _string(value)
+
+
+def flag(value: bool) -> bytes:
+    """Return the type and the bytes of a value that is true or false."""
+    return struct.pack("<I?", _BOOL, value)
+
+
+def numbers(values: Sequence[int]) -> bytes:
+    """Return the type and the bytes of an array of 32-bit integers."""
+    return struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
+
+
+def texts(values: Sequence[str]) -> bytes:
+    """Return the type and the bytes of an array of texts."""
+    return struct.pack("<IIQ", _ARRAY, _STRING, len(values)) + b"".join(map(_string, values))
 
 
 def type_of(entry: TensorEntry) -> str:
