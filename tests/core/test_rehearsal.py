@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mmfsdp
-from mmfsdp.errors import ConfigError, MeshError, RehearsalError, ShardStateError
+from mmfsdp.errors import ConfigError, MeshError, RehearsalError
 from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
@@ -285,11 +285,6 @@ def test_refusals(model: nn.Module, batch: Any, settings: dict[str, Any], kind: 
     with pytest.raises(kind, match=message):
         mmfsdp.rehearse(None, model, batch, mesh=4, **settings)
     assert not dist.is_initialized()
-
-
-def test_refuses_a_process_that_is_in_a_group() -> None:
-    with single_rank(), pytest.raises(ShardStateError, match="before init_process_group"):
-        rehearse()
 
 
 def allocation(nbytes: int, begin: int, end: int | None, module: str = "", kind: str = "activation") -> Allocation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cli.support import invoke
+from tests.forked_scripts import environ_with_commands
 from torch import nn
 
 import mmfsdp
+from mmfsdp.basics import human_bytes
 from mmfsdp.planning import estimate_memory
 
 HERE = "tests.cli.with_torch.test_cli_plan"
@@ -196,3 +199,38 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     assert plan(*words[:2], "--config", pasted)[0] == 0
     assert "needs --batch" in plan("--fit", "10MiB")[2]
     assert "Give their number" in plan(*words[:-4], "--ranks", "2x2", "--fit", "10MiB")[2]
+
+
+MEASURED = (*BLOCKS, "--batch", "6x4", "--measure", "--device", "cpu")
+
+
+def test_measured_beside_predicted() -> None:
+    code, out, _ = plan(*MEASURED)  # torch's profiler may write to stderr
+    assert code == 0
+    config = {**wrapped(), "init": {"device": "cpu"}}
+    step = mmfsdp.rehearse(config, build(), torch.empty(6, 4), device_type="cpu")
+    assert str(step) in out
+    peak = human_bytes(step.peak.nbytes)
+    assert f"peak {peak} predicted, {peak} measured (+0.0%)" in out
+    for words, message in (
+        ((*MEASURED, "--ranks", 2), "runs the step on the ranks at hand, 1, not 2. To start them: torchrun"),
+        ((*MEASURED, "--assume", 0.1), "--measure runs the step of one plan."),
+        (("--measure",), "needs --batch: a step is run."),
+    ):
+        code, out, err = plan(*words)
+        assert (code, out) == (2, "")
+        assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_ranks_of_torchrun_measure_together() -> None:
+    words = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "mmfsdp-cli"]
+    words += ["plan", f"{HERE}:build", *MEASURED, "--json"]
+    environ = {**environ_with_commands(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)  # one rank prints
+    found, own = shown["measured"], shown["rehearsal"]["peak"]["nbytes"]
+    assert found["mesh"] == "2 ranks"
+    assert found["peak"] == {"predicted": own, "measured": own}
+    assert found["seconds"]["measured"] > 0
+    assert found["seconds"]["predicted"] == shown["time"]["seconds"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from mmfsdp_cli.charts import bar_chart
 from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
 from mmfsdp_cli.fitting import print_fit
 from mmfsdp_cli.help import Command, argument
+from mmfsdp_cli.measuring import measured, ranks_at_hand, together
 from mmfsdp_cli.modelling import key_values, model_of
 from mmfsdp_cli.options import (
     PATH,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from mmfsdp import ShardPlan
     from mmfsdp.frontends import TrainingStep
-    from mmfsdp.rehearsal import Rehearsal
+    from mmfsdp.rehearsal import Measured, Rehearsal
 
 __all__ = ["plan_command"]
 
@@ -124,6 +126,13 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
     metavar="SIZE",
     help="With --batch: the fastest settings that fit into this memory, such as 80GiB; what is given here stays.",
 )
+@flag(
+    "--measure",
+    "measures",
+    section="Settings",
+    help="With --batch: also run a few real steps on the CPU at hand, on one rank or on those of torchrun, and print "
+    "predicted beside measured.",
+)
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars; with --batch, memory over the step.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
@@ -145,6 +154,7 @@ def plan_command(
     batch_size: str | None,
     assume: float | None,
     memory: str | None,
+    measures: bool,
     tree: bool,
     chart: bool,
     other: Path | None,
@@ -156,7 +166,7 @@ def plan_command(
 ) -> None:
     """Show how a model would be sharded and the memory of a step, for any number of ranks. Needs torch.
 
-    The weights take no memory here, and no process is started.
+    The weights take no memory here, unless --measure runs real steps, and no process is started.
 
     Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong, or torch is missing.
     """
@@ -179,8 +189,12 @@ def plan_command(
         raise click.BadParameter("needs --batch: steps are rehearsed.", param_hint="--fit")
     if memory is not None and (tree or chart or html is not None or other is not None or assume is not None):
         raise click.UsageError("--fit prints settings. Drop --tree, --chart, --html, --diff and --assume.")
+    if measures and not rehearses:
+        raise click.BadParameter("needs --batch: a step is run.", param_hint="--measure")
+    if measures and (memory is not None or other is not None or assume is not None):
+        raise click.UsageError("--measure runs the step of one plan. Drop --fit, --diff and --assume.")
     wanted = key_values(changes, "--set")
-    with reporting_errors():
+    with reporting_errors(), together() if measures else nullcontext():
         from mmfsdp.basics import require_torch
 
         require_torch("mmfsdp-cli plan")
@@ -188,14 +202,19 @@ def plan_command(
         step = step_of(built, source, batch, batch_size, optimizer, key_values(optimizer_arguments, "--optimizer-arg"))
         if optimizer is None and source is not None:
             optimizer = source.optimizer()
-        ranks = ranks or "8"
+        ranks = ranks_at_hand(ranks) if measures else ranks or "8"
         if memory is not None and step is not None:
             print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", as_json=as_json)
             return
         plan = planned(built, ranks, settings_of(built, source, config, wanted))
         advised = config is None and source is not None and not source.shards()
-        found = None if step is None else _rehearsed(built, plan, step, assume, as_json=as_json)
-        time = None if found is None or device is None else found.time(device)
+        real = _measured(built, plan, step, device, as_json=as_json) if measures and step is not None else None
+        found = time = None
+        if real is not None:
+            found, time = real.rehearsal, real.predicted
+        elif step is not None:
+            found = _rehearsed(built, plan, step, assume, as_json=as_json)
+            time = None if device is None else found.time(device)
         second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
         if html is not None and step is not None and found is not None:
             steps = [found] if second is None else [found, rehearsed(built, second, step, assume)]
@@ -208,6 +227,7 @@ def plan_command(
             if found is not None:
                 about["rehearsal"] = found.describe()
                 about |= {} if time is None else {"time": time.describe()}
+                about |= {} if real is None else {"measured": real.describe()}
             known = optimizer if found is None else _known(optimizer)
             click.echo(json.dumps({**plan.to_dict(), "memory": memory_of(plan, known).describe(), **about}, indent=2))
         elif chart and found is not None:
@@ -222,6 +242,8 @@ def plan_command(
             say(f"\n{needed}")
             if time is not None:
                 say(f"\n{time.table(width=terminal_width())}")
+            if real is not None:
+                say(f"\n{real}", bold=True)
             for sentence in () if step is None else step.assumed:
                 say(f"\nRehearsed with {sentence}.")
             if optimizer is None and batch:
@@ -236,10 +258,22 @@ def _rehearsed(
     model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None, *, as_json: bool
 ) -> Rehearsal:
     """Return the rehearsal of a step; if it fails, print what needs none before the error."""
+    with _static_part(plan, step, as_json=as_json):
+        return rehearsed(model, plan, step, assume)
+
+
+def _measured(model: nn.Module, plan: ShardPlan, step: TrainingStep, device: str | None, *, as_json: bool) -> Measured:
+    """Return real steps beside the predicted one; if the rehearsal fails, print what needs none before the error."""
+    with _static_part(plan, step, as_json=as_json):
+        return measured(model, plan, step, device)
+
+
+@contextmanager
+def _static_part(plan: ShardPlan, step: TrainingStep, *, as_json: bool) -> Iterator[None]:
     from mmfsdp.errors import RehearsalError
 
     try:
-        return rehearsed(model, plan, step, assume)
+        yield
     except RehearsalError:
         if not as_json:
             print_plan(plan)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -27,10 +25,11 @@ from mmfsdp.rehearsal.step import default_loss, run_step
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.links import Link, Links
 from mmfsdp.rehearsal.timing.ranges import Range
+from mmfsdp.rehearsal.worlds import alone
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
-__all__ = ["alone", "calibrate", "measure_links", "phase_seconds"]
+__all__ = ["calibrate", "measure_links", "phase_seconds"]
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _PRODUCT = 256  # rows and columns of matrix products
@@ -59,7 +58,6 @@ def calibrate(
 
     Raises:
         ConfigError: A rehearsal is not one of a step on the CPU.
-        ShardStateError: This process is in a process group.
     """
     for found in rehearsals:
         if found.device_type != "cpu":
@@ -67,8 +65,6 @@ def calibrate(
                 f"Only the CPU can be calibrated, and this is a rehearsal for {found.device_type!r}. Rehearse with "
                 "device_type='cpu'."
             )
-    if dist.is_initialized():
-        raise ShardStateError("A calibration makes a process group of its own. Call it before init_process_group().")
     device = torch.device("cpu")
     calls = {signature: call for found in rehearsals for signature, call in found.calls.items()}
     measured = {signature: seconds_of(call, clock, device, budget) for signature, call in calls.items()}
@@ -188,22 +184,6 @@ def _issues(clock: Callable[[], float]) -> dict[str, float]:
     }
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Be the only rank of a world over gloo."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def _product_seconds(dtype: str, clock: Callable[[], float]) -> float | None:
-    spec = Spec((_PRODUCT, _PRODUCT), (_PRODUCT, 1), getattr(torch, dtype))
-    return seconds_of(Call(torch.mm, (spec, spec), {}), clock, torch.device("cpu"))
-
-
 def _gather_seconds(nbytes: int, clock: Callable[[], float]) -> float:
     part = torch.zeros(nbytes, dtype=torch.uint8)
     whole = torch.zeros(nbytes * dist.get_world_size(), dtype=torch.uint8)
@@ -229,3 +209,8 @@ def _unshard_seconds(clock: Callable[[], float]) -> float:
         module.reshard()
         found.append(clock() - begin)
     return statistics.median(found[2:])
+
+
+def _product_seconds(dtype: str, clock: Callable[[], float]) -> float | None:
+    spec = Spec((_PRODUCT, _PRODUCT), (_PRODUCT, 1), getattr(torch, dtype))
+    return seconds_of(Call(torch.mm, (spec, spec), {}), clock, torch.device("cpu"))

@@ -1,8 +1,7 @@
-"""The private parts of torch that a rehearsal needs; no other module of the room accesses them.
+"""The private parts of torch that a rehearsal needs, but for its world of ranks; see `mmfsdp.rehearsal.worlds`.
 
 torch offers no public way to run a program without memory and without ranks. What is used here is what its own tracker
-of memory uses: fake tensors (``torch._subclasses``), which have shapes and no data; the process group ``fake``, which
-sends nothing (its backend is registered by ``torch.testing._internal``); and the assignment of
+of memory uses: fake tensors (``torch._subclasses``), which have shapes and no data, and the assignment of
 ``UntypedStorage.resize_``, by which FSDP frees and allocates what it gathers and which is no operator. The names are
 those of torch 2.9 to 2.15.
 """
@@ -30,8 +29,6 @@ from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from mmfsdp.errors import ShardStateError
-
 __all__ = [
     "CANNOT_BE_FAKED",
     "FewChunks",
@@ -39,7 +36,6 @@ __all__ = [
     "assumed_arrays",
     "backward_place",
     "fake_tensors",
-    "fake_world",
     "forward_place",
     "group_of",
     "is_backward",
@@ -56,41 +52,6 @@ _named_group: Any = vars(distributed_c10d)["_resolve_process_group"]
 
 CANNOT_BE_FAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch raises where an operator needs the values of a tensor."""
-
-
-@contextmanager
-def fake_world(size: int, rank: int) -> Iterator[None]:
-    """Be one rank of a world in which nothing is sent. Not collective.
-
-    Raises:
-        ShardStateError: This process is in a world already.
-    """
-    if dist.is_initialized():
-        raise ShardStateError(
-            "A rehearsal needs a process without a process group, because it makes one that sends nothing. Call it "
-            "before init_process_group(), or in a process of its own."
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    _forget_meshes()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Empty DTensor's caches of shardings.
-
-    Their entries hold meshes, and equal meshes of another world have the same key: results would lie on a mesh whose
-    groups are gone, or not this world's.
-    """
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache.cache_clear()
-    # The cache of torch's C++ code, from 2.10 on.
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

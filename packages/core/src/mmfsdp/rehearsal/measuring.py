@@ -1,27 +1,36 @@
-"""Runs a few real steps of a model on the CPU at hand, and puts their time beside what was predicted."""
+"""Runs a few real steps of a model on the device at hand, and puts them beside what was predicted."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 
+from mmfsdp.basics.text import human_bytes
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
-from mmfsdp.rehearsal.calibrating import alone, calibrate, phase_seconds
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
 from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
+from mmfsdp.rehearsal.peaks import cpu_peak
+from mmfsdp.rehearsal.realising import real_batch, real_model
 from mmfsdp.rehearsal.rehearsing import rehearse
-from mmfsdp.rehearsal.step import LossFn, default_loss
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
-from mmfsdp.sharding.apply import shard_in_place
-from mmfsdp.sharding.device_mesh import build_mesh
+from mmfsdp.rehearsal.worlds import alone
+from mmfsdp.sharding.apply import apply_plan
 
 __all__ = ["Measured", "measure"]
 
@@ -30,11 +39,16 @@ _WARM = 2  # steps that are not counted
 
 @dataclass(frozen=True)
 class Measured:
-    """What was predicted of a step, and what real ones took."""
+    """What was predicted of a step of one rank, and what real ones took."""
 
+    rehearsal: Rehearsal
+    """The step as it was rehearsed."""
     predicted: StepTime
+    """Its time."""
     seconds: float
     """The median of real steps."""
+    peak: int
+    """The most bytes that a real step held, beside ``rehearsal.peak``."""
     device: Device
     """The CPU, as it was calibrated; `write_device` keeps it."""
 
@@ -43,51 +57,93 @@ class Measured:
         """How much longer the prediction is, as a share of the real time."""
         return self.predicted.seconds / self.seconds - 1
 
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only."""
+        return {
+            "mesh": self.rehearsal.mesh,
+            "rank": self.rehearsal.rank,
+            "seconds": {"predicted": self.predicted.seconds, "measured": self.seconds},
+            "peak": {"predicted": self.rehearsal.peak.nbytes, "measured": self.peak},
+        }
+
     def __str__(self) -> str:
-        predicted, real = human_seconds(self.predicted.seconds), human_seconds(self.seconds)
-        return f"A step: {predicted} predicted, {real} measured ({self.error:+.1%})"
+        return f"A step: {beside(self.predicted.seconds, self.seconds, human_seconds)}; peak " + beside(
+            self.rehearsal.peak.nbytes, self.peak, human_bytes
+        )
+
+
+def beside(predicted: float, measured: float, shown: Callable[[Any], str]) -> str:
+    """Return a prediction, what was measured, and how much the prediction is too high, as text."""
+    return f"{shown(predicted)} predicted, {shown(measured)} measured ({predicted / measured - 1:+.1%})"
 
 
 def measure(
-    config: ShardConfig | Mapping[str, Any] | None,
+    plan: ShardPlan | ShardConfig | Mapping[str, Any] | None,
     model: nn.Module,
     batch: Any,
     *,
     loss: LossFn | None = None,
     optimizer: str | OptimizerFn = "adamw",
     max_norm: float | None = None,
+    accumulate: int = 1,
     steps: int = 8,
+    device: str | Device | None = None,
     clock: Callable[[], float] = time.perf_counter,
     budget: float = 0.01,
 ) -> Measured:
-    """Rehearse a step on one rank of the CPU at hand, calibrate it, run real steps, and compare. Not collective.
+    """Rehearse a step on the CPU at hand, calibrate it, run real steps, and compare.
 
-    The model is copied and not changed, so it needs its memory twice. See `mmfsdp.rehearse`.
+    In a process group it is collective: every rank, each with its own batch. All ranks calibrate at once, because they
+    slow each other as they do in training. Without one, it measures one rank.
+
+    The model is copied and not changed, so it needs its memory twice. Tensors on ``meta`` get values: random ones,
+    integers are zero. The last step runs under torch's profiler, which sees what is allocated. See `mmfsdp.rehearse`.
 
     Args:
-        config: The settings.
-        model: The model, with its weights on the CPU.
-        batch: What the rank gets, on the CPU.
+        plan: A plan for as many ranks as there are, or the settings.
+        model: The model, on the CPU or on ``meta``.
+        batch: What the rank gets in a micro-batch, on the CPU or on ``meta``.
         loss: Computes the loss; default: as `mmfsdp.rehearse` does.
         optimizer: The optimizer.
         max_norm: The norm to clip gradients to.
+        accumulate: Number of micro-batches in the step.
         steps: How many steps to run, at least 3; the first two are not counted.
+        device: What to predict with instead of a calibration: see `Rehearsal.time`.
         clock: Returns seconds; see `calibrate`.
         budget: About how many seconds to spend on an operator of a shape.
 
     Raises:
-        ConfigError: There are too few steps.
-        ShardStateError: This process is in a process group.
+        ConfigError: There are too few steps, or the model cannot be copied.
+        RankMismatchError: Ranks have different models or settings.
+        MeshError: The plan is for another number of ranks.
+        LostRankError: A rank does not take part.
         MmfsdpError: See `mmfsdp.rehearse`.
     """
     if steps <= _WARM:
         raise ConfigError(f"measure() needs at least {_WARM + 1} steps, got {steps}; the first {_WARM} do not count.")
-    plan = make_plan(model, config, 1)
-    found = rehearse(plan, model, batch, loss=loss, optimizer=optimizer, max_norm=max_norm, device_type="cpu")
-    device = calibrate(found, clock=clock, budget=budget)
-    predicted = found.time(device)
-    with alone():
-        state = shard_in_place(copy.deepcopy(model), plan, build_mesh(plan.mesh, "cpu"))
-        made = make_optimizer(optimizer, list(state.module.parameters()), "cpu")
-        taken = phase_seconds(state.module, made, [batch], loss or default_loss, max_norm, clock, steps)[_WARM:]
-    return Measured(predicted, statistics.median(sum(phases.values()) for phases in taken), device)
+    known = None if device is None else device_of(device)
+    cpu = torch.device("cpu")
+    in_group = dist.is_initialized()
+    ranks = dist.get_world_size() if in_group else 1
+    if not isinstance(plan, ShardPlan):
+        plan = make_plan(model, plan, ranks)
+    plan = plan.model_copy(update={"device": "cpu"})
+    with contextlib.nullcontext() if in_group else alone():
+        # The other ranks are asked first, so that none is waited for in vain.
+        module = apply_plan(real_model(model, cpu), plan)
+        found = rehearse(
+            plan, model, batch, rank=dist.get_rank(), loss=loss, optimizer=optimizer, max_norm=max_norm,
+            accumulate=accumulate, device_type="cpu",
+        )  # fmt: skip
+        if known is None:
+            known = calibrate(found, clock=clock, links=measure_links(clock) if ranks > 1 else None, budget=budget)
+        batches = [real_batch(batch, cpu) for _ in range(accumulate)]
+        made = make_optimizer(optimizer, list(module.parameters()), "cpu")
+        arguments = module, made, batches, loss or default_loss, max_norm
+        taken = phase_seconds(*arguments, clock, steps)[_WARM:]
+        step = partial(run_step, lambda _: None, module, batches, loss or default_loss, made, max_norm)
+        peak = cpu_peak(
+            step, [*module.parameters(), *module.buffers(), *tree_leaves([batches, [*made.state.values()]])]
+        )
+    seconds = statistics.median(sum(phases.values()) for phases in taken)
+    return Measured(found, found.time(known), seconds, peak, known)

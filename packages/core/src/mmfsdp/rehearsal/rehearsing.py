@@ -25,7 +25,6 @@ from mmfsdp.rehearsal.fake import (
     allocated_by_size,
     assumed_arrays,
     fake_tensors,
-    fake_world,
     quiet,
     watched_resizes,
 )
@@ -38,6 +37,7 @@ from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
 from mmfsdp.rehearsal.sync_norms import sync_norms
 from mmfsdp.rehearsal.values import Values
+from mmfsdp.rehearsal.worlds import fake_world
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.param_groups import gradients_of
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -68,8 +68,8 @@ def rehearse(
 
     The model's own forward, backward, clipping and optimizer run under fake tensors, which have shapes and no values,
     with the plan applied in a world of its real size that sends nothing. What is recorded is the second step, because
-    the first one makes the optimizer's state. Not collective; the process must not be in a process group. The model and
-    the batch are not changed.
+    the first one makes the optimizer's state. Not collective; a process group that there is goes on unharmed. The model
+    and the batch are not changed.
 
     Not included: what kernels allocate and free inside one operator, what an allocator rounds up, and the context of a
     device. Operators are those that torch chooses on the CPU, but for attention, dropout and autocast.
@@ -94,7 +94,6 @@ def rehearse(
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
-        ShardStateError: This process is in a process group.
         ConfigError: A setting is wrong, or the model cannot be copied.
         MmfsdpError: See `mmfsdp.plan`.
     """

@@ -71,7 +71,6 @@ def fit(
     Raises:
         RehearsalError: The model failed, or needs the values of tensors.
         ConfigError: A setting, the memory or a choice is wrong, or no combination is possible.
-        ShardStateError: This process is in a process group.
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ConfigError(f"ranks is a number of ranks, at least 1, got {ranks!r}.")
