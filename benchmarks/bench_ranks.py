@@ -7,11 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import mmfsdp
@@ -24,13 +25,15 @@ from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.archives import write_archive
 from mmfsdp.saving.publishing import DirectorySave
-from mmfsdp.saving.reading import open_shared
-from mmfsdp.state.lazy_tensors import locate
+from mmfsdp.saving.reading import open_shared, open_weights
+from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.state.lazy_tensors import LazyTensor, locate
 
 __all__ = ["main"]
 
 RANKS = sized((8, 64, 512, 2048), (2,))
 TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
+MANY = sized(200, 8)  # tensors of what `load_pretrained` reads
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8
 
@@ -49,12 +52,17 @@ def main() -> dict[str, Any]:
                 convert(whole, path, to=kind, ranks=size, fsync=False)
                 with counted_reads():
                     found[f"load {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
+            many = Path(folder, "many.safetensors")
+            save_file({f"layers.{i}.weight": torch.zeros(ROWS, 2, dtype=torch.bfloat16) for i in range(MANY)}, many)
+            with counted_reads():
+                found["load pretrained"] = described(run_threads(lambda scope, p=many: pretrained(scope, p), size))
         results[str(size)] = found
         for what, figures in found.items():
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             print(f"{size:5} ranks, {what}: {shown}", flush=True)
-    for what in ("save", "load local", "load dcp"):
-        for figure in ("reads", "messages", "sent bytes", "seconds"):
+    for what in ("save", "load local", "load dcp", "load pretrained"):
+        figures = ("reads", "messages", "sent bytes", "seconds")
+        for figure in (*figures, *(f"first: {name}" for name in figures if what == "load pretrained")):
             few, many = (results[str(size)][what][figure] for size in (RANKS[0], RANKS[-1]))
             verdict = "reached" if many <= LIMIT * max(few, 1e-9) else "MISSED"
             print(f"{what}, {figure} of a rank: {few:.4g} to {many:.4g}, at most {LIMIT} x: {verdict}", flush=True)
@@ -124,10 +132,18 @@ def saving(scope: Scope, folder: str) -> None:
 def loading(scope: Scope, path: Path) -> None:
     """Load this rank's rows of every tensor as `mmfsdp.load_checkpoint` does."""
     source, content = open_shared(path, scope)
-    wanted = [
-        (value, Box(*sharded_box(value.shape, [scope.size], [0], [scope.place])))
-        for value in content["state_dict"].values()
-    ]
+    read_rows(source, content["state_dict"], scope)
+
+
+def pretrained(scope: Scope, path: Path) -> None:
+    """Load this rank's rows of every tensor as `mmfsdp.load_pretrained` does."""
+    source, weights = open_weights(path, scope, rewrite=lambda layout: layout, change=lazy_tensors)
+    read_rows(source, weights, scope)
+
+
+def read_rows(source: Source, weights: Mapping[str, LazyTensor], scope: Scope) -> None:
+    """Find and read this rank's rows of every tensor."""
+    wanted = [(value, Box(*sharded_box(value.shape, [scope.size], [0], [scope.place]))) for value in weights.values()]
     locate(wanted, scope)
     on_all_ranks(lambda: [value.read(box) for value, box in wanted], scope)
     on_all_ranks(source.check_unchanged, scope)

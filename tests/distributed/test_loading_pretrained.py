@@ -269,18 +269,19 @@ def test_from_a_server(tmp_path: Path) -> None:
 def changing(rank: int, url: str, folder: str) -> str:
     model = sharded(CASES["fsdp2"][1])
     replaced = Path(folder) / "whole.pth"
-    read = Source.find
+    prepare = Source.check_own
 
-    def replace(*args: Any) -> Any:
-        replaced.write_bytes(replaced.read_bytes()[::-1])
-        return read(*args)
+    def replace(*args: Any) -> None:
+        if rank == 0:
+            replaced.write_bytes(replaced.read_bytes()[::-1])
+        prepare(*args)
 
-    Source.find = replace
+    Source.check_own = replace
     try:
         with pytest.raises(CheckpointError) as raised:
             mmfsdp.load_pretrained(model, f"{url}/whole.pth")
     finally:
-        Source.find = read
+        Source.check_own = prepare
     return str(raised.value)
 
 

@@ -24,6 +24,7 @@ from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, RankMismatchError
+from mmfsdp.saving import places
 from mmfsdp.saving.reading import check_shared, open_shared
 from mmfsdp.saving.verified_files import VerifiedFiles, sums_of
 from mmfsdp.state.lazy_tensors import LazyTensor
@@ -49,12 +50,16 @@ def plainly(rank: int, folder: str) -> None:
     dcp.save({"state_dict": mmfsdp.model_state_dict(model, "sharded")}, checkpoint_id=f"{folder}/dcp")
 
 
-def load(rank: int, path: str, verify: bool = True) -> str | dict[str, Any]:
+def load(rank: int, path: str, verify: bool = True, asks: bool = False) -> str | dict[str, Any]:
+    """With ``asks``, ranks ask the first one where their parts lie, as they do for checkpoints of many pieces."""
     model = mmfsdp.shard(wide(7), {"sharding": "FULL_SHARD"})
+    most, places._MOST_PIECES = places._MOST_PIECES, 0 if asks else places._MOST_PIECES
     try:
         mmfsdp.load_checkpoint(path, model, verify=verify)
     except CorruptCheckpointError as error:
         return str(error)
+    finally:
+        places._MOST_PIECES = most
     return mmfsdp.model_state_dict(model, rank0_only=False)
 
 
@@ -85,7 +90,7 @@ def test_a_flipped_bit_is_found_on_every_rank(kind: str, tmp_path: Path) -> None
         (shutil.copytree if kept.is_dir() else shutil.copy)(kept, path)
         flip(path, f"state_dict/{name}", at)
         for world_size in (2, 3):
-            for text in run_ranks(load, world_size, str(path)):
+            for text in run_ranks(load, world_size, str(path), True, at > 0.5):
                 assert isinstance(text, str), (name, at, world_size)
                 assert "is damaged: the CRC-32 of bytes" in text
                 assert "offset=" in text

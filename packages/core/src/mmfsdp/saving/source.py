@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
+from mmfsdp.basics.boxes import Bounds, is_within
 from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
@@ -18,6 +18,7 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mmfsdp.saving.embedded_sums import embedded_sums
+from mmfsdp.saving.places import Places, place_of, singles
 from mmfsdp.saving.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
 from mmfsdp.state.lazy_tensors import LazyTensor, Wanted
 
@@ -51,7 +52,8 @@ class Source:
     Attributes:
         key: Identifies the source; its copies on other ranks have the same.
         save: Identifies the save that was opened among those at the same path.
-        is_shared: Whether ranks ask the first one where things lie.
+        is_shared: Whether only the first rank has read where things lie.
+        places: Where everything lies, if every rank was told.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or parts of it are missing.
@@ -63,6 +65,7 @@ class Source:
         self.save = save_at(path)
         self._first_host = host_of()
         self.is_shared = False
+        self.places: Places | None = None
         self._prepare(own_records=True)
         self.attach(open)
         self._read_layout()
@@ -75,20 +78,25 @@ class Source:
         weakref.finalize(self, self._files.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("path", "verify", "key", "save", "is_shared", "_first_host")}
+        names = ("path", "verify", "key", "save", "is_shared", "places", "_first_host")
+        return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare(own_records=False)
+        if self.places is not None:
+            self._files.add_files(self.places.sums)
 
     def attach(self, open: Callable[[], Layout]) -> None:
         """Give a copy on another rank the function that reads the layout."""
         self._open = open
 
     def share(self) -> None:
-        """Let the ranks that receive a copy ask this one where things lie."""
+        """Let the ranks that receive a copy ask this one where things lie, or tell them all of it."""
         self.is_shared = True
         self._files.own_records = False
+        places = Places(self.path, self.layout.tensors, self._sums)
+        self.places = places.located() if places.are_few else None
 
     @property
     def layout(self) -> Layout:
@@ -145,7 +153,7 @@ class Source:
         found = {
             (entry.name, bounds): single
             for entry in self.layout.tensors.values()
-            for bounds, _, single in _singles(entry, self.path)
+            for bounds, _, single in singles(entry, self.path)
         }
         largest_first = sorted(found.values(), key=lambda entry: -entry.nbytes)
         return [largest_first[place::count] for place in range(count)]
@@ -160,6 +168,28 @@ class Source:
         self._files.add_sums(found.sums)
         self._files.expect(zip(found.entries, (box for _, box in wanted), strict=True))
         self.check(found.checks)
+
+    @property
+    def num_records(self) -> int | None:
+        """Number of chunks that may need a check; ``None`` if ranks ask where things lie."""
+        return None if self.places is None else self.places.num_records if self.verify else 0
+
+    def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Return -1 for each of these chunks that is read only in part, else 0. Not collective."""
+        assert self.places is not None
+        return self.places.read_in_part(wanted) if self.num_records else []
+
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+        """Prepare to read boxes, and check this rank's share of the chunks that ranks read only in part.
+
+        Raises:
+            CorruptCheckpointError: The checksum of a record differs.
+        """
+        assert self.places is not None
+        self._told.update((item, self.places.tensors[item[0]].within(item[1])) for item in wanted)
+        self._files.expect((self._told[item], item[1]) for item in wanted)
+        if flags:
+            self.check(self.places.dealt(flags, place, count))
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
         """Compare whole records with their checksums. Not collective.
@@ -187,7 +217,7 @@ class Source:
         found: dict[tuple[str, Bounds], TensorEntry] = {}
         for wanted, entries in zip(requests, told, strict=True):
             for (name, box), entry in zip(wanted, entries, strict=True):
-                for bounds, file, single in _singles(entry, self.path):
+                for bounds, file, single in singles(entry, self.path):
                     if (name, bounds) not in found and file not in self._sums and not is_within(bounds, box):
                         found[name, bounds] = single
         return list(found.values())
@@ -243,17 +273,6 @@ def _listed(layout: Layout) -> dict[Path, FileEntry]:
     return {file: entry for file, entry in files.items() if entry.blocks is not None}
 
 
-def _singles(entry: TensorEntry, directory: Path) -> Iterator[tuple[Bounds, Path, TensorEntry]]:
-    """Yield each box of a tensor with its file, and the tensor with that box alone."""
-    if not isinstance(entry.stored, Unlocated):
-        for chunk in entry.stored:
-            yield chunk.bounds, chunk.file, replace(entry, stored=(chunk,))
-        return
-    for box, where in entry.stored.boxes.meeting(None).items():
-        single = Unlocated(ListedBoxes({box: where}), entry.stored.locate)
-        yield box, _place(where, directory)[0], replace(entry, stored=single)
-
-
 def _extents(entry: TensorEntry, directory: Path) -> Iterable[tuple[Path, int, int | None]]:
     """Yield the byte ranges that hold a tensor: file, first byte and end, which is None for a whole file."""
     if not isinstance(entry.stored, Unlocated):
@@ -261,10 +280,4 @@ def _extents(entry: TensorEntry, directory: Path) -> Iterable[tuple[Path, int, i
             yield chunk.file, chunk.offset, chunk.offset + chunk.span
         return
     for where in entry.stored.boxes.meeting(None).values():
-        yield _place(where, directory)
-
-
-def _place(where: Any, directory: Path) -> tuple[Path, int, int | None]:
-    if isinstance(where, int):  # a rank's file
-        return directory / f"rank{where}.pth", 0, None
-    return directory / where.file, where.offset, where.offset + where.length
+        yield place_of(where, directory)

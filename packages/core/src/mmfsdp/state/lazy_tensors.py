@@ -33,14 +33,28 @@ Wanted = tuple[str, Bounds]
 class TensorSource(Protocol):
     """Where lazy tensors are read from, such as a checkpoint.
 
-    If a source is shared, only the first rank knows where everything lies. Before ranks read, `locate` calls `find` on
-    the first rank and `learn` on every rank. No method is collective.
+    If a source is shared, only the first rank has read where everything lies. Either it has told all ranks; then
+    `locate` calls `read_in_part` and `check_own` on every rank before they read. Or it calls `find` on the first rank
+    and `learn` on every rank. No method is collective.
     """
 
     key: str
     """Identifies the source; the same on every rank."""
     is_shared: bool
-    """Whether ranks ask the first rank where things lie."""
+    """Whether only the first rank has read where things lie."""
+
+    @property
+    def num_records(self) -> int | None:
+        """How many numbers `read_in_part` returns, the same on every rank; ``None`` if ranks ask the first one."""
+        ...
+
+    def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Return -1 for each record of which this rank reads only a part, else 0."""
+        ...
+
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+        """Prepare to read, and check this rank's share of the records with a flag below 0."""
+        ...
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:
         """Return what each rank must know to read what it wants, one item per rank."""
@@ -108,14 +122,12 @@ class LazyTensor:
             self.source.fill(self.name, box.bounds, memory)
 
 
-def locate(wanted: Iterable[tuple[Any, Box]], scope: Scope) -> None:
-    """Tell every rank where the boxes lie that it will read, and check what several ranks read in part. Collective.
-
-    The first rank knows where everything lies; each rank receives only what meets its boxes, whatever the number of
-    ranks.
+def locate(wanted: Iterable[tuple[Any, Box | None]], scope: Scope) -> None:
+    """Learn where the boxes lie that this rank will read, and check what several ranks read in part. Collective.
 
     Args:
-        wanted: Values that this rank will read, each with the box. Values other than `LazyTensor` are ignored.
+        wanted: Values that this rank will read, each with the box. Values other than `LazyTensor` are ignored. With
+            None for the box the rank reads nothing of it, but takes its share of the checks.
         scope: The ranks that take part.
 
     Raises:
@@ -126,12 +138,17 @@ def locate(wanted: Iterable[tuple[Any, Box]], scope: Scope) -> None:
     for value, box in wanted:
         if isinstance(value, LazyTensor) and value.source.is_shared:
             sources[value.source.key] = value.source
-            mine.setdefault(value.source.key, []).append((value.name, box.bounds))
+            own = mine.setdefault(value.source.key, [])
+            if box is not None:
+                own.append((value.name, box.bounds))
     if not any_of(scope, bool(mine)):
         return
     # The first rank's list, so that all ranks take the same sources in the same order.
-    for key in broadcast_object(scope, [*mine]):
-        _locate_in(sources.get(key), mine.get(key, []), scope)
+    for key, count in broadcast_object(scope, [(key, sources[key].num_records) for key in mine]):
+        if count is None:
+            _locate_in(sources.get(key), mine.get(key, []), scope)
+        else:
+            _check_in(sources.get(key), mine.get(key, []), count, scope)
 
 
 def _locate_in(source: TensorSource | None, wanted: list[Wanted], scope: Scope) -> None:
@@ -139,6 +156,13 @@ def _locate_in(source: TensorSource | None, wanted: list[Wanted], scope: Scope) 
     answers = on_all_ranks(lambda: source.find(requests) if source and requests is not None else None, scope)
     found = scatter_objects(scope, answers)
     on_all_ranks(lambda: source.learn(wanted, found) if source else None, scope)
+
+
+def _check_in(source: TensorSource | None, wanted: list[Wanted], count: int, scope: Scope) -> None:
+    flags = source.read_in_part(wanted) if source else [0] * count
+    if count:
+        flags = scope.channel.lowest(flags)
+    on_all_ranks(lambda: source.check_own(wanted, flags, scope.place, scope.size) if source else None, scope)
 
 
 def check_unchanged(values: Iterable[Any]) -> None:

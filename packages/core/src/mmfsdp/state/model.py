@@ -107,7 +107,7 @@ def load_model_state_dict(
         replicas = _replicas(stored, target, state) if read_once and not by_torch else {}
         mine = [name for name in given if name not in replicas or replicas[name].reads]
         boxes = {name: _held(target[name]) for name in mine}
-        locate([(state_dict[name], box) for name, box in boxes.items()], scope)
+        locate([(state_dict[name], boxes.get(name)) for name in given], scope)
         if by_torch:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
