@@ -319,5 +319,7 @@ def test_header_of_safetensors_is_sorted_for_alignment(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(2, dtype=torch.float64)}, tmp_path / "in.pth")
     convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
     raw = (tmp_path / "out.safetensors").read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
     assert [header[name]["data_offsets"] for name in ("b", "a")] == [[0, 16], [16, 19]]
+    assert (begin % 64, len(raw)) == (0, begin + 19)
