@@ -227,3 +227,22 @@ def test_tolerance_is_that_of_numpy_for_special_values_too(
             expected += int(((a == b) & (bits[0] != bits[1]).any(dim=1)).sum())
         report = diff(tmp_path / "a", tmp_path / "b", rtol=rtol, atol=atol, ignore_dtypes=True, jobs=2)
         assert [item.differing for item in report.values] == [expected]
+
+
+@pytest.mark.parametrize("rtol", [2**-8, 1e-2, 1.0, 1.5])
+def test_numbers_right_beside_the_relative_tolerance(tmp_path: Path, rtol: float) -> None:
+    given: list[dict[str, torch.Tensor]] = [{}, {}]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        b = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+        for factor, step in itertools.product((1 - rtol, 1 + rtol), (-1, 0, 1)):
+            a = ((b.double() * factor).to(dtype).view(bits) + step).view(dtype)
+            for place in range(len(b)):  # each is a tensor of its own, so that no other one makes it be looked at
+                name = f"{dtype}.{factor}.{step}.{place}"
+                given[0][name], given[1][name] = a[place].clone(), b[place].clone()
+    for path, tensors in zip(("a", "b"), given, strict=True):
+        save_file(tensors, tmp_path / path)
+    pairs = {name: (given[0][name].double(), given[1][name].double()) for name in given[0]}
+    expected = {name for name, (one, two) in pairs.items() if not (one - two).abs() <= rtol * two.abs()}
+    assert 50 < len(expected) < len(pairs) - 50
+    assert {item.name for item in diff(tmp_path / "a", tmp_path / "b", rtol=rtol, jobs=1).values} == expected

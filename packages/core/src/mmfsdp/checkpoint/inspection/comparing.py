@@ -164,12 +164,15 @@ class _Nearness:
         self.dtypes = one.dtype, two.dtype
         self.exact = one.dtype == two.dtype and not rtol and not atol  # bits count
         self._wide: type[np.float32 | np.float64] = np.float64 if "float64" in self.dtypes else np.float32
-        self._rooms = np.empty((2, min(_ELEMENTS, one.numel)), self._wide)
+        self._rooms = np.empty((3, min(_ELEMENTS, one.numel)), self._wide)
         # The error of float32 is some 2**-24 of a number. A limit that is smaller by more only adds doubtful elements.
         self._factor, self._more = (
             self._wide(min(given, _HUGE) * (1 - 2**-20) if given > 1 / _HUGE else 0) for given in (rtol, atol)
         )
         self._accurate = float(np.finfo(self._wide).tiny) * 2**24  # below, products lose digits
+        # Where only the relative tolerance counts, quotients near 1 tell it; their error is 2**-24, too.
+        margin = (1 + rtol) * 2**-22
+        self._quotients = (1 - rtol + margin, 1 + rtol - margin) if not atol and 2**-20 < rtol < _HUGE else None
 
     def doubtful(self, a: memoryview, b: memoryview) -> NDArray[np.intp]:
         """Return the positions of all elements but those that are certainly within the tolerance.
@@ -180,11 +183,16 @@ class _Nearness:
         """
         import numpy as np
 
-        x, y = (values(*given) for given in zip((a, b), self.dtypes, self._rooms.view(np.float32), strict=True))
+        x, y = (values(*given) for given in zip((a, b), self.dtypes, self._rooms[:2].view(np.float32), strict=True))
         if x.dtype.kind != "f" or y.dtype.kind != "f":
             return np.arange(len(x))
-        gap, limit = self._rooms[:, : len(x)]
+        gap, limit, shares = self._rooms[:, : len(x)]
         with np.errstate(all="ignore"):
+            if self._quotients:
+                low, high = self._quotients
+                np.divide(x, y, out=shares, dtype=self._wide)
+                if shares.min() >= low and shares.max() <= high:  # neither holds for a NaN, as of 0 / 0
+                    return np.empty(0, np.intp)
             np.subtract(x, y, out=gap, dtype=self._wide)
             np.abs(gap, out=gap)
             np.multiply(y, self._factor, out=limit, dtype=self._wide)
