@@ -136,6 +136,9 @@ def test_diff(checkpoint: Path) -> None:
     assert done.returncode == 1
     assert "state_dict/backbone.conv: " in done.stdout
     assert "different: 3 tensors compared (all) in " in done.stdout
+    assert "--keep model" not in done.stdout
+    run("convert", checkpoint, checkpoint.with_name("weights.pth"))
+    assert "the weights alone, add --keep model" in run("diff", checkpoint, checkpoint.with_name("weights.pth")).stdout
     assert len(json.loads(run("diff", checkpoint, damaged(checkpoint), "--json").stdout)["values"]) == 1
     assert run("diff", checkpoint, "nowhere.pth").returncode == 2
     assert run("diff", checkpoint, checkpoint, "--keep", "optimiser").returncode == 2

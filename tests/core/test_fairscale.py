@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mmfsdp
-from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.testing import single_rank
 
@@ -31,6 +31,9 @@ def test_equals_what_fairscale_consolidates(tmp_path: Path) -> None:
     assert (layout.format, layout.world_size) == ("fairscale", 3)
     assert verify(GOLDEN / "shards").ok
     convert(layout, tmp_path / "all.pth", keep="all", fsync=False, verify_output=True)
+    report = diff(layout, tmp_path / "all.pth")
+    assert report.same
+    assert report.compared == len(expected) + 3  # with tied names
     content = torch.load(tmp_path / "all.pth", weights_only=True)
     found = content["state_dict"]
     assert found.keys() == expected.keys()

@@ -13,7 +13,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.checkpoint import convert
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
-from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.saving.verified_files import VerifiedFiles
 
 COUNT = 100  # more than stay open
@@ -94,3 +94,16 @@ def test_a_link_to_a_file_that_does_not_exist_is_named(tmp_path: Path, to: str, 
     with pytest.raises((IncompleteCheckpointError, CheckpointNotFoundError), match=re.escape(link)):
         convert(path, tmp_path / "whole.pth")
     assert not (tmp_path / "whole.pth").exists()
+
+
+def test_what_is_only_a_part_of_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save(torch.arange(8.0), tmp_path / "model.pth")
+    with pytest.raises(FormatError, match=r"model\.pth holds one tensor and not a mapping of names"):
+        convert(tmp_path / "model.pth", tmp_path / "whole.safetensors")
+    torch.save({"w": torch.arange(8.0)}, tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "dcp", to="dcp")
+    for name in ("__0_0.distcp", ".metadata"):
+        with pytest.raises(
+            FormatError, match=r"is one file of torch's distributed checkpoint; open its directory .*dcp"
+        ):
+            convert(tmp_path / "dcp" / name, tmp_path / "whole.safetensors")

@@ -125,6 +125,9 @@ def _print(report: DiffReport, limit: int) -> None:
     ]
     say_list("Values", values, limit)
     say_list("Not tensors", [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other], limit)
+    beside = report.only_in_a or report.only_in_b or report.other
+    if report.scope == "all" and report.compared and beside and not (report.shapes or report.dtypes or report.values):
+        say("  What both have is the same: to compare the weights alone, add --keep model.")
     if report.left_out:
         say(f"Not compared: {', '.join(report.left_out)}.")
     verdict, colour = ("the same", "green") if report.same else ("different", "red")

@@ -285,8 +285,9 @@ def weights_of(layout: Layout) -> Weights:
         FormatError: The weights are in none of the usual places.
     """
     if not isinstance(layout.tree, dict):
+        kind = "one tensor" if isinstance(layout.tree, TensorRef) else f"a {type(layout.tree).__name__}"
         raise FormatError(
-            f"{layout.path.name} holds a {type(layout.tree).__name__} and not a mapping of names.",
+            f"{layout.path.name} holds {kind} and not a mapping of names, so it has no weights.",
             file=str(layout.path),
         )
     found = find_weights(layout.tree, is_ref)
@@ -345,11 +346,14 @@ def part_tensors(layout: Layout, keep: str) -> dict[str, TensorEntry]:
         FormatError: ``keep`` is ``'model'``, but the checkpoint has no weights.
     """
     if keep == "all":
-        return dict(layout.tensors)
-    if keep == "model":
-        names = named_tensors(weights_of(layout).weights)
-        return {name: layout.tensors[stored] for name, stored in names.items()}
-    return layout.tensors_below(str(top_level_key(layout, keep)))
+        part = layout.tree
+    elif keep == "model":
+        part = weights_of(layout).weights
+    else:
+        part = layout.tree[top_level_key(layout, keep)]
+        if is_ref(part):  # it has no names below its own
+            return {}
+    return {name: layout.tensors[stored] for name, stored in named_tensors(part).items()}
 
 
 def common_prefix(names: Collection[str], others: Collection[str]) -> str:

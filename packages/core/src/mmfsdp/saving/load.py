@@ -22,9 +22,10 @@ from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 
-__all__ = ["load_checkpoint", "reference_of", "under_tied_names"]
+__all__ = ["WRAPPER_PREFIX", "load_checkpoint", "reference_of", "under_tied_names"]
 
-_PREFIX = "module."
+WRAPPER_PREFIX = "module."
+"""What DistributedDataParallel and others that wrap a model add to every name."""
 
 
 def load_checkpoint(
@@ -99,11 +100,13 @@ def load_checkpoint(
 def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
     """Return content without the prefix ``module.`` that DistributedDataParallel adds to every name."""
     weights = content["state_dict"]
-    if any(name.startswith(_PREFIX) for name in own) or not all(str(name).startswith(_PREFIX) for name in weights):
+    if any(name.startswith(WRAPPER_PREFIX) for name in own) or not all(
+        str(name).startswith(WRAPPER_PREFIX) for name in weights
+    ):
         return content
-    content = {**content, "state_dict": {name.removeprefix(_PREFIX): value for name, value in weights.items()}}
+    content = {**content, "state_dict": {name.removeprefix(WRAPPER_PREFIX): value for name, value in weights.items()}}
     if isinstance(content.get("optimizer"), dict):
-        content["optimizer"] = renamed(content["optimizer"], _PREFIX)
+        content["optimizer"] = renamed(content["optimizer"], WRAPPER_PREFIX)
     return content
 
 

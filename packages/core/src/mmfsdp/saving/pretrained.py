@@ -18,7 +18,7 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.load import reference_of, under_tied_names
+from mmfsdp.saving.load import WRAPPER_PREFIX, reference_of, under_tied_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor
@@ -130,7 +130,7 @@ def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: 
     """Return the weights without a prefix that the model's names lack, or with one that they have."""
     own = _own_shapes(state)
     base = getattr(state.module, "base_model_prefix", "")
-    prefixes = ["module.", *([f"{base}."] if base else [])]
+    prefixes = [WRAPPER_PREFIX, *([f"{base}."] if base else [])]
     spellings: list[Callable[[str], str]] = [lambda name: name]
     spellings += [lambda name, prefix=prefix: name.removeprefix(prefix) for prefix in prefixes]  # type: ignore[misc]
     spellings += [lambda name, prefix=prefix: prefix + name for prefix in prefixes]  # type: ignore[misc]

@@ -6,7 +6,7 @@ import itertools
 import math
 import mmap
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,19 +56,12 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
     buffer = memoryview(bytearray(min(block, entry.nbytes)))
     filled = 0
     if isinstance(entry, ComputedEntry):
-        yield from _recut(entry.blocks(files), buffer)
-        return
-    for run in byte_runs(entry):
+        for computed in entry.blocks(files):
+            filled = yield from _put(computed, buffer, filled)
+    for run in [] if isinstance(entry, ComputedEntry) else byte_runs(entry):
         if isinstance(run, StridedRun):
             for piece in packed_blocks(files.descriptor(run.file), run, entry.name):
-                rest = memoryview(piece)
-                while rest:
-                    count = min(len(rest), len(buffer) - filled)
-                    buffer[filled : filled + count] = rest[:count]
-                    rest, filled = rest[count:], filled + count
-                    if filled == len(buffer):
-                        yield buffer
-                        filled = 0
+                filled = yield from _put(memoryview(piece), buffer, filled)
             continue
         source, end = run.source, run.source + run.length
         while source < end:
@@ -89,18 +82,16 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
         yield buffer[:filled]
 
 
-def _recut(pieces: Iterable[memoryview], buffer: memoryview) -> Iterator[memoryview]:
-    filled = 0
-    for rest in pieces:
-        while rest:
-            count = min(len(rest), len(buffer) - filled)
-            buffer[filled : filled + count] = rest[:count]
-            rest, filled = rest[count:], filled + count
-            if filled == len(buffer):
-                yield buffer
-                filled = 0
-    if filled:
-        yield buffer[:filled]
+def _put(rest: memoryview, buffer: memoryview, filled: int) -> Generator[memoryview, None, int]:
+    """Copy bytes behind those in a buffer, yield it whenever it is full, and return how many bytes it has then."""
+    while rest:
+        count = min(len(rest), len(buffer) - filled)
+        buffer[filled : filled + count] = rest[:count]
+        rest, filled = rest[count:], filled + count
+        if filled == len(buffer):
+            yield buffer
+            filled = 0
+    return filled
 
 
 def packed_blocks(source: int, run: StridedRun, name: str) -> Iterator[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from mmfsdp.basics.text import clean_fqn, missing
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.registry import RANK_FILE, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
@@ -26,8 +25,6 @@ from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["RankFiles", "read", "read_stock_files"]
-
-_NAME = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 
 
 class RankFiles:
@@ -71,7 +68,7 @@ class RankFiles:
 def _found(directory: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for name in sorted(entry.name for entry in directory.iterdir()):
-        match = _NAME.fullmatch(name)
+        match = RANK_FILE.fullmatch(name)
         if match is None:
             continue
         path = inside(directory, name, directory)

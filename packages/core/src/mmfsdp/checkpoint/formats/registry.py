@@ -38,6 +38,7 @@ __all__ = [
     "FORMATS",
     "INDEX_SUFFIX",
     "MODEL_FILE",
+    "RANK_FILE",
     "Content",
     "Format",
     "FormatInfo",
@@ -56,9 +57,11 @@ INDEX_SUFFIX = ".index.json"
 MODEL_FILE = "model.safetensors"
 """The weights of a Hugging Face folder, if one file holds them."""
 
+RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
+"""The name of a rank's file in a ``local`` checkpoint."""
+
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
-_RANK_FILE = re.compile(r"rank\d{1,9}\.pth", re.ASCII)
 _OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 _ITEM_OF_RANK = re.compile(r".+_0\.pt", re.ASCII)
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
@@ -169,7 +172,7 @@ def looks_like_safetensors(head: bytes) -> bool:
 
 
 def _has_rank_files(source: Source) -> bool:
-    return any(_RANK_FILE.fullmatch(name) for name in source.names)
+    return any(RANK_FILE.fullmatch(name) for name in source.names)
 
 
 def _has_index(source: Source) -> bool:
@@ -465,6 +468,12 @@ def _garbage_collection_off() -> Iterator[None]:
 
 
 def _recognised(source: Source) -> Format:
+    if (source.path.suffix == ".distcp" or source.path.name == ".metadata") and not source.names:
+        raise FormatError(
+            f"{source.path.name} is one file of torch's distributed checkpoint; open its directory "
+            f"{str(source.path.parent)!r} instead.",
+            file=str(source.path),
+        )
     for item in FORMATS:
         if item.sniff is not None and item.sniff(source):
             return item
