@@ -194,4 +194,4 @@ def test_wrong_questions() -> None:
     with pytest.raises(ConfigError, match="cannot be divided into 3"):
         mmfsdp.fit(model, batch, choices={"accumulate": [3]})
     with pytest.raises(RehearsalError, match="embed"):
-        mmfsdp.fit(model, batch.float(), ranks=2)
+        mmfsdp.fit(model, [None], ranks=2)

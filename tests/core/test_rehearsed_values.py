@@ -36,6 +36,15 @@ class Asks(nn.Module):
         places = torch.arange(found.shape[0])
         return found[places[places % 4 == 0]] * kept.sum() + found.new_zeros(int(sizes.max()), 1, 1).sum()
 
+    def checked(self, found: torch.Tensor) -> torch.Tensor:
+        assert torch.isfinite(found).all()
+        if found.isnan().any() or torch.isinf(found).sum() > 0:
+            raise FloatingPointError
+        return found
+
+    def shown(self, found: torch.Tensor) -> torch.Tensor:
+        return found * len(f"{found.mean():.3f}")
+
     def overwritten(self, found: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(ROWS, dtype=torch.bool)
         mask[found.argmax(0)] = True
@@ -74,6 +83,13 @@ def test_constants_have_values() -> None:
     step = asked("constants")
     assert made(step, 4 * ROWS * WIDTH) == 1  # of the linear layer
     assert made(step, 4 * ROWS // 4 * WIDTH) >= 2  # selected rows, and their product
+
+
+def test_values_are_finite() -> None:
+    step = asked("checked")
+    assert made(step, ROWS * WIDTH) == 5  # masks of one byte: three of isfinite(), and one each of the others
+    with pytest.raises(RehearsalError, match=r"needs the values of a tensor at .*:\.3f"):
+        asked("shown")
 
 
 def test_what_is_written_into_a_constant_may_be_unknown() -> None:

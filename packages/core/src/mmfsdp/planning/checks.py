@@ -16,11 +16,18 @@ __all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsha
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise if the model is sharded or wrapped already.
+    """Raise if the model is sharded, wrapped or compiled already.
 
     Raises:
-        PlanError: A module is sharded or wrapped already.
+        PlanError: A module is sharded or wrapped already, or ``torch.compile()`` returned the model.
     """
+    if [name for name, _ in model.named_children()] == ["_orig_mod"]:
+        raise PlanError(
+            f"The model is compiled already: torch.compile() returned it ({type(model).__name__}). Plan and shard the "
+            "model that you gave to torch.compile(), and compile afterwards: "
+            "model = torch.compile(mmfsdp.shard(model, config)).",
+            fqn="",
+        )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a second to import, and nothing is sharded without it
     wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     for fqn, module in model.named_modules():

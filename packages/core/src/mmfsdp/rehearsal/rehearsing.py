@@ -48,6 +48,8 @@ __all__ = ["rehearse"]
 
 _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
+_NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to FakeTensor.__format__")
+"""What torch and Python say where a tensor without values becomes an array or text."""
 
 
 def rehearse(
@@ -206,7 +208,7 @@ def _explained(places: Places) -> Iterator[None]:
         at = _user_line(error)
         where = f" at {at}" if at else ""
         fqn = places.failed or None
-        if isinstance(error, CANNOT_BE_FAKED) or ".numpy() is not supported for tensor subclasses" in str(error):
+        if isinstance(error, CANNOT_BE_FAKED) or any(words in str(error) for words in _NEEDS_VALUES):
             raise RehearsalError(
                 f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
                 f"{error}). Say how many elements masks select there, as in assume=0.1 for a tenth; compute with "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.rehearsal.assuming import answer, scalar
+from mmfsdp.rehearsal.assuming import answer, finite, scalar
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, without_fakes
 from mmfsdp.rehearsal.places import Places
 
@@ -26,7 +26,7 @@ class Values:
 
     Parameters and batches have none, nor does what is computed from them. What a model computes from constants
     (anchors, sizes, positions, masks) and from real labels has, so it may ask for them, as in ``if sizes.sum() == 0``.
-    Large tensors are given up.
+    It may ask whether values are finite, and finds that they are. Large tensors are given up.
 
     Args:
         places: Where the step is.
@@ -47,6 +47,10 @@ class Values:
             if not self._keeps or self._places.kind not in _USERS or _is_random(func):
                 return func(*args, **kwargs), False
         elif not all(map(self._is_known, inputs)):
+            found = finite(func, args)
+            if found is not None and args[0].numel() <= _MOST:
+                with without_fakes():
+                    return torch.full(args[0].shape, found), True
             result = self._run_on_shapes(func, args, kwargs)
             self._forget(func, args, kwargs)
             return result, False
