@@ -19,8 +19,11 @@ def finite(func: Any, args: Any) -> bool | None:
     name = func._schema.name.removeprefix("aten::")
     if name in ("isnan", "isinf"):
         return False
-    if name in ("eq", "ne") and (args[0] is args[1] or (isinstance(args[1], float) and math.isinf(args[1]))):
-        return (name == "eq") == (args[0] is args[1])
+    if name not in ("eq", "ne"):
+        return None
+    with_itself = args[0] is args[1]
+    if with_itself or (isinstance(args[1], float) and math.isinf(args[1])):
+        return (name == "eq") is with_itself
     return None
 
 

@@ -47,10 +47,10 @@ class Values:
             if not self._keeps or self._places.kind not in _USERS or _is_random(func):
                 return func(*args, **kwargs), False
         elif not all(map(self._is_known, inputs)):
-            found = finite(func, args)
-            if found is not None and args[0].numel() <= _MOST:
+            sure = finite(func, args)
+            if sure is not None and args[0].numel() <= _MOST:
                 with without_fakes():
-                    return torch.full(args[0].shape, found), True
+                    return torch.full(args[0].shape, sure), True
             result = self._run_on_shapes(func, args, kwargs)
             self._forget(func, args, kwargs)
             return result, False
