@@ -8,6 +8,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -19,7 +20,7 @@ from tests.core.samples import write_samples
 from tests.core.web_server import Handler, Request, WebServer, serving
 
 from mmfsdp.checkpoint import convert, diff, open_layout, tensor_statistics, verify
-from mmfsdp.checkpoint.remote import sessions
+from mmfsdp.checkpoint.remote import connections, sessions
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -224,6 +225,7 @@ class TestBadServers:
             (lambda h, r: h.answer(r, ETag='"other"'), CorruptCheckpointError, "changed while it was read"),
             (lambda h, r: h.answer(r, **{"Content-Range": "bytes 5-9/77"}), CorruptCheckpointError, "is broken"),
             (lambda h, r: h.answer(r, **{"Content-Range": ""}), CorruptCheckpointError, "is broken"),
+            (lambda h, r: h.answer(r, **{"Content-Encoding": "gzip"}), FormatError, r"sends it compressed \(gzip\)"),
             (
                 lambda h, r: h.answer(r, **{"Content-Range": f"bytes {r.begin}-{r.end - 1}/999999999"}),
                 CorruptCheckpointError,
@@ -242,6 +244,31 @@ class TestBadServers:
             convert(layout, tmp_path / "out.safetensors", fsync=False)
         assert caught.value.context["file"] == f"{web.url}/large.safetensors"
         assert [*tmp_path.iterdir()] == []
+
+    def test_a_server_that_sends_other_amounts_or_falls_silent(
+        self, web: WebServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may send less than it is asked for if it says so; what is too much is ignored."""
+        monkeypatch.setattr(connections, "_TIMEOUT", 0.5)
+        silent = iter([True])
+        size = (folder / "large.safetensors").stat().st_size
+
+        def deal(handler: Handler, request: Request) -> bool:
+            if request.begin is None or request.begin < 1 << 20:
+                return False
+            if next(silent, False):
+                time.sleep(1)
+                handler.close_connection = True
+            elif request.begin < 8 << 20:
+                handler.answer(replace(request, end=min(request.end, request.begin + 300_000)))
+            else:
+                handler.answer(replace(request, end=size))
+            return True
+
+        web.fault = deal
+        convert(f"{web.url}/large.safetensors", tmp_path / "out.safetensors", fsync=False)
+        web.fault = lambda *_: False
+        assert diff(tmp_path / "out.safetensors", folder / "large.safetensors").same
 
     def test_a_server_that_ignores_ranges_sends_no_large_file(self, web: WebServer) -> None:
         web.fault = lambda handler, request: handler.answer(Request(request.path, None, None, {})) or True

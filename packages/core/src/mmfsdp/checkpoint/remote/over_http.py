@@ -52,13 +52,23 @@ class HttpTransport:
         with response:
             if response.status == 416:  # an empty file has no first byte
                 return Info(0, _identity(response.headers)), b""
-            size = _whole_size(response, url) if response.status == 200 else _range(response, url, 0)
+            size = _whole_size(response, url) if response.status == 200 else _range(response, url, 0)[1]
             head = response.read(min(HEAD, size))
             if len(head) < min(HEAD, size):
                 raise PassingError(f"the server stopped {min(HEAD, size) - len(head)} bytes early")
             return Info(size, _identity(response.headers)), head
 
     def fill(self, url: Url, view: memoryview, at: int, info: Info) -> int:
+        done = 0
+        while done < len(view):  # a server may send less than it is asked for, and say so
+            count, announced = self._part(url, view[done:], at + done, info)
+            done += count
+            if count < announced:
+                break
+        return done
+
+    def _part(self, url: Url, view: memoryview, at: int, info: Info) -> tuple[int, int]:
+        """Read one answer; return how many bytes came, and how many of those asked for the server has announced."""
         response = self._asked(url, at, len(view))
         if response is None or response.status == 416:
             raise changed(url)
@@ -66,9 +76,11 @@ class HttpTransport:
             if response.status != 206:
                 raise _no_ranges(url)
             identity = _identity(response.headers)
-            if _range(response, url, at) != info.size or (identity and info.identity and identity != info.identity):
+            end, size = _range(response, url, at)
+            if size != info.size or (identity and info.identity and identity != info.identity):
                 raise changed(url)
-            return response.read_into(view)
+            view = view[: end - at]
+            return response.read_into(view), len(view)
 
     def names(self, url: Url) -> list[str]:
         found = self._listed(url)
@@ -146,6 +158,14 @@ class HttpTransport:
         if at is not None and urlsplit(response.address).path.endswith("/"):  # the page of a directory
             response.close()
             return None
+        coding = response.headers.get("Content-Encoding", "identity").strip()
+        if at is not None and response.status in (200, 206) and coding != "identity":
+            response.close()
+            raise FormatError(
+                f"The server of {url.name} sends it compressed ({coding}), though it was asked not to. Download and "
+                "unpack the checkpoint first, and open the copy.",
+                file=str(url),
+            )
         return _checked(url, response)
 
 
@@ -170,18 +190,18 @@ def _checked(url: Url, response: Response) -> Response | None:
     raise CheckpointError(f"{url.name} cannot be read: its server answers {status}.", file=str(url))
 
 
-def _range(response: Response, url: Url, at: int) -> int:
-    """Return the size of a file from the answer with a part of it, which must begin where it should."""
+def _range(response: Response, url: Url, at: int) -> tuple[int, int]:
+    """Return the end of a part of a file, which must begin where it should, and the size of the file."""
     text = response.headers.get("Content-Range", "")
     match = _RANGE.fullmatch(text)
-    if match is None or int(match[1]) != at or int(match[2]) >= int(match[3]):
+    if match is None or int(match[1]) != at or not at <= int(match[2]) < int(match[3]):
         raise CorruptCheckpointError(
             f"The server of {url.name} is broken: asked for the bytes from {at} on, it sends {text!r}. Download the "
             "checkpoint by another way, and open the copy.",
             file=str(url),
             offset=at,
         )
-    return int(match[3])
+    return int(match[2]) + 1, int(match[3])
 
 
 def _whole_size(response: Response, url: Url) -> int:
