@@ -21,6 +21,7 @@ __all__ = ["ValueDifference", "compare_tensors"]
 # Per block. Threads wait for Python's lock between the passes: with a quarter of this, two of them gain nothing.
 _ELEMENTS = 1 << 19
 _PIECE = 1 << 14  # of these elements that are looked at one by one
+_FEW = 8  # one element in so many
 _HUGE = 2.0**100
 _LEAST, _DECADES = -8, 11  # the histogram begins with what is below 1e-8, and ends with what is 10 or more
 
@@ -193,6 +194,9 @@ class _Nearness:
                 np.divide(x, y, out=shares, dtype=self._wide)
                 if shares.min() >= low and shares.max() <= high:  # neither holds for a NaN, as of 0 / 0
                     return np.empty(0, np.intp)
+                where = np.flatnonzero(~((shares >= low) & (shares <= high)))
+                if where.size * _FEW < len(x):  # more may be zeros in both, which take long to look at one by one
+                    return where
             np.subtract(x, y, out=gap, dtype=self._wide)
             np.abs(gap, out=gap)
             np.multiply(y, self._factor, out=limit, dtype=self._wide)
