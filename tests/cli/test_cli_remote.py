@@ -36,7 +36,8 @@ def test_what_is_not_there(web: WebServer) -> None:
     assert "hush" not in result.stderr
 
 
-def test_targets_on_web_servers(tmp_path: Path) -> None:
-    result = invoke("convert", golden("epoch_3.pth", tmp_path), "https://host/out.safetensors")
+@pytest.mark.parametrize("scheme", ["https", "gs"])  # whether gcsfs is installed or not
+def test_targets_that_cannot_be_written(scheme: str, tmp_path: Path) -> None:
+    result = invoke("convert", golden("epoch_3.pth", tmp_path), f"{scheme}://host/out.safetensors")
     assert result.exit_code == 2
     assert "targets are paths on this machine, and s3://" in " ".join(result.stderr.split())

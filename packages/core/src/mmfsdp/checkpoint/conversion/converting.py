@@ -122,7 +122,7 @@ def convert(
     """
     began = time.perf_counter()
     chosen = (conversion or Conversion()).changed(settings)
-    target = place(target)
+    target = place(target, to_write=True)
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     if chosen.quantize == "none":

@@ -61,18 +61,18 @@ _ADVICE = {
 }
 
 
-def place(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint that is read: on this machine, or on a server if it is a URL.
+def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
+    """Return the path of a checkpoint that is read or written: on this machine, or on a server if it is a URL.
 
     Raises:
-        ConfigError: A URL is malformed, or what it needs is not installed.
+        ConfigError: A URL is malformed, or what it needs is not installed, or it is to be written and cannot be.
     """
     if isinstance(path, RemoteLike):
         return cast(Path, path)
     text = os.fspath(path)
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
         return Path(path)
-    found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text)
+    found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text, to_write=to_write)
     return found
 
 

@@ -15,7 +15,7 @@ from mmfsdp.basics.descriptors import RemoteLike, publish
 from mmfsdp.checkpoint.remote.files import RemoteFile, RemoteStream
 from mmfsdp.checkpoint.remote.reading_ahead import ReadAhead
 from mmfsdp.checkpoint.remote.sessions import DeniedError, Session
-from mmfsdp.checkpoint.remote.urls import Url
+from mmfsdp.checkpoint.remote.urls import Url, check_writable
 
 # Readers are annotated with Path. At run time it is none: everything that would open a file of this machine fails.
 if TYPE_CHECKING:
@@ -26,13 +26,15 @@ else:
 __all__ = ["RemotePath", "remote_path"]
 
 
-def remote_path(text: str) -> Path:
+def remote_path(text: str, *, to_write: bool = False) -> Path:
     """Return the path of a URL, with a session of its own: what is known of the files is read anew.
 
     Raises:
-        ConfigError: The URL is malformed, or no driver for it is installed.
+        ConfigError: The URL is malformed, or no driver for it is installed, or it is to be written and cannot be.
     """
     url = Url.of(text)
+    if to_write:
+        check_writable(url)  # before a driver is asked for that would not help
     return RemotePath(url, Session.of(url))
 
 

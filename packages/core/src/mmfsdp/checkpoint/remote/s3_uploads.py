@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
 from mmfsdp.checkpoint.remote.parts import Parts
-from mmfsdp.checkpoint.remote.urls import Url, shown
-from mmfsdp.errors import CheckpointError, ConfigError
+from mmfsdp.checkpoint.remote.urls import Url, check_writable, shown
+from mmfsdp.errors import CheckpointError
 
 __all__ = ["S3Comparison", "S3Folder", "S3Upload"]
 
@@ -30,12 +30,7 @@ class S3Folder:
     """
 
     def __init__(self, url: Url) -> None:
-        if url.scheme not in ("s3", "s3a"):
-            raise ConfigError(
-                f"{str(url)!r} cannot be written: targets are paths on this machine, and s3://. Write to a path, and "
-                "copy the result.",
-                file=str(url),
-            )
+        check_writable(url)
         self._url, self._store = url, fsspec_store(url)[0]
 
     def exists(self) -> bool:

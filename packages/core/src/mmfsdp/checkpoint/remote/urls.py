@@ -8,7 +8,7 @@ from urllib.parse import quote, unquote
 
 from mmfsdp.errors import ConfigError
 
-__all__ = ["WEB", "Url", "shown"]
+__all__ = ["WEB", "Url", "check_writable", "shown"]
 
 WEB = ("http", "https")
 """The schemes that are read without fsspec."""
@@ -73,6 +73,20 @@ class Url:
         """Return the URL of a file below this directory, by its path relative to it."""
         name = name.strip("/")
         return replace(self, path=f"{self.path}/{quote(name) if self.scheme in WEB else name}")
+
+
+def check_writable(url: Url) -> None:
+    """Raise if nothing can be written to a URL.
+
+    Raises:
+        ConfigError: It is not in S3.
+    """
+    if url.scheme not in ("s3", "s3a"):
+        raise ConfigError(
+            f"{str(url)!r} cannot be written: targets are paths on this machine, and s3://. Write to a path, and copy "
+            "the result.",
+            file=str(url),
+        )
 
 
 def shown(text: str) -> str:
