@@ -110,7 +110,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
     content = Content(tree, tensors, named, limit, ranks, keys=keys)
     if conversion.resume:  # what is there already must not differ by its id
-        content = replace(content, save_id=_journals().lasting_id({**tensors, **named}))
+        form = f"{target.name} {keep} {ranks} {limit}"
+        content = replace(content, save_id=_journals().lasting_id({**tensors, **named}, form))
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named

@@ -103,15 +103,16 @@ class Journal:
                 line = line[os.write(self._descriptor, line) :]
 
 
-def lasting_id(tensors: Mapping[str, TensorEntry]) -> str:
+def lasting_id(tensors: Mapping[str, TensorEntry], form: str) -> str:
     """Return an id of what is written of some tensors, which stays the same as long as their files do not change.
 
     So the files that an interrupted conversion has finished are those that the next one would write.
 
     Args:
         tensors: The tensors by name.
+        form: What else decides what is written.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(form.encode())
     for name, entry in tensors.items():
         for line in (name, *_described(entry)):
             digest.update(f"{line}\n".encode())
