@@ -143,14 +143,15 @@ def test_tied_heads_are_left_out_if_they_are_equal(tmp_path: Path) -> None:
         convert(source, tmp_path / "other.gguf")
 
 
-@pytest.mark.parametrize(("name", "tokenizer"), [("llama", "llama3"), ("qwen2", "qwen2")])
+@pytest.mark.parametrize(("name", "tokenizer"), [("llama", "llama3"), ("qwen2", "qwen2"), ("llama", "llama2")])
 def test_tokenizers_are_translated_as_the_package_gguf_does(name: str, tokenizer: str, tmp_path: Path) -> None:
     given = GOLDEN / "tokenizers" / tokenizer
     source = folder(tmp_path, name, vocabulary=False, **json.loads((given / "config.json").read_text()))
-    rows = {key: torch.zeros(310, 32) for key in weights(name) if key.startswith(("model.embed", "lm_head"))}
+    size = json.loads((given / "config.json").read_text())["vocab_size"]
+    rows = {key: torch.zeros(size, 32) for key in weights(name) if key.startswith(("model.embed", "lm_head"))}
     save_file({**weights(name), **rows}, source / "model.safetensors")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (source / file).write_text((given / file).read_text())
+    for file in (*given.glob("*token*.json"), *given.glob("*.model")):
+        (source / file.name).write_bytes(file.read_bytes())
     assert convert(source, tmp_path / "out.gguf").notes == ()
     found = Parsed(tmp_path / "out.gguf").keys
     assert {key: found[key] for key in found if key.startswith("tokenizer.")} == {
@@ -175,6 +176,19 @@ def test_other_tokenizers_are_left_out_or_refused(tmp_path: Path) -> None:
         {"normalizer": {"type": "Lowercase"}},
     ):
         assert "no tokenizer is written, as tokenizer.json is not that of Llama 3 or Qwen2" in written(**changes)[-1]
+    model = (GOLDEN / "tokenizers/llama2/tokenizer.model").read_bytes()
+    (source / "tokenizer.model").write_bytes(model)
+    with pytest.raises(ConfigError, match=r"tokenizer\.model of qwen2 has a token 329, and vocab_size"):
+        written(model=small, added_tokens=[])
+    for damaged in (
+        b"IQ== 0\nIg== 1\n",
+        model[:-1],
+        model.replace(b"\x0a\x05<unk>", b"\x0a\x05<un\xff>"),
+        b"\xff" * 12,
+    ):
+        (source / "tokenizer.model").write_bytes(damaged)  # such as that of Meta's Llama 3, which is text
+        assert written(model=small, added_tokens=[]) == ()
+    (source / "tokenizer.model").unlink()
     with pytest.raises(ConfigError, match=r"has a token 303, and vocab_size of config\.json is 24"):
         written()
     with pytest.raises(ConfigError, match=r"The tokenizer of qwen2 is malformed: KeyError: 'merges'"):

@@ -1,6 +1,6 @@
 """Makes the tokenizers of this folder, and the keys that llama.cpp's own package writes for them.
 
-    pip install gguf==0.19.0 tokenizers==0.23.3 transformers==5.23.0
+    pip install gguf==0.19.0 tokenizers==0.23.3 transformers==5.23.0 sentencepiece==0.2.3
     python tests/core/gguf/make_tokenizers.py
 
 Tokens and their types are taken from transformers as convert_hf_to_gguf.py of llama.cpp takes them, and everything
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
@@ -58,6 +59,49 @@ def build(name: str) -> None:
     write(folder, "llama-bpe" if llama else "qwen2", 310)
 
 
+def build_pieces() -> None:
+    (folder := HERE / "llama2").mkdir(parents=True, exist_ok=True)
+    given = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "user_defined_symbols": ["<own>"]}
+    given["normalization_rule_name"] = "identity"
+    with (folder / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=file, minloglevel=2, **given)
+    decoder = {
+        "0": {"content": "<unk>", "special": True},
+        "1": {"content": "<s>", "special": True},
+        "2": {"content": "</s>", "special": True},
+        "331": {"content": "<|fim|>", "special": False},
+        "332": {"content": "▁call", "special": False},
+    }
+    settings = {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"add_prefix_space": True, "chat_template": CHAT, "added_tokens_decoder": decoder}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "added_tokens.json").write_text(json.dumps({"<extra>": 330}))
+    (folder / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 340}))
+    model = SentencePieceProcessor()
+    model.LoadFromFile(str(folder / "tokenizer.model"))
+    kinds = gguf.TokenType
+    tokens = {place: (f"[PAD{place}]", -10000.0, kinds.UNUSED) for place in range(340)}
+    for place in range(model.vocab_size()):
+        tests = {kinds.UNKNOWN: model.IsUnknown, kinds.CONTROL: model.IsControl, kinds.BYTE: model.IsByte}
+        kind = next((kind for kind, test in tests.items() if test(place)), kinds.NORMAL)
+        tokens[place] = model.IdToPiece(place), model.GetScore(place), kind
+    tokens[330] = "<extra>", -1000.0, kinds.USER_DEFINED
+    for place in range(3):
+        tokens[place] = decoder[str(place)]["content"], -1000.0, kinds.CONTROL
+    tokens[331], tokens[332] = ("<|fim|>", -1000.0, kinds.CONTROL), (" call", -1000.0, kinds.USER_DEFINED)
+    writer = gguf.GGUFWriter(folder / "vocab.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([token for token, _, _ in tokens.values()])
+    writer.add_token_scores([score for _, score, _ in tokens.values()])
+    writer.add_token_types([kind for _, _, kind in tokens.values()])
+    writer.add_add_space_prefix(True)
+    gguf.SpecialVocab(folder, n_vocab=340).add_to_gguf(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
 def write(folder: Path, pre: str, rows: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = {number: token for token, number in tokenizer.get_vocab().items()}
@@ -86,3 +130,4 @@ def write(folder: Path, pre: str, rows: int) -> None:
 if __name__ == "__main__":
     build("llama3")
     build("qwen2")
+    build_pieces()

@@ -32,7 +32,7 @@ from mmfsdp.errors import ConfigError, closest
 __all__ = ["VOCABULARY", "GgufModel"]
 
 VOCABULARY = "vocab.gguf"
-"""The file beside ``config.json`` from which the tokenizer is copied, instead of ``tokenizer.json``."""
+"""The file beside ``config.json`` from which the tokenizer is copied, whatever else lies there."""
 
 _CONFIG = "config.json"
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}  # by model_type

@@ -1,4 +1,4 @@
-"""Turns the byte-level BPE tokenizers of Llama 3 and Qwen2, as Hugging Face stores them, into key-values of GGUF.
+"""Turns tokenizers of Hugging Face folders into key-values of GGUF: BPE of Llama 3 and Qwen2, and SentencePiece's BPE.
 
 The keys and what they mean are those of llama.cpp: ``gguf-py/gguf/constants.py``, ``gguf-py/gguf/vocab.py`` and
 ``convert_hf_to_gguf.py`` of https://github.com/ggml-org/llama.cpp. It splits text with code of its own, chosen by the
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.gguf import flag, number, numbers, text, texts
+from mmfsdp.checkpoint.conversion.sentence_pieces import Piece, read_pieces
+from mmfsdp.checkpoint.formats.gguf import flag, number, numbers, reals, text, texts
 from mmfsdp.errors import ConfigError
 
 __all__ = ["FILE", "translated"]
@@ -22,6 +23,7 @@ __all__ = ["FILE", "translated"]
 FILE = "tokenizer.json"
 """The tokenizer, as the library tokenizers stores it."""
 
+_PIECES = "tokenizer.model"
 _LIMIT = 200_000_000  # bytes
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # What llama.cpp calls the code that splits text, by the regular expression and by whether words may be tokens unmerged.
@@ -32,6 +34,7 @@ _SPLITTERS = {(_WORDS % "{1,3}", True): "llama-bpe", (_WORDS % "", False): "qwen
 # What some tokenizers do not call special, and llama.cpp does.
 _LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
 _ADDED = ("bos", "eos", "sep")
 
 
@@ -45,23 +48,19 @@ def translated(folder: Path, rows: int) -> tuple[dict[str, bytes], str]:
     Raises:
         ConfigError: The tokenizer has tokens without a row, or its files are malformed.
     """
-    path = folder / FILE
-    if not path.is_file():
-        return {}, f"{folder.name} has no {FILE}"
+    path, pieces = folder / FILE, read_pieces(folder / _PIECES)  # which llama.cpp takes first, too
+    if not path.is_file() and pieces is None:
+        return {}, f"{folder.name} has neither {FILE} nor {_PIECES} of SentencePiece's BPE"
     content, settings, config = (_read(folder / name) for name in (FILE, "tokenizer_config.json", "config.json"))
     try:
-        splitter = _splitter(content)
-        if splitter is None:
+        if pieces is not None:
+            own = _of_pieces(pieces, settings, _read(folder / "added_tokens.json"), rows, folder / _PIECES)
+        elif (splitter := _splitter(content)) is not None:
+            own = _of_bpe(content, settings, splitter, rows, path)
+        else:
             return {}, f"{FILE} is not that of Llama 3 or Qwen2"
-        added = _added(content, settings)
-        keys = {
-            "tokenizer.ggml.model": text("gpt2"),
-            "tokenizer.ggml.pre": text(splitter),
-            **_tokens({**content["model"]["vocab"]}, added, rows, path),
-            "tokenizer.ggml.merges": texts([_merge(pair) for pair in content["model"]["merges"]]),
-            **_specials(content, settings, config, added, rows),
-            **_template(folder, settings),
-        }
+        specials = _specials(content, settings, config, _added(content, settings), rows)
+        keys = {**own, **specials, **_template(folder, settings)}
     except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
         if isinstance(error, ConfigError):
             raise
@@ -110,26 +109,60 @@ def _added(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int,
     return {number: (token["content"], bool(token["special"])) for number, token in listed}
 
 
-def _tokens(
-    vocabulary: Mapping[str, int], added: Mapping[int, tuple[str, bool]], rows: int, path: Path
+def _of_bpe(
+    content: Mapping[str, Any], settings: Mapping[str, Any], splitter: str, rows: int, path: Path
 ) -> dict[str, bytes]:
-    names = {number: (token, _NORMAL) for token, number in vocabulary.items()}
-    for place, (token, special) in added.items():
-        if special or _LOOKS_SPECIAL.fullmatch(token):
-            names[place] = token, _CONTROL
-        else:
-            names[place] = token.replace("\N{LOWER ONE EIGHTH BLOCK}", " "), _USER_DEFINED
-    if max(names) >= rows or min(names) < 0:
-        raise ConfigError(
-            f"{FILE} of {path.parent.name} has a token {max(names)}, and vocab_size of config.json is {rows}. Give the "
-            "tokenizer of this model.",
-            file=str(path),
-        )
+    names = {number: (token, _NORMAL) for token, number in content["model"]["vocab"].items()}
+    names |= {place: _typed(token, special) for place, (token, special) in _added(content, settings).items()}
+    _check(names, rows, path)
     listed = [names.get(place, (f"[PAD{place}]", _UNUSED)) for place in range(rows)]
     return {
+        "tokenizer.ggml.model": text("gpt2"),
+        "tokenizer.ggml.pre": text(splitter),
         "tokenizer.ggml.tokens": texts([token for token, _ in listed]),
         "tokenizer.ggml.token_type": numbers([kind for _, kind in listed]),
+        "tokenizer.ggml.merges": texts([_merge(pair) for pair in content["model"]["merges"]]),
     }
+
+
+def _of_pieces(
+    pieces: Sequence[Piece], settings: Mapping[str, Any], listed: Mapping[str, int], rows: int, path: Path
+) -> dict[str, bytes]:
+    names = {
+        place: (token, score, _NORMAL if kind == _USER_DEFINED else kind)
+        for place, (token, score, kind) in enumerate(pieces)
+    }
+    names |= {place: (token, _ADDED_SCORE, _USER_DEFINED) for token, place in listed.items()}
+    for place, (token, special) in _added({}, settings).items():
+        name, kind = _typed(token, special)
+        names[place] = name, _ADDED_SCORE, kind
+    _check(names, rows, path)
+    tokens = [names.get(place, (f"[PAD{place}]", _UNUSED_SCORE, _UNUSED)) for place in range(rows)]
+    spaced = settings.get("add_prefix_space")
+    return {
+        "tokenizer.ggml.model": text("llama"),
+        "tokenizer.ggml.pre": text("default"),
+        "tokenizer.ggml.tokens": texts([token for token, _, _ in tokens]),
+        "tokenizer.ggml.scores": reals([score for _, score, _ in tokens]),
+        "tokenizer.ggml.token_type": numbers([kind for _, _, kind in tokens]),
+        **({"tokenizer.ggml.add_space_prefix": flag(spaced)} if isinstance(spaced, bool) else {}),
+    }
+
+
+def _typed(token: str, special: bool) -> tuple[str, int]:
+    """Return a token beside the vocabulary as llama.cpp stores it, and its type."""
+    if special or _LOOKS_SPECIAL.fullmatch(token):
+        return token, _CONTROL
+    return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " "), _USER_DEFINED
+
+
+def _check(names: Iterable[int], rows: int, path: Path) -> None:
+    if not 0 <= min(names) <= max(names) < rows:
+        raise ConfigError(
+            f"{path.name} of {path.parent.name} has a token {max(names)}, and vocab_size of config.json is {rows}. "
+            "Give the tokenizer of this model.",
+            file=str(path),
+        )
 
 
 def _merge(pair: str | Sequence[str]) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "plan_write",
     "read_keys",
     "real",
+    "reals",
     "text",
     "texts",
     "type_of",
@@ -65,6 +66,11 @@ def flag(value: bool) -> bytes:
 def numbers(values: Sequence[int]) -> bytes:
     """Return the type and the bytes of an array of 32-bit integers."""
     return struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
+
+
+def reals(values: Sequence[float]) -> bytes:
+    """Return the type and the bytes of an array of 32-bit floats."""
+    return struct.pack(f"<IIQ{len(values)}f", _ARRAY, _FLOAT32, len(values), *values)
 
 
 def texts(values: Sequence[str]) -> bytes:
