@@ -19,7 +19,7 @@ from benchmarks.on_ranks import compared_on_ranks, device, finish
 
 __all__ = ["main"]
 
-WIDTH, DEPTH, BATCH, TOKENS, PAIRS = 256, 6, 16, 32, sized(150, 2)
+WIDTH, DEPTH, BATCH, TOKENS, PAIRS = sized((256, 6, 16, 32, 150), (32, 2, 4, 8, 2))
 WRAP = {"kind": "module_class", "classes": "Block"}
 
 
