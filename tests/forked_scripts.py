@@ -75,9 +75,11 @@ def environ_alone() -> dict[str, str]:
 def python() -> str:
     """Return the path of a `python` that need not import torch anew: for ``-m``, ``-c``, ``-u`` and scripts.
 
-    With other options, and where processes cannot be forked, it is the real one.
+    With other options it is the real one, as it is where processes cannot be forked, and where coverage is measured:
+    it would not know which process it is in.
     """
-    return str(_folder() / "python") if sys.platform == "linux" else sys.executable
+    forks = sys.platform == "linux" and "COVERAGE_PROCESS_CONFIG" not in os.environ
+    return str(_folder() / "python") if forks else sys.executable
 
 
 def environ_with_commands() -> dict[str, str]:

@@ -42,7 +42,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     # A script named like a package would hide it.
     script = tmp_path / f"page_{page.stem}.py"
     script.write_text(script_of(page), encoding="utf-8")
-    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = run_script(script, working_directory(tmp_path), {**os.environ, "PYTHONPATH": paths}, SECONDS)
     assert done.returncode == 0, f"{name(page)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     printed = outputs(page, done.stdout)
