@@ -1,7 +1,7 @@
 """How well the time of a step is predicted: ten families on 1 and 2 ranks of the CPU, calibrated, in one thread.
 
-Times are those of the processor (`time.process_time`), so that other processes disturb less. Calibration and steps take
-turns, because a busy machine slows both.
+Times are those of the processor (`time.process_time`), so that other processes disturb less. All ranks calibrate at
+once, because they slow each other; calibration and steps take turns, because a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from tests.distributed.families import FAMILIES, make
 from tests.distributed.measured import optimizer_of
 
-import mmfsdp
 from benchmarks.measuring import sized
-from mmfsdp.rehearsal import Links, calibrate, measure_links, phase_seconds
+from mmfsdp.rehearsal import measure
 from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]
@@ -30,10 +29,9 @@ def main() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for ranks in RANKS:
-        links = run_ranks(_links, ranks, timeout=300)[0] if ranks > 1 else None
         rows = {}
         for name in NAMES:
-            predicted, measured = _compared(name, ranks, links)
+            predicted, measured = _compared(name, ranks)
             error = predicted / measured - 1
             rows[name] = {"predicted": round(predicted, 5), "measured": round(measured, 5), "error": round(error, 3)}
             print(f"{name:10} {ranks} ranks: {predicted * 1e3:7.1f} ms, really {measured * 1e3:7.1f} ms, {error:+.1%}")
@@ -44,38 +42,23 @@ def main() -> dict[str, Any]:
     return found
 
 
-def _compared(name: str, ranks: int, links: Links | None) -> tuple[float, float]:
-    """Return the seconds of a step, predicted and measured."""
+def _compared(name: str, ranks: int) -> tuple[float, float]:
+    """Return the seconds of a step, predicted and measured: means over rounds."""
+    rounds = [run_ranks(_measured, ranks, name, timeout=300)[0] for _ in range(ROUNDS)]
+    predicted, measured = (statistics.mean(column) for column in zip(*rounds, strict=True))
+    return predicted, measured
+
+
+def _measured(rank: int, name: str) -> tuple[float, float]:
+    """Return the same on a rank. Collective."""
+    torch.set_num_threads(1)
     case = FAMILIES[name]
-    step = mmfsdp.rehearse(
-        _config(name), make(name), case.batch(SAMPLES), mesh=ranks, loss=case.loss, optimizer=optimizer_of,
-        max_norm=1.0, device_type="cpu",
+    config = {"wrap": {"kind": "module_class", "classes": list(case.layer)}}
+    found = measure(
+        config, make(name), case.batch(SAMPLES), loss=case.loss, optimizer=optimizer_of, max_norm=1.0,
+        steps=STEPS, clock=time.process_time,
     )  # fmt: skip
-    predicted, measured = [], []
-    for _ in range(ROUNDS):
-        predicted.append(step.time(calibrate(step, clock=time.process_time, links=links)).seconds)
-        measured += run_ranks(_steps, ranks, name, timeout=300)[0][1:]
-    return statistics.mean(predicted), statistics.median(measured)
-
-
-def _config(name: str) -> dict[str, Any]:
-    return {"wrap": {"kind": "module_class", "classes": list(FAMILIES[name].layer)}}
-
-
-def _links(rank: int) -> Links:
-    torch.set_num_threads(1)
-    return measure_links(time.process_time)
-
-
-def _steps(rank: int, name: str) -> list[float]:
-    """Return the seconds of real steps. Collective."""
-    torch.set_num_threads(1)
-    case = FAMILIES[name]
-    model = mmfsdp.shard(make(name), _config(name))
-    optimizer = optimizer_of(model.parameters())
-    batches = [case.batch(SAMPLES)]
-    found = phase_seconds(model, optimizer, batches, case.loss, 1.0, time.process_time, STEPS)
-    return [sum(phases.values()) for phases in found]
+    return found.predicted.seconds, found.seconds
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmfsdp
+from mmfsdp.basics import human_bytes
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.rehearsal import (
     Collective,
     Device,
+    FirstSteps,
     Link,
     Links,
     Range,
@@ -32,6 +34,7 @@ from mmfsdp.rehearsal import (
     write_device,
 )
 from mmfsdp.rehearsal.timing.links import collective_seconds
+from mmfsdp.rehearsal.timing.step_time import human_seconds
 from mmfsdp.rehearsal.timing.streams import Work, replay
 from mmfsdp.testing import single_rank
 
@@ -272,3 +275,15 @@ def test_a_file_that_is_no_device(tmp_path: Path, step: Rehearsal) -> None:
         step.time(str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match=r"ends in \.toml"):
         write_device(Device("a", {"float32": 1.0}, 1.0, 0, Links(Link(1.0, 1.0), Link(1.0, 1.0)), ""), "a.json")
+
+
+def test_the_first_steps_beside_the_predicted_one(step: Rehearsal) -> None:
+    moments = iter([0.0, 9.0, 10.0, 12.0, 20.0, 0.0])
+    watch = FirstSteps(step, device="h100", steps=3, clock=lambda: next(moments))
+    lines = [watch.step() for _ in range(6)]
+    assert lines[:4] == [lines[5]] * 4 == [None] * 4
+    predicted = human_seconds(step.time("h100").seconds)
+    assert lines[4] is not None
+    assert f"step {predicted} predicted, 2 s measured (-100.0%); peak {human_bytes(step.peak.nbytes)}" in lines[4]
+    with pytest.raises(ConfigError, match="at least 1 step, got 0"):
+        FirstSteps(step, steps=0)

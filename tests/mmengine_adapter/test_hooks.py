@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from mmengine.registry import DATASETS, MODELS, TRANSFORMS, VISUALIZERS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
-from tests.mmengine_adapter.toy import POLICY, ToyData, ToyModel, config, loader, runner_of, strategy
+from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, loader, runner_of, strategy
 
+import mmfsdp
+from mmfsdp.basics import human_bytes
 from mmfsdp.testing import run_ranks
 
 HOOKS = [
@@ -74,6 +77,41 @@ def test_all_at_once(tmp_path: Path) -> None:
     assert all((tmp_path / f"trace{rank}.json").stat().st_size > 10_000 for rank in range(2))
     assert {"epoch_1.pth", "epoch_2.pth"} <= {path.name for path in tmp_path.iterdir()}
     assert [path for path in tmp_path.iterdir() if path.name.startswith("best_accuracy")]
+
+
+def rehearsing(rank: int, folder: Path) -> list[tuple[list[float], str]]:
+    """Train without the hook, with it, and where it does not know the model's config; return losses and logs."""
+    found = []
+    hook = {"type": "RehearsalHook", "device": "cpu", "steps": 1}
+    for place, hooks in enumerate(([], [hook], [hook])):
+        settings = config(folder / str(place), 2, custom_hooks=[{"type": "History"}, *hooks], log_level="INFO")
+        runner = runner_of(settings, cfg=Config(settings)) if place < 2 else runner_of(settings)
+        runner.train()
+        history = next(hook for hook in runner.hooks if isinstance(hook, History))
+        log = Path(runner.logger.handlers[-1].baseFilename).read_text() if rank == 0 else ""
+        lines = re.findall(".*(?:INFO - Rehearsal of|WARNING - RehearsalHook).*", log)
+        found.append((history.losses, "\n".join(lines)))
+    return found
+
+
+def test_the_first_steps_beside_their_rehearsal(tmp_path: Path) -> None:
+    first, second = run_ranks(rehearsing, 2, tmp_path)
+    assert first[0][0] == first[1][0] == first[2][0]  # training is the same
+    assert [log for _, log in second] == ["", "", ""]
+    plain, line, warning = [log for _, log in first]
+    assert plain == ""
+    model, batch = ToyModel(), {"inputs": torch.empty(4, 3, 8, 8), "labels": torch.zeros(4, dtype=torch.long)}
+    step = mmfsdp.rehearse(
+        {"wrap": {"kind": "module_class", "classes": "Block"}}, model, batch, mesh=2, max_norm=0.5, accumulate=2,
+        loss=lambda model, batch: model(**model.data_preprocessor(batch, True), mode="loss")["loss"], device_type="cpu",
+    )  # fmt: skip
+    assert re.search(
+        r"Rehearsal of rank 0 of 2 ranks: step [\d.]+ .?s predicted, [\d.]+ .?s measured \([+-][\d.,]+%\); "
+        rf"peak {re.escape(human_bytes(step.peak.nbytes))} predicted$",
+        line,
+    ), line
+    assert "RehearsalHook: the step cannot be rehearsed: ConfigError: The config has no model." in warning
+    assert "\n" not in line + warning
 
 
 @DATASETS.register_module(force=True)

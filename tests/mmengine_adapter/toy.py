@@ -198,9 +198,9 @@ def config(work_dir: str | Path, world_size: int, **changes: Any) -> dict[str, A
     return copy.deepcopy({**settings, **changes})
 
 
-def runner_of(settings: dict[str, Any]) -> FlexibleRunner:
+def runner_of(settings: dict[str, Any], **given: Any) -> FlexibleRunner:
     """A runner with a name of its own, since MMEngine keeps message hubs and loggers by name."""
-    return FlexibleRunner(**settings, experiment_name=f"toy{next(_runs)}")
+    return FlexibleRunner(**settings, **given, experiment_name=f"toy{next(_runs)}")
 
 
 def run(settings: dict[str, Any]) -> History:

@@ -6,6 +6,7 @@ check_mmengine()  # before the first import of MMEngine fails, or half works
 
 from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.hooks.ema import EMAHook
+from mmfsdp_mmengine.first_steps import RehearsalHook
 from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
@@ -24,6 +25,7 @@ __all__ = [
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
     "MissingMMEngineError",
+    "RehearsalHook",
     "__version__",
 ]
 

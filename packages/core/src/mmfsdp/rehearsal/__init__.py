@@ -8,6 +8,7 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
+    from mmfsdp.rehearsal.first_steps import FirstSteps
     from mmfsdp.rehearsal.fitting.fastest import fit
     from mmfsdp.rehearsal.fitting.result import Fit, FitOption
     from mmfsdp.rehearsal.measuring import Measured, measure
@@ -27,6 +28,7 @@ __all__ = [
     "Allocation",
     "Collective",
     "Device",
+    "FirstSteps",
     "Fit",
     "FitOption",
     "Link",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "FirstSteps": "mmfsdp.rehearsal.first_steps",
     "fit": "mmfsdp.rehearsal.fitting.fastest",
     **dict.fromkeys(("Fit", "FitOption"), "mmfsdp.rehearsal.fitting.result"),
     **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
@@ -68,6 +71,7 @@ _WHERE = {
 }
 
 _NEEDS_TORCH = {
+    "FirstSteps",
     "Measured",
     "calibrate",
     "fit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
 from mmfsdp_mmengine.wrappers.steps import forward_batch, overrides
 
-__all__ = ["training_step"]
+__all__ = ["step_with", "training_step"]
 
 
 def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int | None) -> TrainingStep:
@@ -36,12 +37,7 @@ def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int
         model: Its model, with parameters on the meta device.
         batch_size: The samples of one rank; None for the config's own number.
     """
-    if overrides(model, "train_step"):
-        raise ConfigError(
-            f"{type(model).__name__} has its own train_step, whose order of forward and backward a rehearsal of a "
-            "config does not know. Write a factory of the model, and rehearse it with mmfsdp.rehearse(loss=...).",
-            config="model",
-        )
+    _check_order(model)
     loader = settings.get("train_dataloader")
     own = loader.get("batch_size") if isinstance(loader, Mapping) else None
     size = own if batch_size is None else batch_size
@@ -50,23 +46,48 @@ def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int
             "The config does not say how many samples a rank gets. Give --batch-size.",
             config="train_dataloader.batch_size",
         )
-    wrapper = settings.get("optim_wrapper") or {}
     with quiet(), in_scope(settings):
         batch = sample_batch(settings, size)
+    height, width = IMAGE_SIZE
+    assumed = (
+        f"{size} samples per rank, from an invented image of {width} x {height} with {OBJECTS} objects, through the "
+        "config's data pipeline"
+    )
+    return replace(step_with(settings, model, batch), assumed=(assumed,))
+
+
+def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> TrainingStep:
+    """Return the step that a config describes, with a batch as its data loader gives it.
+
+    Args:
+        settings: The content of the config. Not changed.
+        model: Its model, with parameters on the meta device.
+        batch: The samples of one rank.
+
+    Raises:
+        ConfigError: The model has its own ``train_step``.
+    """
+    _check_order(model)
+    wrapper = settings.get("optim_wrapper") or {}
+    with quiet(), in_scope(settings):
         cast = _autocast(wrapper)
     clip = wrapper.get("clip_grad") if isinstance(wrapper, Mapping) else None
-    height, width = IMAGE_SIZE
     return TrainingStep(
         batch=batch,
         loss=_loss(cast),
         optimizer=_optimizer(settings, model),
         max_norm=float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None,
         accumulate=wrapper.get("accumulative_counts", 1),
-        assumed=(
-            f"{size} samples per rank, from an invented image of {width} x {height} with {OBJECTS} objects, through "
-            "the config's data pipeline",
-        ),
     )
+
+
+def _check_order(model: nn.Module) -> None:
+    if overrides(model, "train_step"):
+        raise ConfigError(
+            f"{type(model).__name__} has its own train_step, whose order of forward and backward a rehearsal of a "
+            "config does not know. Write a factory of the model, and rehearse it with mmfsdp.rehearse(loss=...).",
+            config="model",
+        )
 
 
 def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
