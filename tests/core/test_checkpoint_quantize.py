@@ -164,6 +164,11 @@ def test_weights_are_restored(kind: str, tmp_path: Path) -> None:
     convert(tmp_path / "static.safetensors", tmp_path / "dcp", to="dcp", ranks=3, quantize="none")
     convert(tmp_path / "dcp", tmp_path / "float32.safetensors")
     assert json.loads((tmp_path / "bf16/config.json").read_text()) == json.loads((like / "config.json").read_text())
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text((tmp_path / "codes/config.json").read_text())
+    report = convert(like, tmp_path / "wrong", to="hf", like=tmp_path / "config", dry_run=True)
+    assert report.notes[-1].startswith("config.json has a quantization_config, and no weight is quantised: remove it")
+    assert convert(tmp_path / "codes", tmp_path / "again", to="hf", dry_run=True).notes == ()
     halves, whole = load_file(tmp_path / "bf16/model.safetensors"), load_file(tmp_path / "float32.safetensors")
     assert {*halves} == {*whole} == {*weights()}
     for name in LINEAR:

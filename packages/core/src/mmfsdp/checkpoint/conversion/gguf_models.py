@@ -93,14 +93,15 @@ class GgufModel:
         wrong = [name for name in expected if name in given and given[name].shape != expected[name][1]]
         problems = [
             *([f"it lacks {name_list(missing, 4)}"] if missing else []),
-            *([f"it has {name_list(unexpected, 4)} besides{closest(unexpected[0], missing)}"] if unexpected else []),
+            *([f"it has {name_list(unexpected, 4)} besides"] if unexpected else []),
             *(f"{name!r} has shape {[*given[name].shape]} (expected {[*expected[name][1]]})" for name in wrong[:2]),
         ]
         if problems:
+            hint = closest(unexpected[0], missing) if unexpected else ""
             raise ConfigError(
                 f"The checkpoint is not the {self.config['model_type']} model of {str(self.folder / _CONFIG)!r}: "
-                f"{'; '.join(problems)}. Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for "
-                "what is too much.",
+                f"{'; '.join(problems)}.{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and "
+                "'exclude' for what is too much.",
                 config="like",
             )
         return {new: _rotated(given[name], heads) for name, (new, _, heads) in expected.items()}, tuple(notes)

@@ -171,11 +171,22 @@ class Ties:
             )
 
 
-def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path) -> list[str]:
-    """Return what to know about the dtypes of the weights, which the folder's config states, too."""
+def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path, quantize: str | None) -> list[str]:
+    """Return what to know about the dtypes of the weights, which the folder's config states, too.
+
+    Args:
+        tensors: The weights, before they are quantised.
+        like: A folder of the same model.
+        quantize: The setting of that name, which changes what the config says of it.
+    """
     config = _config(like)
     stated = config.get("dtype", config.get("torch_dtype"))
     floats = {entry.dtype for entry in tensors.values() if "float" in entry.dtype}
+    plain = all("float" in entry.dtype and itemsize(entry.dtype) > 1 for entry in tensors.values())
+    if quantize is None and plain and config.get("quantization_config"):
+        return [
+            f"{CONFIG} has a quantization_config, and no weight is quantised: remove it, or transformers expects codes"
+        ]
     if not isinstance(stated, str) or not floats or stated in floats:
         return []
     return [
@@ -225,12 +236,13 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
     shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]
     problems = [
         *([f"it lacks {name_list(missing, 4)}"] if missing else []),
-        *([f"it has {name_list(unexpected, 4)} besides{closest(unexpected[0], missing)}"] if unexpected else []),
+        *([f"it has {name_list(unexpected, 4)} besides"] if unexpected else []),
         *(f"{name!r} has shape {[*kept[name].shape]} (expected {[*expected[name].shape]})" for name in shapes[:2]),
     ]
     if problems:
+        hint = closest(unexpected[0], missing) if unexpected else ""
         raise ConfigError(
-            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}. Use a 'recipe', "
+            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}.{hint} Use a 'recipe', "
             "'strip_prefix' or 'rename' for other names and 'exclude' for what is too much. If the model has changed "
             "on purpose, give a folder without weights as 'like'.",
             config="like",

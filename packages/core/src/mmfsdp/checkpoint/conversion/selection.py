@@ -94,7 +94,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         dtype = casts.get(name, entry.dtype)
         named[name] = CastEntry.of(entry, dtype, partial(_count, overflowed, name)) if changed else entry
     if target.name == "huggingface":
-        notes = _model_folders().dtype_notes(named, Path(conversion.like or ""))
+        notes = _model_folders().dtype_notes(named, Path(conversion.like or ""), conversion.quantize)
         selection = replace(selection, notes=(*selection.notes, *notes))
     keys: dict[str, bytes] = {}
     if model is not None:
