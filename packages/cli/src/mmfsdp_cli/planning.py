@@ -29,7 +29,7 @@ from mmfsdp_cli.options import (
     several,
 )
 from mmfsdp_cli.plans import memory_of, planned, print_plan, settings_of
-from mmfsdp_cli.rehearsing import rehearsed, step_of, timeline_chart
+from mmfsdp_cli.rehearsing import advised, rehearsed, step_of, timeline_chart
 from mmfsdp_cli.reporting import free_target, write_report
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mmfsdp import ShardPlan
     from mmfsdp.frontends import TrainingStep
-    from mmfsdp.rehearsal import Measured, Rehearsal
+    from mmfsdp.rehearsal import Measured
 
 __all__ = ["plan_command"]
 
@@ -206,14 +206,16 @@ def plan_command(
         if memory is not None and step is not None:
             print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", as_json=as_json)
             return
-        plan = planned(built, ranks, settings_of(built, source, config, wanted))
-        advised = config is None and source is not None and not source.shards()
+        means = settings_of(built, source, config, wanted)
+        plan = planned(built, ranks, means)
+        suggested = config is None and source is not None and not source.shards()
         real = _measured(built, plan, step, device, as_json=as_json) if measures and step is not None else None
         found = time = None
         if real is not None:
             found, time = real.rehearsal, real.predicted
         elif step is not None:
-            found = _rehearsed(built, plan, step, assume, as_json=as_json)
+            with _static_part(plan, step, as_json=as_json):
+                found = rehearsed(built, plan, step, assume) if chart else advised(built, means, ranks, step, assume)
             time = None if device is None else found.time(device)
         second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
         if html is not None and step is not None and found is not None:
@@ -223,7 +225,7 @@ def plan_command(
             difference = plan.diff(second)
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
-            about: dict[str, Any] = {} if source is None else {"plan_is_suggested": advised}
+            about: dict[str, Any] = {} if source is None else {"plan_is_suggested": suggested}
             if found is not None:
                 about["rehearsal"] = found.describe()
                 about |= {} if time is None else {"time": time.describe()}
@@ -236,7 +238,7 @@ def plan_command(
             click.echo(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80))
         else:
             needed = memory_of(plan, optimizer) if found is None else found  # before anything is printed: it may fail
-            if advised:
+            if suggested:
                 say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
             print_plan(plan, tree=tree, every_unit=every_unit, limit=limit)
             say(f"\n{needed}")
@@ -254,14 +256,6 @@ def plan_command(
                 say("\nFor the optimizer's state: --optimizer adamw, sgd-momentum, ...")
 
 
-def _rehearsed(
-    model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None, *, as_json: bool
-) -> Rehearsal:
-    """Return the rehearsal of a step; if it fails, print what needs none before the error."""
-    with _static_part(plan, step, as_json=as_json):
-        return rehearsed(model, plan, step, assume)
-
-
 def _measured(model: nn.Module, plan: ShardPlan, step: TrainingStep, device: str | None, *, as_json: bool) -> Measured:
     """Return real steps beside the predicted one; if the rehearsal fails, print what needs none before the error."""
     with _static_part(plan, step, as_json=as_json):
@@ -270,6 +264,7 @@ def _measured(model: nn.Module, plan: ShardPlan, step: TrainingStep, device: str
 
 @contextmanager
 def _static_part(plan: ShardPlan, step: TrainingStep, *, as_json: bool) -> Iterator[None]:
+    """Print what needs no rehearsal before the error of one."""
     from mmfsdp.errors import RehearsalError
 
     try:

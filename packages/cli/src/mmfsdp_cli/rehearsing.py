@@ -11,6 +11,7 @@ import click
 
 from mmfsdp_cli.charts import bars
 from mmfsdp_cli.modelling import running_user_code
+from mmfsdp_cli.plans import mesh_of, planned
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from mmfsdp import ShardPlan
     from mmfsdp.frontends import ReadConfig, TrainingStep
     from mmfsdp.rehearsal import Rehearsal
+    from mmfsdp.torch_style import Translated
 
-__all__ = ["rehearsed", "step_of", "timeline_chart"]
+__all__ = ["advised", "rehearsed", "step_of", "timeline_chart"]
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SPANS = 24
@@ -83,6 +85,27 @@ def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: flo
 
     with running_user_code():
         return rehearse(plan, model, step.batch, **step.arguments(), assume=assume)
+
+
+def advised(model: nn.Module, means: Translated, ranks: str, step: TrainingStep, assume: float | None) -> Rehearsal:
+    """Return the rehearsal of a step with the changes of its settings that lower its peak most.
+
+    Args:
+        model: The model, its parameters on the meta device.
+        means: The settings, as they were read.
+        ranks: Number of ranks, or a mesh, as text.
+        step: The step.
+        assume: See `rehearsed`.
+    """
+    from mmfsdp.rehearsal import advise
+
+    if means.check_fn is not None or means.ignored_modules or means.ignored_params:
+        return rehearsed(
+            model, planned(model, ranks, means), step, assume
+        )  # these are of this model, not of its copies
+    given = {**step.arguments(), "mesh": mesh_of(ranks), "policy": means.policy, "assume": assume}
+    with running_user_code():
+        return advise(means.config, model, step.batch, **given)
 
 
 def timeline_chart(rehearsal: Rehearsal, width: int) -> str:

@@ -9,6 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
     from mmfsdp.rehearsal.first_steps import FirstSteps
+    from mmfsdp.rehearsal.fitting.advising import advise
     from mmfsdp.rehearsal.fitting.fastest import fit
     from mmfsdp.rehearsal.fitting.result import Fit, FitOption
     from mmfsdp.rehearsal.measuring import Measured, measure
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal.rehearsing import rehearse
     from mmfsdp.rehearsal.reporting.page import report
     from mmfsdp.rehearsal.result import Rehearsal
+    from mmfsdp.rehearsal.savings import Saving
     from mmfsdp.rehearsal.timing.devices import Device, devices, write_device
     from mmfsdp.rehearsal.timing.links import Link, Links
     from mmfsdp.rehearsal.timing.ranges import Range
@@ -38,8 +40,10 @@ __all__ = [
     "Operator",
     "Range",
     "Rehearsal",
+    "Saving",
     "Span",
     "StepTime",
+    "advise",
     "calibrate",
     "devices",
     "fit",
@@ -54,12 +58,14 @@ __all__ = [
 
 _WHERE = {
     "FirstSteps": "mmfsdp.rehearsal.first_steps",
+    "advise": "mmfsdp.rehearsal.fitting.advising",
     "fit": "mmfsdp.rehearsal.fitting.fastest",
     **dict.fromkeys(("Fit", "FitOption"), "mmfsdp.rehearsal.fitting.result"),
     **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
     **dict.fromkeys(("Device", "devices", "write_device"), "mmfsdp.rehearsal.timing.devices"),
     **dict.fromkeys(("Link", "Links"), "mmfsdp.rehearsal.timing.links"),
     "Range": "mmfsdp.rehearsal.timing.ranges",
+    "Saving": "mmfsdp.rehearsal.savings",
     "Span": "mmfsdp.rehearsal.timing.streams",
     "StepTime": "mmfsdp.rehearsal.timing.step_time",
     **dict.fromkeys(("calibrate", "measure_links", "phase_seconds"), "mmfsdp.rehearsal.calibrating"),
@@ -73,6 +79,7 @@ _WHERE = {
 _NEEDS_TORCH = {
     "FirstSteps",
     "Measured",
+    "advise",
     "calibrate",
     "fit",
     "measure",

@@ -44,7 +44,7 @@ from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "rehearse_once"]
 
 _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
@@ -109,6 +109,49 @@ def rehearse(
         raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
     if not 0 <= rank < plan.mesh.world_size:
         raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
+    return _rehearsed(
+        plan,
+        model,
+        batch,
+        rank=rank,
+        loss=loss,
+        optimizer=optimizer,
+        max_norm=max_norm,
+        accumulate=accumulate,
+        device_type=device_type,
+        assume=assume,
+    )
+
+
+def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> Rehearsal:
+    """Run one step instead of two, for its memory: the optimizer makes its state from gradients of zeros.
+
+    Takes about half the time of `rehearse`. The step also does what only a first step does, so it has more operators;
+    a parameter that gets no gradient has state nonetheless.
+
+    Args:
+        plan: The plan.
+        model: See `rehearse`.
+        batch: See `rehearse`.
+        **options: The other arguments of `rehearse`, all of them.
+    """
+    return _rehearsed(plan, model, batch, **options, once=True)
+
+
+def _rehearsed(
+    plan: ShardPlan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    rank: int,
+    loss: LossFn | None,
+    optimizer: str | OptimizerFn,
+    max_norm: float | None,
+    accumulate: int,
+    device_type: str,
+    assume: float | None,
+    once: bool = False,
+) -> Rehearsal:
     places = Places()
     with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
@@ -136,7 +179,10 @@ def rehearse(
         with recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
-                for _ in range(2):  # the first step makes the optimizer's state, and what FSDP keeps from step to step
+                if once:
+                    _make_state(module, made)
+                # The first step makes the optimizer's state, and what FSDP keeps from step to step.
+                for _ in range(1 if once else 2):
                     recorder.restart()
                     with _explained(places):
                         run_step(_beginning(recorder, state), module, batches, loss or default_loss, made, max_norm)
@@ -159,6 +205,15 @@ def rehearse(
         operators=tuple(recorder.operators),
         calls=costs.calls,
     )
+
+
+def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state."""
+    for param in module.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _adopt(recorder: Recorder, state: ShardedModel, batches: list[Any]) -> None:

@@ -14,6 +14,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.device_memory import beside_allocator, reserved_range
 from mmfsdp.rehearsal.records import Allocation, Collective, Moment, Operator
+from mmfsdp.rehearsal.savings import Saving, savings_text
 from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
@@ -52,6 +53,8 @@ class Rehearsal:
     """In the order in which the CPU issues them, collectives among them."""
     calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """How an operator of each signature is called, to measure it."""
+    savings: tuple[Saving, ...] = ()
+    """The changes that lower the peak most, if `mmfsdp.rehearsal.advise` looked for them."""
 
     @cached_property
     def peak(self) -> Moment:
@@ -157,6 +160,7 @@ class Rehearsal:
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),
             "static": dict(self.static),
+            "savings": [saving.describe() for saving in self.savings],
             "held_at_peak": [
                 dict(zip(("module", "kind", "nbytes", "modules"), row, strict=True)) for row in self.held()
             ],
@@ -190,6 +194,8 @@ class Rehearsal:
         lines += format_table([Column("module", wraps=True), Column("kind"), Column("bytes", right=True)], shown, width)
         if held[rows:]:
             lines.append(f"... and {human_bytes(sum(row[2] for row in held[rows:]))} in {len(held) - rows} more rows")
+        if self.savings:
+            lines += ["", *savings_text(self.savings)]
         messages = [
             (name, str(ranks), str(count), human_bytes(size)) for (name, ranks, _), (count, size) in self.sent().items()
         ]

@@ -11,7 +11,7 @@ from typing import Any
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Choice", "choices_for"]
+__all__ = ["Choice", "choices_for", "plain_settings"]
 
 _VARIED = ("sharding", "wrap", "precision", "activation_checkpointing", "prefetch")
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -93,6 +93,24 @@ def choices_for(
         settings = {**given, **chosen}
         for accumulate in accumulates:
             yield Choice(settings, accumulate)
+
+
+def plain_settings(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return settings as plain data; sections that are plain already, as the user wrote them."""
+    if config is None:
+        return {}
+    checked = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(config)
+    dumped = checked.model_dump(mode="json", exclude_unset=True)
+    if isinstance(config, ShardConfig):
+        return dumped
+    return {name: value if _is_plain(value) else dumped[name] for name, value in config.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _text(settings: Mapping[str, Any]) -> str:

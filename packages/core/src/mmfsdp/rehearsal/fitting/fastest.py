@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +11,8 @@ from mmfsdp.basics.text import parse_bytes
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
-from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.fitting.choices import choices_for
+from mmfsdp.rehearsal.fitting.changes import large_outside
+from mmfsdp.rehearsal.fitting.choices import choices_for, plain_settings
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of
 from mmfsdp.rehearsal.fitting.result import Fit, FitOption
 from mmfsdp.rehearsal.fitting.searching import Found, search
@@ -24,8 +22,6 @@ from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 
 __all__ = ["fit"]
-
-_LARGE = 0.01  # of the parameters: a module that is worth a unit of its own
 
 
 def fit(
@@ -77,11 +73,11 @@ def fit(
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"count is a number of settings to find, at least 1, got {count!r}.")
     room, chosen = parse_bytes(memory), device_of(device)
-    settings = _plain(config)
+    settings = plain_settings(config)
     samples = samples_of(batch)
     wanted = links or chosen.links
     units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
-    outside = [] if policy is not None else _outside(make_plan(model, units, 1))
+    outside = [] if policy is not None else large_outside(make_plan(model, units, 1))
     options = {
         "loss": loss,
         "optimizer": optimizer,
@@ -112,30 +108,3 @@ def fit(
         impossible=len(found.invalid),
         rehearsed=prober.count,
     )
-
-
-def _plain(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return settings as plain data; sections that are plain already, as the user wrote them."""
-    if config is None:
-        return {}
-    checked = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(config)
-    dumped = checked.model_dump(mode="json", exclude_unset=True)
-    if isinstance(config, ShardConfig):
-        return dumped
-    return {name: value if _is_plain(value) else dumped[name] for name, value in config.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
-
-
-def _outside(plan: ShardPlan) -> list[str]:
-    """Return the modules that hold much of the model, and are in the root unit."""
-    sizes: Counter[str] = Counter()
-    for param in plan.root.params:
-        sizes[param.fqn.rpartition(".")[0]] += param.numel
-    least = _LARGE * plan.param_numel
-    return [name for name, numel in sizes.items() if name and numel >= least]

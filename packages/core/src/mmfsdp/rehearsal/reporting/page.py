@@ -96,6 +96,9 @@ def report(
         ),
         section("scaling", "How it scales", curves.scaling_chart(scaled, shown)),
         section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
+        section("savings", "What lowers the peak most", each(lambda place: _savings(steps[place])))
+        if any(step.savings for step in steps)
+        else "",
         section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
         "<footer>Rehearsed on fake tensors, not measured. What is taken of a GPU includes what the caching allocator "
         "keeps, the CUDA context and buffers of NCCL, but not workspaces of convolutions. Units are binary.</footer>",
@@ -154,6 +157,14 @@ def _sent(step: Rehearsal) -> str:
     if not rows:
         return "<p>The rank sends nothing.</p>"
     return table("Collectives of the step", ("collective", "ranks", "stride", "number", "bytes"), rows)
+
+
+def _savings(step: Rehearsal) -> str:
+    items = [
+        f"<li>{size(saving.nbytes)} less with {text(saving.what)}, {saving.source}:<pre>{text(saving.write)}</pre></li>"
+        for saving in step.savings
+    ]
+    return f"<p>Each change on its own:</p><ul>{''.join(items)}</ul>" if items else "<p>Not looked for.</p>"
 
 
 def _notes(step: Rehearsal) -> str:

@@ -1,0 +1,104 @@
+"""What `advise` says a change saves is the difference of two rehearsals of the whole model, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmfsdp
+from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal import Rehearsal, advise, report
+
+WIDTH, WORDS = 256, 20_000
+BLOCKS = {"kind": "module_class", "classes": "Block"}
+CONFIG: dict[str, Any] = {"wrap": BLOCKS, "precision": "bf16", "activation_checkpointing": {"mode": "full"}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 8, fewest: int = 0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.fewest = fewest
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        assert len(self.blocks) >= self.fewest
+        return self.head(x[:, -1])
+
+
+def on_meta(**settings: Any) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Net(**settings), torch.empty(1, 4096, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def advised() -> Rehearsal:
+    return advise(CONFIG, *on_meta(), mesh=8)
+
+
+def test_a_saving_is_the_difference_of_two_rehearsals(advised: Rehearsal) -> None:
+    [saving] = advised.savings
+    assert (saving.what, saving.source) == ("embed, head as units of their own", "rehearsed")
+    changed = mmfsdp.rehearse({**CONFIG, **saving.settings}, *on_meta(), mesh=8)
+    assert advised.peak.nbytes - saving.nbytes == changed.peak.nbytes
+
+
+def test_it_is_printed_to_be_pasted(advised: Rehearsal, tmp_path: Path) -> None:
+    text = str(advised)
+    pasted = tmp_path / "changes.yaml"
+    pasted.write_text(next(line for line in text.splitlines() if line.startswith("    wrap:")))
+    assert mmfsdp.ShardConfig.from_file(pasted) == mmfsdp.ShardConfig(**advised.savings[0].settings)
+    assert json.loads(json.dumps(advised.describe()))["savings"][0]["nbytes"] == advised.savings[0].nbytes
+    page = report(advised)
+    assert "What lowers the peak most" in page
+    assert "embed, head as units of their own" in page
+
+
+def test_a_fused_optimizer_follows_from_the_record() -> None:
+    model, batch = on_meta(depth=2)
+    config = {"sharding": "NO_SHARD", "precision": "bf16"}
+    step = advise(config, model, batch[:, :1], mesh=1)
+    [saving] = [saving for saving in step.savings if saving.source == "derived"]
+    assert step.peak.phase == "optimizer"
+    assert "fused=True" in saving.write
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, fused=True)
+
+    true = mmfsdp.rehearse(config, model, batch[:, :1], optimizer=fused)
+    assert step.peak.nbytes - saving.nbytes == pytest.approx(true.peak.nbytes, abs=64)  # it counts steps on the device
+
+
+def test_short_copies_that_fail_are_not_used() -> None:
+    model, batch = on_meta(fewest=8)
+    config = {"wrap": BLOCKS, "precision": "bf16", "activation_checkpointing": {"mode": "every_n", "n": 2}}
+    step = advise(config, model, batch, mesh=8)
+    assert (
+        step.peak.nbytes - step.savings[0].nbytes
+        == mmfsdp.rehearse({**config, **step.savings[0].settings}, model, batch, mesh=8).peak.nbytes
+    )
+
+
+def test_wrong_questions() -> None:
+    model, batch = on_meta(depth=1)
+    with pytest.raises(ConfigError, match="Give the config that the plan was made of"):
+        advise(mmfsdp.plan(model, None, 1), model, batch)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="count is a number of changes"):
+        advise(None, model, batch, count=0)
