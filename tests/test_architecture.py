@@ -39,7 +39,7 @@ LEVELS: tuple[dict[str, str], ...] = (
         "state": "basics collective errors runtime",
     },
     {
-        "rehearsal": "basics config errors planning runtime sharding",
+        "rehearsal": "basics config errors planning runtime sharding state",
         "saving": "basics checkpoint collective errors runtime state",
         "torch_style": "basics collective config errors planning runtime sharding state",
     },

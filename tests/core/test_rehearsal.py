@@ -389,3 +389,8 @@ def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:
     for expandable in (False, True):
         low, high = step.reserved(expandable=expandable)
         assert step.peak.nbytes <= low <= high
+
+
+def test_averages_must_be_updatable() -> None:
+    with pytest.raises(ConfigError, match="ema returned Linear, which has no update_parameters"):
+        mmfsdp.rehearse(None, nn.Linear(2, 2), torch.empty(1, 2), ema=lambda model: nn.Linear(1, 1))

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from tests.distributed.families import FAMILIES, make
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mmfsdp
 import mmfsdp.rehearsal
+from mmfsdp.state import LocalView
 
 __all__ = ["SETTINGS", "measure", "optimizer_of", "rehearsed"]
 
@@ -74,7 +76,7 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
 
 
 def measure(
-    rank: int, family: str, config: dict[str, Any], samples: int, accumulate: int
+    rank: int, family: str, config: dict[str, Any], samples: int, accumulate: int, averages: bool = False
 ) -> tuple[int, dict[str, int], list[tuple[str, int, list[int]]]]:
     """Return of the second step its peak bytes, the bytes of what is there before it, and its collectives."""
     case = FAMILIES[family]
@@ -83,6 +85,8 @@ def measure(
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model = mmfsdp.shard(make(family), config)
         optimizer = optimizer_of(model.parameters())
+        view = LocalView(model)
+        averaged = AveragedModel(view.tree()) if averages else None
         batches = [case.batch(samples) for _ in range(accumulate)]
         for step in range(2):
             issued.found.clear()
@@ -96,6 +100,8 @@ def measure(
                 del loss
                 mmfsdp.clip_grad_norm_(model, 1.0)
                 optimizer.step()
+                if averaged is not None:
+                    averaged.update_parameters(view.tree())
                 optimizer.zero_grad()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begin = next(event.start_ns() for event in events if event.name() == MARK)
@@ -112,12 +118,13 @@ def measure(
         "buffer": storage_bytes(model.buffers()),
         "optimizer state": storage_bytes(state),
         "input": storage_bytes(tree_leaves(batches)),
+        "ema": 0 if averaged is None else storage_bytes([*averaged.parameters(), *averaged.buffers()]),
     }
     return peak, {kind: size for kind, size in static.items() if size}, issued.found
 
 
 def rehearsed(
-    family: str, config: dict[str, Any], samples: int, accumulate: int, ranks: int
+    family: str, config: dict[str, Any], samples: int, accumulate: int, ranks: int, averages: bool = False
 ) -> mmfsdp.rehearsal.Rehearsal:
     """Rehearse the step that `measure` runs."""
     case = FAMILIES[family]
@@ -131,6 +138,7 @@ def rehearsed(
         max_norm=1.0,
         accumulate=accumulate,
         device_type="cpu",
+        ema=AveragedModel if averages else None,
     )
 
 

@@ -101,3 +101,16 @@ def test_the_context_says_what_is_missing(tmp_path: Path) -> None:
             rehearse(config)
         assert caught.value.context["config"] == path
     assert MODELS.get("Pictured") is Pictured
+
+
+def test_averaged_weights_are_part_of_the_step(tmp_path: Path) -> None:
+    hook = "custom_hooks = [dict(type='EMAHook', ema_type='MomentumAnnealingEMA', gamma=50, update_buffers=True)]\n"
+    config = read(tmp_path, ("inner =", f"{hook}inner ="))
+    model = config.model()
+    step = config.step(model)
+    found = mmfsdp.rehearse(None, model, step.batch, mesh=4, **step.arguments())
+    counter = 8  # bytes of the averages' count of steps
+    assert found.static["ema"] == found.static["parameter"] + found.static["buffer"] + counter
+    assert dict(found.phases)["ema"] > dict(found.phases)["optimizer"]
+    assert any(item.name == "aten::lerp_" and item.phase == "ema" for item in found.operators)
+    assert read(tmp_path).step(model).ema is None

@@ -17,6 +17,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.basics import human_bytes
 from mmfsdp.planning import estimate_memory
+from mmfsdp.rehearsal import advise
 
 HERE = "tests.cli.with_torch.test_cli_plan"
 BLOCKS = ("--set", "wrap.kind=module_class", "--set", "wrap.classes=Block")
@@ -119,7 +120,7 @@ def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypat
 
 def test_a_batch_rehearses_a_step() -> None:
     truth = mmfsdp.plan(build(), wrapped(), 2)
-    step = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"))
+    step = advise(wrapped(), build(), torch.empty(6, 4, device="meta"), mesh=2)
     arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4")
     told = "With AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ..."
     assert plan(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
@@ -129,7 +130,7 @@ def test_a_batch_rehearses_a_step() -> None:
     head, *bars = plan(*arguments, "--chart")[1].splitlines()
     assert head.startswith("Memory of rank 0 over a step, peak ")
     assert {"backward", "optimizer"} <= {bar.partition(",")[0] for bar in bars}
-    sgd = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"), optimizer="sgd-momentum")
+    sgd = advise(wrapped(), build(), torch.empty(6, 4, device="meta"), mesh=2, optimizer="sgd-momentum")
     given = ("--optimizer", "torch.optim:SGD", "--optimizer-arg", "momentum=0.9")
     assert plan(*arguments, *given)[1] == f"{truth}\n\n{sgd}\n"
     named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")

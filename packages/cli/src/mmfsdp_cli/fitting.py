@@ -30,6 +30,7 @@ def print_fit(
     config: Path | None,
     changes: dict[str, Any],
     device: str,
+    assume: float | None,
     *,
     as_json: bool,
 ) -> None:
@@ -44,6 +45,7 @@ def print_fit(
         config: A file of settings that stay.
         changes: Single settings that stay, by their paths.
         device: The device's name.
+        assume: The share of elements that masks select; None to fail where a model needs their values.
         as_json: Print JSON.
 
     Raises:
@@ -74,6 +76,8 @@ def print_fit(
             loss=step.loss,
             optimizer=step.optimizer,
             max_norm=step.max_norm,
+            assume=assume,
+            ema=step.ema,
         )
     if as_json:
         click.echo(json.dumps(found.describe(), indent=2))

@@ -76,4 +76,4 @@ def measured(model: nn.Module, plan: ShardPlan, step: TrainingStep, device: str 
     from mmfsdp.rehearsal import measure
 
     with running_user_code():
-        return measure(plan, model, step.batch, **step.arguments(), device=device)
+        return measure(plan, model, step.batch, **{**step.arguments(), "device": device})

@@ -187,8 +187,8 @@ def plan_command(
         raise click.BadParameter("the time of a step needs --batch.", param_hint="--device")
     if memory is not None and not rehearses:
         raise click.BadParameter("needs --batch: steps are rehearsed.", param_hint="--fit")
-    if memory is not None and (tree or chart or html is not None or other is not None or assume is not None):
-        raise click.UsageError("--fit prints settings. Drop --tree, --chart, --html, --diff and --assume.")
+    if memory is not None and (tree or chart or html is not None or other is not None):
+        raise click.UsageError("--fit prints settings. Drop --tree, --chart, --html and --diff.")
     if measures and not rehearses:
         raise click.BadParameter("needs --batch: a step is run.", param_hint="--measure")
     if measures and (memory is not None or other is not None or assume is not None):
@@ -204,7 +204,7 @@ def plan_command(
             optimizer = source.optimizer()
         ranks = ranks_at_hand(ranks) if measures else ranks or "8"
         if memory is not None and step is not None:
-            print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", as_json=as_json)
+            print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", assume, as_json=as_json)
             return
         means = settings_of(built, source, config, wanted)
         plan = planned(built, ranks, means)

@@ -27,6 +27,8 @@ class TrainingStep:
     """The norm to clip gradients to."""
     accumulate: int = 1
     """Number of micro-batches in the step."""
+    ema: Callable[[nn.Module], Any] | None = None
+    """Makes averaged weights of this rank's part of the model; see `mmfsdp.rehearse`."""
     assumed: tuple[str, ...] = ()
     """What the front end assumed, for people to read."""
 
@@ -37,4 +39,5 @@ class TrainingStep:
             "optimizer": self.optimizer,
             "max_norm": self.max_norm,
             "accumulate": self.accumulate,
+            "ema": self.ema,
         }

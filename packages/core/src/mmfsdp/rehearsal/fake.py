@@ -35,6 +35,7 @@ __all__ = [
     "allocated_by_size",
     "assumed_arrays",
     "backward_place",
+    "cloned_by_deepcopy",
     "fake_tensors",
     "forward_place",
     "group_of",
@@ -143,6 +144,25 @@ def assumed_arrays(value: Callable[[torch.dtype], Any]) -> Iterator[None]:
         yield
     finally:
         del FakeTensor.numpy
+
+
+@contextmanager
+def cloned_by_deepcopy() -> Iterator[None]:
+    """Let a deep copy clone fake tensors, as it clones parameters; by itself it makes two tensors in one of them."""
+
+    def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if id(tensor) not in memo:
+            made = tensor.detach().clone(memory_format=torch.preserve_format)
+            is_param = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_param else made
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+
+    FakeTensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
 
 
 @contextmanager

@@ -96,6 +96,12 @@ class Recorder(TorchDispatchMode):
             else:
                 known.kind, known.module = kind, module or known.module
 
+    def adopt_new(self, begin: int, kind: str) -> None:
+        """Say what everything is for that was allocated after a moment and still exists."""
+        for live in self._live.values():
+            if live.begin > begin:
+                live.kind = kind
+
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors lie in other memory than the device's."""
         for tensor in tensors:

@@ -12,6 +12,7 @@ KINDS = (
     "parameter",
     "buffer",
     "optimizer state",
+    "ema",
     "input",
     "gradient",
     "gathered",
@@ -23,7 +24,8 @@ KINDS = (
 )
 """What memory is for. ``parameter`` is the rank's shards and what it holds whole; ``gathered`` is other ranks' shards
 and copies in the compute dtype; ``recomputed`` is what activation checkpointing computes again; ``activation gradient``
-includes the temporaries of backward, and ``optimizer temporary`` those of clipping."""
+includes the temporaries of backward, and ``optimizer temporary`` those of clipping and averaging; ``ema`` is averaged
+weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Operator:
     unit: str | None
     """FQN of the shard unit that the module belongs to; None if it belongs to none."""
     phase: str
-    """``forward``, ``backward``, ``clipping``, ``optimizer`` or ``zero_grad``."""
+    """``forward``, ``backward``, ``clipping``, ``optimizer``, ``ema`` or ``zero_grad``."""
     moment: int
     """The moment at which it runs; several may run at one."""
     dtype: str

@@ -18,6 +18,7 @@ from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.assuming import scalar
 from mmfsdp.rehearsal.autocasting import autocast_as_on
+from mmfsdp.rehearsal.averaging import Averages, EmaFn
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
 from mmfsdp.rehearsal.fake import (
     CANNOT_BE_FAKED,
@@ -65,6 +66,7 @@ def rehearse(
     accumulate: int = 1,
     device_type: str = "cuda",
     assume: float | None = None,
+    ema: EmaFn | None = None,
 ) -> Rehearsal:
     """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
 
@@ -93,6 +95,8 @@ def rehearse(
             call, which takes more memory.
         assume: For a model that asks for values (``.item()``, masks as indices, ``nonzero()``): the share of elements
             that masks select, between 0 and 1. Other values that it asks for are true, or one. Default: it raises.
+        ema: For averaged weights, updated after each optimizer step: a function from this rank's part of the model to
+            an object with ``update_parameters(model)``, such as ``torch.optim.swa_utils.AveragedModel``.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
@@ -120,6 +124,7 @@ def rehearse(
         accumulate=accumulate,
         device_type=device_type,
         assume=assume,
+        ema=ema,
     )
 
 
@@ -150,6 +155,7 @@ def _rehearsed(
     accumulate: int,
     device_type: str,
     assume: float | None,
+    ema: EmaFn | None,
     once: bool = False,
 ) -> Rehearsal:
     places = Places()
@@ -179,13 +185,29 @@ def _rehearsed(
         with recorder, watched_resizes(recorder.resized):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
+                averages = None
+                if ema is not None:
+                    begin, places.phase = recorder.moment, "ema"
+                    averages = Averages(ema, module)
+                    recorder.adopt_new(begin, "ema")
                 if once:
                     _make_state(module, made)
+                    if averages is not None:
+                        averages.update()
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for _ in range(1 if once else 2):
                     recorder.restart()
                     with _explained(places):
-                        run_step(_beginning(recorder, state), module, batches, loss or default_loss, made, max_norm)
+                        run_step(
+                            _beginning(recorder, state),
+                            module,
+                            batches,
+                            loss or default_loss,
+                            made,
+                            max_norm,
+                            None if averages is None else averages.update,
+                        )
+                    recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
                     _adopt_model(
                         recorder, module
                     )  # FSDP2 may replace shards with padded ones when the model first runs

@@ -27,6 +27,7 @@ def run_step(
     loss: LossFn,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
+    average: Callable[[], None] | None = None,
 ) -> None:
     """Run one step. Collective: every rank.
 
@@ -37,6 +38,7 @@ def run_step(
         loss: Computes the loss of a micro-batch.
         optimizer: Made for the model's parameters.
         max_norm: The norm to clip gradients to; None for no clipping.
+        average: Updates averaged weights.
     """
     for place, batch in enumerate(batches):
         begin("forward")
@@ -52,6 +54,9 @@ def run_step(
         clip_grad_norm_(model, max_norm)
     begin("optimizer")
     optimizer.step()
+    if average is not None:
+        begin("ema")
+        average()
     begin("zero_grad")
     optimizer.zero_grad()
 

@@ -17,6 +17,7 @@ __all__ = ["Values"]
 _MOST = 1 << 22  # elements of a tensor whose values are kept
 _LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of a new real tensor, such as that of torch.tensor()
 _USERS = ("activation", "recomputed")  # kinds of what a model's own code allocates
+_AVERAGES = "ema"  # a phase whose code counts its steps
 _WITHOUT_MODEL = ("clipping", "optimizer")
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial")
 
@@ -44,7 +45,7 @@ class Values:
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         lifts = func._schema.name in _LIFTS
         if lifts or not inputs:
-            if not self._keeps or self._places.kind not in _USERS or _is_random(func):
+            if not self._keeps or not self._is_users() or _is_random(func):
                 return func(*args, **kwargs), False
         elif not all(map(self._is_known, inputs)):
             sure = finite(func, args)
@@ -54,7 +55,7 @@ class Values:
             result = self._run_on_shapes(func, args, kwargs)
             self._forget(func, args, kwargs)
             return result, False
-        if self._places.kind in _USERS and not func._schema.is_mutable and not lifts:
+        if self._is_users() and not func._schema.is_mutable and not lifts:
             try:
                 shaped = func(*args, **kwargs)
             except CANNOT_BE_FAKED:  # its values are known
@@ -64,6 +65,9 @@ class Values:
                 return shaped, False
         with without_fakes():
             return func(*args, **kwargs), True
+
+    def _is_users(self) -> bool:
+        return self._places.kind in _USERS or self._places.phase == _AVERAGES
 
     def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

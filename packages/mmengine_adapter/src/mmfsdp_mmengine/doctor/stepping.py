@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import OPTIM_WRAPPERS
+from mmengine.registry import MODELS, OPTIM_WRAPPERS
 from mmengine.structures import BaseDataElement
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -19,14 +19,18 @@ from torch.utils._pytree import tree_map
 from mmfsdp.basics import canonical_dtype, to_torch
 from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import TrainingStep
+from mmfsdp_mmengine.checkpoints.averages import averaged_model_class
 from mmfsdp_mmengine.doctor.sampling import IMAGE_SIZE, OBJECTS, sample_batch
-from mmfsdp_mmengine.doctor.subject import class_of, in_scope, name_of, quiet
+from mmfsdp_mmengine.doctor.subject import class_of, hooks_of, in_scope, name_of, quiet
 from mmfsdp_mmengine.doctor.training import plainest
+from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
 from mmfsdp_mmengine.wrappers.steps import forward_batch, overrides
 
 __all__ = ["step_with", "training_step"]
+
+_OF_HOOK = ("type", "ema_type", "strict_load", "begin_iter", "begin_epoch", "priority")  # the rest is of the averages
 
 
 def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int | None) -> TrainingStep:
@@ -78,6 +82,7 @@ def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> Trai
         optimizer=_optimizer(settings, model),
         max_norm=float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None,
         accumulate=wrapper.get("accumulative_counts", 1),
+        ema=_averages(settings),
     )
 
 
@@ -116,6 +121,26 @@ def _autocast(wrapper: Mapping[str, Any]) -> Callable[[], Any]:
     given = wrapper.get("dtype")
     dtype = torch.float16 if given is None else to_torch(canonical_dtype(given))
     return lambda: torch.autocast("cpu", dtype=dtype)
+
+
+def _averages(settings: Mapping[str, Any]) -> Callable[[nn.Module], Any] | None:
+    """Return what makes the averaged weights of EMAHook, or of a hook derived from it; None without one."""
+    hook = next((hook for _, hook, cls in hooks_of(settings) if _averages_weights(hook, cls)), None)
+    if hook is None:
+        return None
+    own = {name: value for name, value in hook.items() if name not in _OF_HOOK}
+    config = {"type": hook.get("ema_type", "ExponentialMovingAverage"), **own}
+
+    def make(model: nn.Module) -> Any:
+        with quiet(), in_scope(settings):
+            averaged_model_class(config)
+            return MODELS.build({**config}, default_args={"model": model})
+
+    return make
+
+
+def _averages_weights(hook: Mapping[str, Any], cls: Any) -> bool:
+    return name_of(hook.get("type")) == "EMAHook" or (isinstance(cls, type) and issubclass(cls, EMAHook))
 
 
 def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Iterable[torch.Tensor]], Any]:

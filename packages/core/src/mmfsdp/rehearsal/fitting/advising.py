@@ -14,6 +14,7 @@ from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import highest
+from mmfsdp.rehearsal.averaging import EmaFn
 from mmfsdp.rehearsal.fitting.changes import Change, changes_of
 from mmfsdp.rehearsal.fitting.choices import plain_settings
 from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_place
@@ -46,6 +47,7 @@ def advise(
     accumulate: int = 1,
     device_type: str = "cuda",
     assume: float | None = None,
+    ema: EmaFn | None = None,
 ) -> Rehearsal:
     """Rehearse a step as `rehearse` does, and find the changes of its settings that lower its peak most.
 
@@ -69,6 +71,7 @@ def advise(
         accumulate: See `rehearse`.
         device_type: See `rehearse`.
         assume: See `rehearse`.
+        ema: See `rehearse`.
 
     Returns:
         The rehearsal, with `Rehearsal.savings`: the largest first, each at least a hundredth of the peak.
@@ -90,6 +93,7 @@ def advise(
         "max_norm": max_norm,
         "device_type": device_type,
         "assume": assume,
+        "ema": ema,
     }
     step = rehearse(make_plan(model, given, mesh, policy=policy), model, batch, accumulate=accumulate, **options)
     changes = changes_of(step, given, samples_of(batch), wraps=policy is None)[:_TRIED]

@@ -11,6 +11,7 @@ from mmfsdp.basics.text import parse_bytes
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
+from mmfsdp.rehearsal.averaging import EmaFn
 from mmfsdp.rehearsal.fitting.changes import large_outside
 from mmfsdp.rehearsal.fitting.choices import choices_for, plain_settings
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of
@@ -39,6 +40,8 @@ def fit(
     loss: LossFn | None = None,
     optimizer: str | OptimizerFn = "adamw",
     max_norm: float | None = None,
+    assume: float | None = None,
+    ema: EmaFn | None = None,
 ) -> Fit:
     """Search for the settings with which a step fits into memory, and is fastest.
 
@@ -63,6 +66,8 @@ def fit(
         loss: See `rehearse`.
         optimizer: See `rehearse`.
         max_norm: See `rehearse`.
+        assume: See `rehearse`.
+        ema: See `rehearse`.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors.
@@ -82,6 +87,8 @@ def fit(
         "loss": loss,
         "optimizer": optimizer,
         "max_norm": max_norm,
+        "assume": assume,
+        "ema": ema,
         "device_type": "cpu" if chosen.name == "cpu" else "cuda",
     }
     prober = Prober(model, batch, ranks, chosen, wanted, policy, options)
