@@ -75,5 +75,6 @@ def measured(model: nn.Module, plan: ShardPlan, step: TrainingStep, device: str 
     """
     from mmfsdp.rehearsal import measure
 
+    arguments = {name: value for name, value in step.arguments().items() if name != "ema"}  # it averages no weights
     with running_user_code():
-        return measure(plan, model, step.batch, **{**step.arguments(), "device": device})
+        return measure(plan, model, step.batch, **arguments, device=device)
