@@ -45,11 +45,14 @@ __all__ = [
     "local_of",
     "quiet",
     "skipped",
+    "unseen_shapes",
     "watched_resizes",
     "without_fakes",
 ]
 
 _named_group: Any = vars(distributed_c10d)["_resolve_process_group"]
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
 
 CANNOT_BE_FAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch raises where an operator needs the values of a tensor."""
@@ -96,7 +99,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_made_in(mode: Any, tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made in this context of `fake_tensors`.
 
-    Before torch 2.12, DTensor computes shapes on fake tensors of a context of its own.
+    torch 2.9 computes shapes of DTensors on fake tensors of a context of its own; see `unseen_shapes` for 2.10.
     """
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
@@ -163,6 +166,29 @@ def cloned_by_deepcopy() -> Iterator[None]:
         yield
     finally:
         del FakeTensor.__deepcopy__
+
+
+@contextmanager
+def unseen_shapes(unseen: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let DTensor compute the shapes of whole tensors in the context that ``unseen`` returns.
+
+    torch 2.10 and 2.11 run operators on whole tensors for that, in this context of `fake_tensors`.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    original = getattr(propagator, _SHAPES, None)
+    if original is None:
+        yield
+        return
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with unseen():
+            return original(*args, **kwargs)
+
+    vars(propagator)[_SHAPES] = propagate
+    try:
+        yield
+    finally:
+        del vars(propagator)[_SHAPES]
 
 
 @contextmanager

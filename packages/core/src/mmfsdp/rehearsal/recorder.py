@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,16 @@ class Recorder(TorchDispatchMode):
         self.phases: list[tuple[str, int]] = []
         self.moment = 0
         self._live: dict[int, _Live] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing, because what runs now does not run in training."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
@@ -128,6 +139,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operators on local tensors follow
         if func.namespace in _NAMESPACES:

@@ -27,6 +27,7 @@ from mmfsdp.rehearsal.fake import (
     assumed_arrays,
     fake_tensors,
     quiet,
+    unseen_shapes,
     watched_resizes,
 )
 from mmfsdp.rehearsal.kernels import accelerator_kernels, accelerator_scratch_bytes, scratch_bytes
@@ -182,7 +183,7 @@ def _rehearsed(
         values = Values(places, assume, keeps=not state.is_fsdp1)
         scratch = scratch_bytes if on_cpu else accelerator_scratch_bytes
         recorder = Recorder(mode, places, scratch, costs, values)
-        with recorder, watched_resizes(recorder.resized):
+        with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
                 averages = None
