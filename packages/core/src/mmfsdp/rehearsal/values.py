@@ -45,7 +45,9 @@ class Values:
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         lifts = func._schema.name in _LIFTS
         if lifts or not inputs:
-            if not self._keeps or not self._is_users() or _is_random(func):
+            # Before torch 2.12 DTensor makes tensors of its own while averages look at shards.
+            is_own = self._places.phase == _AVERAGES and not lifts
+            if not self._keeps or is_own or not self._is_users() or _is_random(func):
                 return func(*args, **kwargs), False
         elif not all(map(self._is_known, inputs)):
             sure = finite(func, args)
