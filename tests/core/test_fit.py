@@ -120,6 +120,20 @@ def test_if_nothing_fits_the_smallest_is_found(whole: Prober) -> None:
     assert found.smallest.estimate.nbytes == least
 
 
+def test_if_nothing_fits_shards_are_offloaded() -> None:
+    model, batch = on_meta(depth=2)
+    config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}, "wrap": "auto"}
+    wanted = {"activation_checkpointing": [FULL], "accumulate": [1]}
+    found = mmfsdp.fit(model, batch, memory=2_250_000_000, ranks=RANKS, config=config, choices=wanted, count=1)
+    (option,) = found.options
+    assert option.settings["cpu_offload"] == {"enabled": True}
+    assert option.nbytes <= found.memory < found.faster.nbytes  # type: ignore[union-attr]
+    assert option.rehearsal.cpu_bytes > option.rehearsal.plan.param_bytes()
+    nothing = mmfsdp.fit(model, batch, memory="1GiB", ranks=RANKS, config=config, choices=wanted, count=1)
+    assert nothing.smallest.settings == option.settings  # type: ignore[union-attr]
+    assert (found.considered, nothing.considered) == (2, 2)
+
+
 def test_micro_batches_after_the_second_are_as_the_second() -> None:
     model, batch = on_meta(depth=2)
     tried = prober(model, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -14,13 +15,16 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError, PlanError, RehearsalError
+from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
 from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, beside_allocator
+from mmfsdp.rehearsal.records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.testing import single_rank
 
 WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}
+OFFLOADED = {"precision": "bf16", "cpu_offload": True}
 
 
 class Block(nn.Module):
@@ -394,3 +398,30 @@ def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:
 def test_averages_must_be_updatable() -> None:
     with pytest.raises(ConfigError, match="ema returned Linear, which has no update_parameters"):
         mmfsdp.rehearse(None, nn.Linear(2, 2), torch.empty(1, 2), ema=lambda model: nn.Linear(1, 1))
+
+
+def test_offloaded_shards_are_in_cpu_memory() -> None:
+    plain, step = (rehearse(config, device_type="cuda", max_norm=1.0) for config in ({"precision": "bf16"}, OFFLOADED))
+    expected = estimate_memory(step.plan, "adamw")
+    assert dict(step.static) == {kind: plain.static[kind] for kind in ("buffer", "input")}
+    assert sum(item.nbytes for item in step.on_cpu if item.begin == 0) == expected.on_cpu - expected.gradients
+    # The optimizer works there, with temporaries of one tensor after the other.
+    assert expected.on_cpu < step.cpu_bytes < expected.on_cpu + 3 * 4 * 32 * 128
+    # The rest of the step is as it was: the device holds less by the shards, and by the gradients that were reduced.
+    most = plain.peak.nbytes - expected.parameters - plain.static["optimizer state"]
+    assert most - expected.gradients <= step.peak.nbytes <= most
+    for kind in ("activation", "activation gradient", "reduce buffer"):
+        sizes = [highest(item for item in each.allocations if item.kind == kind)[0] for each in (plain, step)]
+        assert sizes[0] == sizes[1] > 0
+    assert [item.nbytes for item in step.collectives] == [item.nbytes for item in plain.collectives]
+    copies = [item for item in step.operators if item.name in COPIES]
+    units = {unit.fqn: step.plan.unit_param_bytes(unit, 0) for unit in step.plan.units}
+    assert [item.nbytes for item in copies] == [units[str(item.unit)] for item in copies]
+    sent = Counter(item.name for item in step.collectives if item.unit is not None)
+    assert Counter(item.name for item in copies) == {
+        TO_DEVICE: sent["all_gather"],
+        TO_CPU: sent["reduce_scatter"],
+    }
+    assert step.time().spent["host"] > 0 == plain.time().spent["host"]
+    assert "In CPU memory, because the plan offloads: " in step.table()
+    assert step.describe()["cpu_bytes"] == step.cpu_bytes

@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
     "full": {"precision": "bf16", "activation_checkpointing": {"mode": "full"}},
+    "offload": {"precision": "bf16", "cpu_offload": True},
 }
 
 

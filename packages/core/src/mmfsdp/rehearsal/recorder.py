@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_leaves
 from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
-from mmfsdp.rehearsal.records import Allocation, Collective, Operator
+from mmfsdp.rehearsal.records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
 from mmfsdp.rehearsal.values import Values
 
 __all__ = ["Recorder"]
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_OF_OPTIMIZER = ("optimizer state", "optimizer temporary", "ema")
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class _Live:
     kind: str
     module: str
     begin: int
+    offloaded: int | None = None
+    """The moment from which it is in CPU memory, if it ever is."""
 
 
 class Recorder(TorchDispatchMode):
@@ -47,9 +50,12 @@ class Recorder(TorchDispatchMode):
         scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
         costs: What operators compute, read and write; None records no operators.
         values: Runs the operators.
+        offloads: Bytes of the rank's shards by unit, if they are in CPU memory between uses, with their gradients and
+            what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
 
     Attributes:
         ended: The allocations that have ended.
+        on_cpu: Those of them that were in CPU memory.
         collectives: What was sent.
         operators: What was computed and sent.
         phases: Each phase that has begun, with its first moment.
@@ -63,11 +69,13 @@ class Recorder(TorchDispatchMode):
         scratch: Callable[[str, Any, Any], int] | None = None,
         costs: Costs | None = None,
         values: Values | None = None,
+        offloads: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
-        self.places, self.values = places, values or Values(places)
+        self.places, self.values, self.offloads = places, values or Values(places), offloads
         self.ended: list[Allocation] = []
+        self.on_cpu: list[Allocation] = []
         self.collectives: list[Collective] = []
         self.operators: list[Operator] = []
         self.phases: list[tuple[str, int]] = []
@@ -86,11 +94,12 @@ class Recorder(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
-        self.ended, self.collectives, self.operators, self.phases, self.moment = [], [], [], [], 0
+        self.ended, self.on_cpu, self.collectives, self.operators, self.phases, self.moment = [], [], [], [], [], 0
         if self.costs is not None:
             self.costs.calls.clear()
         for live in self._live.values():
             live.begin = 0
+            live.offloaded = None if live.offloaded is None else 0
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step."""
@@ -113,6 +122,13 @@ class Recorder(TorchDispatchMode):
             if live.begin > begin:
                 live.kind = kind
 
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that shards, or their gradients, are in CPU memory from now on, if the plan has them there."""
+        for tensor in tensors if self.offloads is not None else ():
+            known = self._live.get(id(local_of(tensor).untyped_storage()))
+            if known is not None and known.offloaded is None and isinstance(tensor, DTensor):
+                known.offloaded = self.moment + 1
+
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors lie in other memory than the device's."""
         for tensor in tensors:
@@ -120,9 +136,11 @@ class Recorder(TorchDispatchMode):
                 known.nbytes = 0
 
     def finish(self) -> tuple[Allocation, ...]:
-        """Return all allocations, those that still exist at the end."""
-        rest = (Allocation(live.nbytes, live.kind, live.module, live.begin, None) for live in self._live.values())
-        return (*self.ended, *(item for item in rest if item.nbytes))
+        """Return all allocations of the device's memory; those that still exist end now."""
+        for live in self._live.values():
+            if live.nbytes:
+                self._note_end(live, None)
+        return tuple(self.ended)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another size."""
@@ -174,7 +192,19 @@ class Recorder(TorchDispatchMode):
     def _end(self, live: _Live) -> None:
         if live.nbytes:
             self.moment += 1
-            self.ended.append(Allocation(live.nbytes, live.kind, live.module, live.begin, self.moment))
+            self._note_end(live, self.moment)
+
+    def _note_end(self, live: _Live, end: int | None) -> None:
+        held = Allocation(live.nbytes, live.kind, live.module, live.begin, end)
+        moved = live.offloaded
+        if self.offloads is not None and live.kind in _OF_OPTIMIZER:
+            moved = live.begin
+        if moved is None:
+            self.ended.append(held)
+            return
+        if moved > live.begin:
+            self.ended.append(replace(held, end=moved))
+        self.on_cpu.append(replace(held, begin=max(live.begin, moved)))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
         if self.costs is None or func.namespace in (*_NAMESPACES, "prim"):  # what asks for a device runs nothing
@@ -182,6 +212,8 @@ class Recorder(TorchDispatchMode):
         places = self.places
         module, role = places.module, places.role
         unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
+        if self.offloads is not None and places.phase not in ("forward", "backward"):
+            role = "host"
         flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
         made = Operator(func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes)
         self.operators.append(made)
@@ -200,6 +232,8 @@ class Recorder(TorchDispatchMode):
         nbytes = max(sizes) * (len(ranks) if functional and name == "all_gather" else 1)
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
         unit, phase = self.places.unit, self.places.phase
+        if name == "all_gather":
+            self._copy(unit, TO_DEVICE)
         self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
         if self.costs is not None:
             dtype = self.costs.dtype_of(tensors[0] + tensors[1])
@@ -207,6 +241,20 @@ class Recorder(TorchDispatchMode):
             self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
+        if name == "reduce_scatter":
+            self._copy(unit, TO_CPU)
+
+    def _copy(self, unit: str | None, name: str) -> None:
+        """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
+        if self.offloads is None or unit is None or unit not in self.offloads:
+            return
+        count = self.offloads[unit]
+        if name == TO_DEVICE:  # the copy is gone when it is in the buffer
+            begin, self.moment = self.moment + 1, self.moment + 2
+            self.ended.append(Allocation(count, "gathered", unit, begin, self.moment))
+        if self.costs is not None:
+            phase, role = self.places.phase, self.places.role
+            self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
 
 
 def _spelt(operator: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["KINDS", "Allocation", "Collective", "Moment", "Operator"]
+__all__ = ["COPIES", "KINDS", "TO_CPU", "TO_DEVICE", "Allocation", "Collective", "Moment", "Operator"]
 
 KINDS = (
     "parameter",
@@ -26,6 +26,9 @@ KINDS = (
 and copies in the compute dtype; ``recomputed`` is what activation checkpointing computes again; ``activation gradient``
 includes the temporaries of backward, and ``optimizer temporary`` those of clipping and averaging; ``ema`` is averaged
 weights."""
+
+COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
+"""Operators that copy a unit's shards from CPU memory, and its gradients to it, with ``cpu_offload``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class Operator:
     dtype: str
     """The dtype that it computes in: ``bfloat16``; ``tfloat32`` where torch lets an accelerator round ``float32``."""
     role: str = "compute"
-    """``gather`` for what collects a unit's parameters, ``reduce`` for what reduces its gradients."""
+    """``gather`` for what collects a unit's parameters, ``reduce`` for what reduces its gradients, ``compute`` for the
+    rest; with ``cpu_offload``, ``host`` for what the CPU computes."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of its first tensors."""
 

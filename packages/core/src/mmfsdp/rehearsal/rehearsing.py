@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from mmfsdp.config import ShardConfig
-from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, RehearsalError
+from mmfsdp.errors import ConfigError, MeshError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.assuming import scalar
 from mmfsdp.rehearsal.autocasting import autocast_as_on
 from mmfsdp.rehearsal.averaging import Averages, EmaFn
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
+from mmfsdp.rehearsal.explaining import explained
 from mmfsdp.rehearsal.fake import (
-    CANNOT_BE_FAKED,
     FewChunks,
     allocated_by_size,
     assumed_arrays,
@@ -47,11 +45,6 @@ from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
 __all__ = ["rehearse", "rehearse_once"]
-
-_OWN = Path(__file__).parent.parent
-_TORCH = Path(torch.__file__).parent
-_NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to FakeTensor.__format__")
-"""What torch and Python say where a tensor without values becomes an array or text."""
 
 
 def rehearse(
@@ -171,7 +164,10 @@ def _rehearsed(
         with FewChunks():
             state = shard_in_place(fake_model(model), plan, ranks)
         module = state.module  # the state alone would not keep it
-        made = make_optimizer(optimizer, list(module.parameters()), device_type)
+        offloads = None
+        if plan.cpu_offload and plan.engine == "fsdp2" and device_type != "cpu":
+            offloads = {unit.fqn: plan.unit_param_bytes(unit, rank) for unit in plan.units}
+        made = make_optimizer(optimizer, list(module.parameters()), "cpu" if offloads else device_type)
         batches = [fake_batch(batch) for _ in range(accumulate)]
         on_cpu = device_type == "cpu"
         if assume is not None:
@@ -182,10 +178,10 @@ def _rehearsed(
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
         scratch = scratch_bytes if on_cpu else accelerator_scratch_bytes
-        recorder = Recorder(mode, places, scratch, costs, values)
+        recorder = Recorder(mode, places, scratch, costs, values, offloads)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             _adopt(recorder, state, batches)
-            with places.watch(state, lambda group: recorder.adopt(gradients_of(group), "gradient")):
+            with places.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):
                 averages = None
                 if ema is not None:
                     begin, places.phase = recorder.moment, "ema"
@@ -198,7 +194,7 @@ def _rehearsed(
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for _ in range(1 if once else 2):
                     recorder.restart()
-                    with _explained(places):
+                    with explained(places):
                         run_step(
                             _beginning(recorder, state),
                             module,
@@ -209,11 +205,10 @@ def _rehearsed(
                             None if averages is None else averages.update,
                         )
                     recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
-                    _adopt_model(
-                        recorder, module
-                    )  # FSDP2 may replace shards with padded ones when the model first runs
+                    # FSDP2 may replace shards with padded ones when the model first runs.
+                    _adopt_model(recorder, module)
                     recorder.adopt(_state_of(made), "optimizer state")
-                    if not on_cpu:
+                    if not on_cpu and offloads is None:
                         recorder.leave_out(_counts_on_host(made))
     return Rehearsal(
         rank=rank,
@@ -221,6 +216,7 @@ def _rehearsed(
         engine=plan.engine,
         device_type=device_type,
         allocations=recorder.finish(),
+        on_cpu=tuple(recorder.on_cpu),
         collectives=tuple(recorder.collectives),
         phases=tuple(recorder.phases),
         last=recorder.moment,
@@ -248,7 +244,14 @@ def _adopt(recorder: Recorder, state: ShardedModel, batches: list[Any]) -> None:
 def _adopt_model(recorder: Recorder, model: nn.Module) -> None:
     for name, owner in model.named_modules():
         recorder.adopt(owner.parameters(recurse=False), "parameter", name)
+        recorder.offload(owner.parameters(recurse=False))
         recorder.adopt(owner.buffers(recurse=False), "buffer", name)
+
+
+def _adopt_gradients(recorder: Recorder, gradients: Iterable[torch.Tensor]) -> None:
+    found = [*gradients]
+    recorder.adopt(found, "gradient")
+    recorder.offload(found)
 
 
 def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]:
@@ -256,7 +259,7 @@ def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]
 
     def begin(phase: str) -> None:
         whole = (param.grad for param in state.module.parameters() if param.grad is not None)
-        recorder.adopt(chain(whole, *(gradients_of(group) for group in state.groups)), "gradient")
+        _adopt_gradients(recorder, chain(whole, *(gradients_of(group) for group in state.groups)))
         recorder.begin(phase)
 
     return begin
@@ -273,36 +276,3 @@ def _counts_on_host(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         if not group.get("fused") and not group.get("capturable"):
             held = (optimizer.state.get(param, {}).get("step") for param in group["params"])
             yield from (count for count in held if isinstance(count, torch.Tensor))
-
-
-@contextmanager
-def _explained(places: Places) -> Iterator[None]:
-    """Raise what a step raises as a RehearsalError that names the module and the line."""
-    try:
-        yield
-    except MmfsdpError:
-        raise
-    except Exception as error:
-        at = _user_line(error)
-        where = f" at {at}" if at else ""
-        fqn = places.failed or None
-        if isinstance(error, CANNOT_BE_FAKED) or any(words in str(error) for words in _NEEDS_VALUES):
-            raise RehearsalError(
-                f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
-                f"{error}). Say how many elements masks select there, as in assume=0.1 for a tenth; compute with "
-                "tensors of fixed shapes; or give loss=(model, batch) -> tensor that goes around it. "
-                "mmfsdp.planning.estimate_memory() computes all but activations.",
-                fqn=fqn,
-            ) from error
-        raise RehearsalError(
-            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}", fqn=fqn
-        ) from error
-
-
-def _user_line(error: BaseException) -> str:
-    """Return file, line and code of the innermost frame outside of torch and this package."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if not path.is_relative_to(_OWN) and not path.is_relative_to(_TORCH) and path.is_file():
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return ""

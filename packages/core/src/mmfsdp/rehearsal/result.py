@@ -51,6 +51,8 @@ class Rehearsal:
     """The plan that was applied."""
     operators: tuple[Operator, ...] = ()
     """In the order in which the CPU issues them, collectives among them."""
+    on_cpu: tuple[Allocation, ...] = ()
+    """What ``cpu_offload`` keeps in CPU memory; it is not among `allocations`."""
     calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """How an operator of each signature is called, to measure it."""
     savings: tuple[Saving, ...] = ()
@@ -65,6 +67,11 @@ class Rehearsal:
     def static(self) -> Mapping[str, int]:
         """Bytes by kind that the rank holds before the step, and after it."""
         return self.at(0).by_kind
+
+    @cached_property
+    def cpu_bytes(self) -> int:
+        """The most bytes of CPU memory that ``cpu_offload`` takes."""
+        return highest(self.on_cpu)[0]
 
     def at(self, moment: int) -> Moment:
         """Return what is held right after a moment."""
@@ -160,6 +167,7 @@ class Rehearsal:
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),
             "static": dict(self.static),
+            "cpu_bytes": self.cpu_bytes,
             "savings": [saving.describe() for saving in self.savings],
             "held_at_peak": [
                 dict(zip(("module", "kind", "nbytes", "modules"), row, strict=True)) for row in self.held()
@@ -183,6 +191,8 @@ class Rehearsal:
             lines.insert(1, f"With what the allocator keeps: {_range(self.reserved())}")
         if self.device_type == "cuda":
             lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {_range(self.device_bytes())}")
+        if self.on_cpu:
+            lines.insert(-1, f"In CPU memory, because the plan offloads: {human_bytes(self.cpu_bytes)}")
         kinds = [
             (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
         ]

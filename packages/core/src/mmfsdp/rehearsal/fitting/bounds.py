@@ -44,7 +44,7 @@ class Known:
         larger shards needs at least as much more as it keeps between steps.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
-        kept = plan.param_bytes() * (1 + state)
+        kept = 0.0 if plan.cpu_offload else plan.param_bytes() * (1 + state)
         least = 0.0
         for known, before, estimate in self._seen:
             if known.forward_settings != choice.forward_settings:

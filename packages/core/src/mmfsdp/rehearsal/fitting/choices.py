@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Choice", "choices_for", "plain_settings"]
+__all__ = ["Choice", "choices_for", "plain_settings", "with_offload"]
 
 _VARIED = ("sharding", "wrap", "precision", "activation_checkpointing", "prefetch")
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -93,6 +93,14 @@ def choices_for(
         settings = {**given, **chosen}
         for accumulate in accumulates:
             yield Choice(settings, accumulate)
+
+
+def with_offload(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Yield the choices that shard over all ranks, or leave that to the default, with shards in CPU memory."""
+    for choice in choices:
+        config = ShardConfig.from_dict(choice.settings)
+        if config.sharding.strategy == "FULL_SHARD" and config.engine != "fsdp1":
+            yield replace(choice, settings={**choice.settings, "cpu_offload": {"enabled": True}})
 
 
 def plain_settings(config: ShardConfig | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.rehearsal.averaging import EmaFn
 from mmfsdp.rehearsal.fitting.changes import large_outside
-from mmfsdp.rehearsal.fitting.choices import choices_for, plain_settings
+from mmfsdp.rehearsal.fitting.choices import choices_for, plain_settings, with_offload
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of
 from mmfsdp.rehearsal.fitting.result import Fit, FitOption
-from mmfsdp.rehearsal.fitting.searching import Found, search
+from mmfsdp.rehearsal.fitting.searching import Found, Search, search
 from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.step import LossFn
 from mmfsdp.rehearsal.timing.devices import Device, device_of
@@ -46,7 +46,8 @@ def fit(
     """Search for the settings with which a step fits into memory, and is fastest.
 
     What the config states stays as it is. Varied is what it leaves open: the strategy and the ranks of a shard group,
-    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches. Most
+    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches; and if
+    nothing fits, whether shards and what the optimizer makes of them are in CPU memory. Most
     combinations are decided by bounds of their memory and time, or by rehearsals of copies of the model with fewer
     layers; what is returned was rehearsed with the whole model. Not collective; see `rehearse`.
 
@@ -96,6 +97,14 @@ def fit(
         *choices_for(settings, ranks, samples, outside=outside, ranks_per_node=wanted.ranks_per_node, choices=choices)
     ]
     found = search(prober, every, room, count)
+    if not found.fits and "cpu_offload" not in settings:
+        offloading = [*with_offload(every)]
+        more = search(prober, offloading, room, count) if offloading else None
+        if more is not None and (more.fits or _needed(more) < _needed(found)):
+            every += offloading
+            more.invalid += found.invalid
+            more.faster = found.smallest if more.fits else None
+            found = more
 
     def option(item: Found) -> FitOption:
         accumulate = item.choice.accumulate
@@ -115,3 +124,8 @@ def fit(
         impossible=len(found.invalid),
         rehearsed=prober.count,
     )
+
+
+def _needed(found: Search) -> float:
+    """Return the bytes of the smallest step, if nothing fits."""
+    return float("inf") if found.smallest is None else found.smallest.estimate.nbytes

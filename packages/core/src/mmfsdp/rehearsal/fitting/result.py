@@ -44,7 +44,8 @@ class FitOption:
     def describe(self) -> dict[str, Any]:
         """Return plain values only, without the rehearsal."""
         names = ("accumulate", "samples", "seconds", "nbytes")
-        return {"settings": dict(self.settings), **{name: getattr(self, name) for name in names}}
+        numbers = {name: getattr(self, name) for name in names}
+        return {"settings": dict(self.settings), **numbers, "cpu_bytes": self.rehearsal.cpu_bytes}
 
     def reason(self) -> str:
         """Return a sentence on when a step holds most memory, what for, and whose it is."""
@@ -60,7 +61,8 @@ class FitOption:
 
     def __str__(self) -> str:
         divided = f"{self.accumulate} micro-batches of {self.samples}" if self.accumulate > 1 else "no accumulation"
-        return f"{human_seconds(self.seconds)} per step, {human_bytes(self.nbytes)}, {divided}"
+        offloaded = f" and {human_bytes(self.rehearsal.cpu_bytes)} of CPU memory" if self.rehearsal.on_cpu else ""
+        return f"{human_seconds(self.seconds)} per step, {human_bytes(self.nbytes)}{offloaded}, {divided}"
 
 
 @dataclass(frozen=True)

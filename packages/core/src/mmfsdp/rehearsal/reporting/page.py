@@ -141,6 +141,7 @@ def _cards(step: Rehearsal, time: StepTime) -> str:
         (size(step.peak.nbytes), "at the peak"),
         *([(taken, "taken of the GPU")] if step.device_type == "cuda" else []),
         (size(sum(step.static.values())), "between steps"),
+        *([(size(step.cpu_bytes), "in CPU memory")] if step.on_cpu else []),
         (human_seconds(time.seconds), f"a step on {text(time.device)}"),
         (size(sent), "sent in the step"),
         (f"{step.plan.param_numel:,}", "parameters"),

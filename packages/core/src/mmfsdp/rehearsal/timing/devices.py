@@ -21,6 +21,8 @@ _TERA, _GIB, _MICRO = 1e12, 1 << 30, 1e-6
 _PRODUCTS, _ATTENTION, _STREAMING = Range(0.45, 0.65, 0.8), Range(0.3, 0.4, 0.65), Range(0.65, 0.8, 0.92)
 _SPREAD = Range(1.25, 1.0, 0.8)
 _ISSUE = Range(12 * _MICRO, 6 * _MICRO, 4 * _MICRO)
+_PCIE_4, _PCIE_5 = Range(18e9, 25e9, 28e9), Range(36e9, 50e9, 56e9)  # 16 lanes have 32e9 and 64e9 each way
+_HOST = Range(6e9, 12e9, 60e9)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Device:
     """Share of the peak that fused attention reaches."""
     streaming: Range = _STREAMING
     """Share of the bandwidth that other operators reach."""
+    copies: Range = _PCIE_4
+    """Bytes per second between its memory and the CPU's, one way; usually PCIe 4.0 x16."""
+    host: Range = _HOST
+    """Bytes per second that the CPU reads and writes in the optimizer of one rank: one thread, as torchrun sets it by
+    default, or several."""
     issue: Range = _ISSUE
     """Seconds that the CPU needs to issue an operator; of a view, a third."""
     smallest: float = 2 * _MICRO
@@ -72,19 +79,29 @@ def _sxm(nvlink: float, net: float) -> Links:
     return Links(Link(nvlink, _NVLINK_LATENCY), Link(net, _NET_LATENCY), 8)
 
 
-def _gpu(name: str, peaks: tuple[float, float, float], bandwidth: float, gib: int, links: Links, source: str) -> Device:
+def _gpu(
+    name: str,
+    peaks: tuple[float, float, float],
+    bandwidth: float,
+    gib: int,
+    links: Links,
+    source: str,
+    copies: Range = _PCIE_5,
+) -> Device:
     half, rounded, single = (peak * _TERA for peak in peaks)
     by_dtype = {"float16": half, "bfloat16": half, "tfloat32": rounded, "float32": single, "float64": single / 2}
-    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source)
+    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source, copies=copies)
 
 
-_RANGES = ("products", "attention", "streaming", "issue", "spread")
+_RANGES = ("products", "attention", "streaming", "copies", "host", "issue", "spread")
 
 _PRESETS = {
     device.name: device
     for device in (
         # name, TFLOP/s dense of bf16, TF32 and FP32, GB/s, GiB, links per direction; NICs of 200 or 400 Gbit/s per GPU
-        _gpu("a100", (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet; DGX A100"),
+        _gpu(
+            "a100", (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet; DGX A100", _PCIE_4
+        ),
         _gpu("h100", (989, 494, 67), 3350, 80, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100"),
         _gpu("h200", (989, 494, 67), 4800, 141, _sxm(450e9, 50e9), "NVIDIA H200 SXM data sheet; DGX H200"),
         _gpu("b200", (2250, 1100, 80), 8000, 180, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"),
@@ -99,6 +116,7 @@ _PRESETS = {
                 "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
             ),
             products=Range(0.6, 0.8, 0.95),
+            copies=_PCIE_4,
         ),
         Device(
             "cpu",
@@ -180,7 +198,7 @@ def _read(path: Path) -> Device:
         links = values.pop("links")
         within, between = Link(**links.pop("within")), Link(**links.pop("between"))
         reached = Range(*links.pop("reached"))
-        values |= {name: Range(*values[name]) for name in _RANGES}
+        values |= {name: Range(*values[name]) for name in _RANGES if name in values}
         return Device(**values, links=Links(within, between, reached=reached, **links))
     except OSError as error:
         raise ConfigError(f"The device in {str(path)!r} cannot be read: {error.strerror}.", config="device") from error

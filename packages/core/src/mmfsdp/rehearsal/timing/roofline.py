@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmfsdp.rehearsal.records import Operator
+from mmfsdp.rehearsal.records import COPIES, Operator
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.ranges import CASES
 
@@ -31,6 +31,8 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     if kind == "view":
         return 0.0, "memory"
     place = CASES.index(case)
+    if operator.name in COPIES:
+        return operator.nbytes / device.copies[place], "memory"
     known = device.measured.get(operator.signature) if device.measured else None
     if known is not None:
         return known * device.spread[place], "memory" if kind == "moving" else "compute"

@@ -22,6 +22,7 @@ SPENT = {
     "memory": "computing, bound by memory bandwidth",
     "communication": "waiting for communication",
     "launches": "waiting for the CPU to issue operators",
+    "host": "the optimizer on the CPU",
 }
 """What each key of `StepTime.spent` means."""
 
@@ -41,7 +42,7 @@ class StepTime:
     exposed: Mapping[str | None, float]
     """Seconds for which computing waits for the communication of a unit; ``''`` is the root, None belongs to none."""
     bound: str
-    """What most of the step is spent on: ``compute``, ``memory``, ``communication`` or ``launches``."""
+    """What most of the step is spent on: ``compute``, ``memory``, ``communication``, ``launches`` or ``host``."""
     spent: Mapping[str, float]
     """Seconds by what bounds them; together, the step."""
     flops: int
@@ -148,6 +149,9 @@ def works_of(
         if "::" not in item.name:
             seconds = collective_seconds(next(sent), links, reached)
             yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
+            continue
+        if item.role == "host":
+            yield Work(item.name, item.unit, item.phase, "host", 0.0, issue + item.nbytes / device.host[place])
             continue
         kind = kind_of(item)
         key = item.name, item.shapes, item.nbytes, item.dtype

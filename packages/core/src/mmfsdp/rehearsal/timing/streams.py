@@ -20,7 +20,7 @@ class Work:
     unit: str | None
     phase: str
     role: str
-    """``compute``, ``gather`` or ``reduce``, as an operator has it."""
+    """``compute``, ``gather``, ``reduce`` or ``host``, as an operator has it."""
     seconds: float
     """What it takes on its stream."""
     issue: float
@@ -153,6 +153,11 @@ class Replay:
         if work.phase != "backward":
             self.wait(end, work.unit)
 
+    def compute_on_host(self, work: Work) -> None:
+        """Let the CPU compute with what has arrived in its memory, while the device does nothing."""
+        self.spent["host"] += work.issue
+        self.cpu = self.free["compute"] = self.seconds + work.issue
+
     def end_backward(self) -> None:
         """Let computing wait until all gradients are sent."""
         self.wait(max(self.free["reduce"], self.free["replicate"]), self._sender)
@@ -180,6 +185,12 @@ def replay(works: Sequence[Work], *, is_async: bool = True) -> Replay:
     gathered = {work.unit for work in works if work.is_sent and work.role == "gather"}
     phase = ""
     for work in works:
+        if work.role == "host":
+            if phase == "backward":
+                state.end_backward()
+            phase = work.phase
+            state.compute_on_host(work)
+            continue
         state.cpu += work.issue
         if phase == "backward" != work.phase:
             state.end_backward()

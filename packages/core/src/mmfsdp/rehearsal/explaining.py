@@ -1,0 +1,54 @@
+"""Says of a step that failed which module and which line of the user's code it was, and what to do."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mmfsdp.errors import MmfsdpError, RehearsalError
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED
+from mmfsdp.rehearsal.places import Places
+
+__all__ = ["explained"]
+
+_OWN = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+_NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to FakeTensor.__format__")
+"""What torch and Python say where a tensor without values becomes an array or text."""
+
+
+@contextmanager
+def explained(places: Places) -> Iterator[None]:
+    """Raise what a step raises as a RehearsalError that names the module and the line."""
+    try:
+        yield
+    except MmfsdpError:
+        raise
+    except Exception as error:
+        at = _user_line(error)
+        where = f" at {at}" if at else ""
+        fqn = places.failed or None
+        if isinstance(error, CANNOT_BE_FAKED) or any(words in str(error) for words in _NEEDS_VALUES):
+            raise RehearsalError(
+                f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
+                f"{error}). Say how many elements masks select there, as in assume=0.1 for a tenth; compute with "
+                "tensors of fixed shapes; or give loss=(model, batch) -> tensor that goes around it. "
+                "mmfsdp.planning.estimate_memory() computes all but activations.",
+                fqn=fqn,
+            ) from error
+        raise RehearsalError(
+            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}", fqn=fqn
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """Return file, line and code of the innermost frame outside of torch and this package."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not path.is_relative_to(_OWN) and not path.is_relative_to(_TORCH) and path.is_file():
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
