@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["Call", "Spec", "call_of", "seconds_of"]
 
-_FRESH = 8 << 20  # bytes of arguments to take in turn, so that caches do not hold them all
-_MOST = 12  # sets of arguments
+_FRESH = 64 << 20  # bytes of arguments to take in turn: more than a core's caches hold, as the data of a step is
+_MOST = 64  # sets of arguments
 _ROUNDS = 5
 
 
@@ -65,20 +65,20 @@ def seconds_of(call: Call, clock: Callable[[], float], device: torch.device, bud
     with torch.no_grad():
         try:
             sets = [tree_map_only(Spec, lambda spec: spec.make(device), (call.args, call.kwargs)) for _ in range(count)]
-            first = _timed(call, sets[:1], clock)
+            first = _timed(call, sets[:1], clock, 1)
         except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
             return None
-        first = max(min(first, _timed(call, sets[:1], clock)), 1e-7)
+        first = max(min(first, _timed(call, sets[:1], clock, 1)), 1e-7)
         wanted = max(1, min(int(budget / _ROUNDS / first), 2000))
         sets = (sets * -(-wanted // count))[:wanted]
-        return statistics.median(_timed(call, sets, clock) for _ in range(_ROUNDS))
+        return statistics.median(_timed(call, sets, clock, count) for _ in range(_ROUNDS))
 
 
-def _timed(call: Call, sets: list[Any], clock: Callable[[], float]) -> float:
+def _timed(call: Call, sets: list[Any], clock: Callable[[], float], most: int) -> float:
     kept = []  # a step keeps results, too, so memory is not taken again at once
     begin = clock()
     for args, kwargs in sets:
         kept.append(call.func(*args, **kwargs))
-        if len(kept) == _MOST:
+        if len(kept) == most:
             kept.clear()
     return (clock() - begin) / len(sets)
