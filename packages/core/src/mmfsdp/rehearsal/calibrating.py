@@ -90,7 +90,7 @@ def calibrate(
 
 
 def measure_links(clock: Callable[[], float] = time.perf_counter) -> Links:
-    """Return the links between the ranks at hand, as all-gathers of two sizes show them. Collective: every rank.
+    """Return the links between the ranks at hand, as messages of two sizes show them. Collective: every rank.
 
     What FSDP does on the CPU to gather a unit is the seconds before a collective.
 
@@ -103,10 +103,12 @@ def measure_links(clock: Callable[[], float] = time.perf_counter) -> Links:
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise ShardStateError("Links can be measured between 2 or more ranks. Call this after init_process_group().")
     world = dist.get_world_size()
-    small, large = (_gather_seconds(size // world, clock) for size in (_SMALL, _LARGE))
+    small, large = (_sent_seconds(_gathers(), size, clock) for size in (_SMALL, _LARGE))
+    least, most = (_sent_seconds(_scatters(), size, clock) for size in (_SMALL, _LARGE))
     bandwidth = (world - 1) / world * (_LARGE - _SMALL) / max(large - small, 1e-9)
+    reducing = max((most - least) / max(large - small, 1e-9), 1.0)
     link = Link(bandwidth, small / (world - 1))
-    return Links(link, link, world, Range(0.8, 1.0, 1.2), max(_unshard_seconds(clock) - small, 0.0))
+    return Links(link, link, world, Range(0.8, 1.0, 1.2), max(_unshard_seconds(clock) - small, 0.0), reducing)
 
 
 def phase_seconds(
@@ -184,15 +186,26 @@ def _issues(clock: Callable[[], float]) -> dict[str, float]:
     }
 
 
-def _gather_seconds(nbytes: int, clock: Callable[[], float]) -> float:
-    part = torch.zeros(nbytes, dtype=torch.uint8)
-    whole = torch.zeros(nbytes * dist.get_world_size(), dtype=torch.uint8)
-    found = []
-    # torch 2.13 has another name for it, and warns of this one.
+def _gathers() -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """Return the all-gather of a part into a whole tensor. torch 2.13 has another name for it, and warns of this."""
     gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+    return lambda part, whole: gather(whole, part)
+
+
+def _scatters() -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """Return the reduce-scatter of a whole tensor into a part."""
+    scatter = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
+    return lambda part, whole: scatter(part, whole)
+
+
+def _sent_seconds(send: Callable[[torch.Tensor, torch.Tensor], Any], nbytes: int, clock: Callable[[], float]) -> float:
+    """Return what a collective takes whose whole tensor, of float32, has so many bytes."""
+    count = nbytes // 4 // dist.get_world_size()
+    part, whole = torch.zeros(count), torch.zeros(count * dist.get_world_size())
+    found = []
     for _ in range(12):
         begin = clock()
-        gather(whole, part)
+        send(part, whole)
         found.append(clock() - begin)
     return statistics.median(found)
 
