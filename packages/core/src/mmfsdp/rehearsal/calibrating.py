@@ -194,12 +194,11 @@ def _gathers() -> Callable[[torch.Tensor, torch.Tensor], Any]:
 
 def _scatters() -> Callable[[torch.Tensor, torch.Tensor], Any]:
     """Return the reduce-scatter of a whole tensor into a part."""
-    scatter = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
-    return lambda part, whole: scatter(part, whole)
+    return vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
 
 
 def _sent_seconds(send: Callable[[torch.Tensor, torch.Tensor], Any], nbytes: int, clock: Callable[[], float]) -> float:
-    """Return what a collective takes whose whole tensor, of float32, has so many bytes."""
+    """Return the median seconds of a collective. Its whole tensor has ``nbytes`` bytes and is of float32."""
     count = nbytes // 4 // dist.get_world_size()
     part, whole = torch.zeros(count), torch.zeros(count * dist.get_world_size())
     found = []

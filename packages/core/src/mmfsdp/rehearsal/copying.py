@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.fake import without_fakes
 
-__all__ = ["fake_batch", "fake_model", "meta_model"]
+__all__ = ["fake_batch", "fake_model", "like", "meta_model"]
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -40,14 +40,14 @@ def meta_model(model: nn.Module) -> nn.Module:
 
 def fake_batch(batch: Any) -> Any:
     """Return a batch, in any structure, with fake tensors on the CPU in place of its tensors."""
-    return tree_map_only(torch.Tensor, _fake, batch)
+    return tree_map_only(torch.Tensor, like, batch)
 
 
 def _copied(model: nn.Module, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake(tensor, device)
+            memo[id(tensor)] = like(tensor, device)
     try:
         with without_fakes():  # other tensors, such as anchors in a list, keep their values
             return copy.deepcopy(model, memo)
@@ -58,7 +58,8 @@ def _copied(model: nn.Module, device: torch.device) -> nn.Module:
         ) from error
 
 
-def _fake(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
+def like(tensor: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
+    """Return a tensor or parameter of the same shape, strides, dtype and attributes, whose values are not set."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.copying import like
 
 __all__ = ["real_batch", "real_model"]
 
@@ -27,7 +28,8 @@ def real_model(model: nn.Module, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) not in memo:
-                memo[id(tensor)] = _like(tensor, _filled(tensor, generator) if tensor.is_meta else tensor, device)
+                values = _filled(tensor, generator) if tensor.is_meta else tensor
+                memo[id(tensor)] = like(tensor, device).copy_(values)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # modules may refuse in any way
@@ -58,11 +60,3 @@ def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if tensor.dim() < 2:
         return torch.ones(tensor.shape, dtype=tensor.dtype)
     return (torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor.dtype)
-
-
-def _like(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(values)
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))
-    return made

@@ -93,6 +93,11 @@ class Operator:
     """Shapes of its first tensors."""
 
     @property
+    def is_of_shards(self) -> bool:
+        """Whether it reads and writes the rank's shards only: it takes half as long on twice as many ranks."""
+        return self.phase not in ("forward", "backward") or self.name in COPIES
+
+    @property
     def signature(self) -> str:
         """Text that operators share which take equally long: ``aten::mm 512x96,96x96 float32 417792``."""
         return f"{self.name} {','.join('x'.join(map(str, shape)) for shape in self.shapes)} {self.dtype} {self.nbytes}"

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie, in a form that every rank is told at once if the checkpoint has few pieces."""
+"""Tells all ranks at once where the tensors of a checkpoint lie, if it has few pieces."""
 
 from __future__ import annotations
 

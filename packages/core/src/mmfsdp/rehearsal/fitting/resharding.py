@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.records import COPIES, Collective, Operator
+from mmfsdp.rehearsal.records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.links import Links
@@ -54,8 +54,7 @@ def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, C
         if drops and item.role == "gather" and item.phase == "backward":
             continue
         if message is None:
-            of_shards = item.phase not in ("forward", "backward") or item.name in COPIES
-            yield replace(item, nbytes=round(item.nbytes * ratio)) if of_shards else item, None
+            yield replace(item, nbytes=round(item.nbytes * ratio)) if item.is_of_shards else item, None
         elif message.unit is None:
             yield item, message
         elif message.name in ("all_gather", "reduce_scatter"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mmfsdp.planning.records import MeshSpec
-from mmfsdp.rehearsal.records import COPIES, Collective, Operator
+from mmfsdp.rehearsal.records import Collective, Operator
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
@@ -15,8 +15,6 @@ __all__ = ["RANKS", "scaled_times"]
 
 RANKS = tuple(1 << power for power in range(13))
 """1 to 4,096."""
-
-_OF_SHARDS = ("clipping", "optimizer", "zero_grad")  # phases whose operators read and write shards
 
 
 def scaled_times(
@@ -62,7 +60,7 @@ def scaled_times(
 
 
 def _with_shards(item: Operator, share: float) -> Operator:
-    if share == 1 or not item.nbytes or (item.phase not in _OF_SHARDS and item.name not in COPIES):
+    if share == 1 or not item.nbytes or not item.is_of_shards:
         return item
     return replace(item, nbytes=max(round(item.nbytes * share), 1))
 
