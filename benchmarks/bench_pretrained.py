@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.bench_pretrained --gb 4`` shows what does not grow with the size. The last figure is that of the
 same weights in files that `convert` wrote, not verified: their data begins at 64 bytes, which the kernel copies faster.
-Bytes read are counted where Python reads files; see `benchmarks.measuring.Peak` for memory.
+Bytes read are those that the disk delivered to all ranks, whose pages were dropped before, as ``/proc/self/io`` counts
+them; see `benchmarks.measuring.Peak` for memory.
 """
 
 from __future__ import annotations
@@ -96,19 +97,26 @@ def loading(rank: int, folder: Path, case: str, depth: int) -> tuple[float, Peak
     mmfsdp.load_pretrained(mmfsdp.shard(torch.nn.Linear(1, 1, bias=False), {"sharding": "NO_SHARD"}), small)
     model = sharded(case, depth)
     part = sum(getattr(param, "_local_tensor", param).nbytes for param in model.parameters())
-    counts: list[int] = []
-    read = os.preadv
+    if rank == 0:
+        for file in folder.glob("model-*"):
+            dropped(file)
+    dist.barrier()
+    before = from_disk()
+    peak = peak_of(lambda: mmfsdp.load_pretrained(model, folder / "model.safetensors.index.json", strict=True))
+    return part / MB, peak, from_disk() - before
 
-    def preadv(*args: Any) -> int:
-        counts.append(read(*args))
-        return counts[-1]
 
-    os.preadv = preadv
-    try:
-        peak = peak_of(lambda: mmfsdp.load_pretrained(model, folder / "model.safetensors.index.json", strict=True))
-    finally:
-        os.preadv = read
-    return part / MB, peak, sum(counts)
+def dropped(file: Path) -> None:
+    """Make the page cache let go of a file."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def from_disk() -> int:
+    """Return the bytes that disks have delivered to this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 def times(rank: int, folder: Path, case: str, depth: int, verify: bool = True) -> Ratio:

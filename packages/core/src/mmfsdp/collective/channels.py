@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import ConfigError, LostRankError, ShardStateError
 
-__all__ = ["Channel", "GlooChannel", "host_of", "naming_lost_ranks", "wait_timeout"]
+__all__ = ["Channel", "GlooChannel", "host_of", "kernel_of", "naming_lost_ranks", "wait_timeout"]
 
 _TIMEOUT = "MMFSDP_TIMEOUT"
 _HOUR = 3600.0
@@ -119,6 +120,15 @@ def wait_timeout() -> timedelta:
 def host_of() -> str:
     """Return the name of this host, for messages."""
     return socket.gethostname()
+
+
+def kernel_of() -> str:
+    """Return text that is the same for all processes that share a page cache: those of one boot of one host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = str(os.getpid())  # a sandbox may hide it; then each process counts as a host
+    return f"{host_of()} {boot}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from mmfsdp.collective.channels import kernel_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import LostRankError, MmfsdpError, RankMismatchError
 
@@ -20,6 +21,7 @@ __all__ = [
     "on_all_ranks",
     "same_path",
     "scatter_objects",
+    "share_page_cache",
     "shared",
 ]
 
@@ -132,6 +134,11 @@ def all_equal(scope: Scope, text: str) -> bool:
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     lowest, highest = scope.channel.lowest([digest, -digest])
     return lowest == -highest
+
+
+def share_page_cache(scope: Scope) -> bool:
+    """Return whether all ranks run on one host. Collective: every rank of the scope."""
+    return all_equal(scope, kernel_of())
 
 
 def same_path(path: str | os.PathLike[str], scope: Scope) -> str:

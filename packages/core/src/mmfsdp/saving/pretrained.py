@@ -1,4 +1,4 @@
-"""Fills a sharded model with the weights of any checkpoint: each byte is read by one rank, names may be rewritten."""
+"""Fills a sharded model with the weights of any checkpoint: disks read each byte once, names may be rewritten."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def load_pretrained(
     """Fill a sharded model with the weights of a checkpoint of any kind. Collective: every rank.
 
     Each rank reads its own part. Where several ranks hold the same part, one of them reads it and sends it to the
-    others, so that each byte is read once, whatever the number of ranks. Weights that the model ties are read once and
-    stay tied, whichever of their names the checkpoint has.
+    others, so that each byte is read once, whatever the number of ranks. Only ranks that train on the CPUs of one host
+    copy files of its disks each for itself, from the page cache: the disk still reads each byte once. Weights that the
+    model ties are read once and stay tied, whichever of their names the checkpoint has.
 
     Names may lack the prefix that DistributedDataParallel (``module.``) or a Hugging Face model (its
     ``base_model_prefix``) gives them, or have one that the model's names lack.

@@ -170,6 +170,11 @@ class Source:
         self.check(found.checks)
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is on disk, and not on a server."""
+        return not isinstance(self.path, RemoteLike)
+
+    @property
     def num_records(self) -> int | None:
         """Number of chunks that may need a check; ``None`` if ranks ask where things lie."""
         return None if self.places is None else self.places.num_records if self.verify else 0

@@ -44,6 +44,11 @@ class TensorSource(Protocol):
     """Whether only the first rank has read where things lie."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is on disk, where a host's page cache keeps what one of its ranks has read for the others."""
+        ...
+
+    @property
     def num_records(self) -> int | None:
         """How many numbers `read_in_part` returns, the same on every rank; ``None`` if ranks ask the first one."""
         ...
