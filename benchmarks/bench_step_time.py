@@ -1,13 +1,17 @@
 """How well the time of a step is predicted: ten families on 1 and 2 ranks of the CPU, calibrated, in one thread.
 
 Times are those of the processor (`time.process_time`), so that other processes disturb less. All ranks calibrate at
-once, because they slow each other; calibration and steps take turns, because a busy machine slows both.
+once, because they slow each other. Two threads of one core halve each other's speed from one second to the next, so
+calibration and steps take turns, and the error is the median of rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,21 +24,30 @@ from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]
 
-SAMPLES, STEPS, ROUNDS, RANKS = 8, sized(8, 3), sized(2, 1), sized((1, 2), (2,))
-NAMES = sized(tuple(FAMILIES), ("vit",))
+SAMPLES, STEPS, ROUNDS = 8, sized(8, 3), sized(5, 1)
 
 
-def main() -> dict[str, Any]:
-    """Measure, print the table of errors, and return it."""
+def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure, print the table of errors, and return it; ``arguments`` are the command line's, without the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=sized([1, 2], [2]))
+    parser.add_argument("--families", nargs="+", default=sized([*FAMILIES], ["vit"]), choices=[*FAMILIES])
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for ranks in RANKS:
+    for ranks in options.ranks:
         rows = {}
-        for name in NAMES:
-            predicted, measured = _compared(name, ranks)
-            error = predicted / measured - 1
+        for name in options.families:
+            rounds = [run_ranks(_measured, ranks, name, timeout=300)[0] for _ in range(ROUNDS)]
+            predicted, measured = (statistics.median(column) for column in zip(*rounds, strict=True))
+            errors = sorted(one / other - 1 for one, other in rounds)
+            error = statistics.median(errors)
             rows[name] = {"predicted": round(predicted, 5), "measured": round(measured, 5), "error": round(error, 3)}
-            print(f"{name:10} {ranks} ranks: {predicted * 1e3:7.1f} ms, really {measured * 1e3:7.1f} ms, {error:+.1%}")
+            print(
+                f"{name:10} {ranks} ranks: {predicted * 1e3:7.1f} ms, really {measured * 1e3:7.1f} ms, {error:+.1%} "
+                f"({errors[0]:+.1%} to {errors[-1]:+.1%})",
+                flush=True,
+            )
         errors = [abs(row["error"]) for row in rows.values()]
         summary = {"median": statistics.median(errors), "worst": max(errors)}
         print(f"{ranks} ranks: median error {summary['median']:.1%}, worst {summary['worst']:.1%}", flush=True)
@@ -42,15 +55,8 @@ def main() -> dict[str, Any]:
     return found
 
 
-def _compared(name: str, ranks: int) -> tuple[float, float]:
-    """Return the seconds of a step, predicted and measured: means over rounds."""
-    rounds = [run_ranks(_measured, ranks, name, timeout=300)[0] for _ in range(ROUNDS)]
-    predicted, measured = (statistics.mean(column) for column in zip(*rounds, strict=True))
-    return predicted, measured
-
-
 def _measured(rank: int, name: str) -> tuple[float, float]:
-    """Return the same on a rank. Collective."""
+    """Return the seconds of a step, predicted and measured. Collective."""
     torch.set_num_threads(1)
     case = FAMILIES[name]
     config = {"wrap": {"kind": "module_class", "classes": list(case.layer)}}
@@ -62,4 +68,4 @@ def _measured(rank: int, name: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -248,7 +248,7 @@ def test_a_calibrated_step_takes_about_as_long_as_real_ones(step: Rehearsal, tmp
     found = measure(config, model, TOKENS, max_norm=1.0, clock=time.process_time, budget=1e-3)
     device, predicted = found.device, found.predicted
     assert {*device.measured} == {*own.calls} == {item.signature for item in own.operators if item.nbytes}
-    assert {*device.issues} == {"forward", "backward", "clipping", "optimizer"}
+    assert {*device.issues} == {"forward", "backward", "clipping", "optimizer", "gather", "reduce"}
     assert own.time(device).seconds == predicted.seconds
     assert all(param.grad is None for param in model.parameters())
     assert -0.6 < found.error < 1.5  # benchmarks/bench_step_time.py shows how close it is
@@ -263,8 +263,14 @@ def test_a_calibrated_step_takes_about_as_long_as_real_ones(step: Rehearsal, tmp
     assert own.time(str(tmp_path / "own.toml")) == predicted
     slower = replace(device, measured={name: 10 * seconds for name, seconds in device.measured.items()})
     assert own.time(slower).compute == pytest.approx(10 * predicted.compute)
+    lasting = replace(device, issues={**device.issues, "gather": device.issues["gather"] + 1})
+    views = [item for item in own.operators if item.role == "gather" and not item.nbytes]
+    gathers = [item for item in own.operators if item.role == "gather" and item.nbytes]
+    assert own.time(lasting).seconds - predicted.seconds == pytest.approx(len(gathers) + len(views) / 3)
     with pytest.raises(ConfigError, match="for 'cuda'"):
         calibrate(step)
+    with pytest.raises(ShardStateError, match="together in a process group"):
+        calibrate(together=True)
 
 
 def test_a_file_that_is_no_device(tmp_path: Path, step: Rehearsal) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
+    from mmfsdp.rehearsal.calibrating import calibrate, measure_links
     from mmfsdp.rehearsal.first_steps import FirstSteps
     from mmfsdp.rehearsal.fitting.advising import advise
     from mmfsdp.rehearsal.fitting.fastest import fit
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal.reporting.page import report
     from mmfsdp.rehearsal.result import Rehearsal
     from mmfsdp.rehearsal.savings import Saving
+    from mmfsdp.rehearsal.step import phase_seconds
     from mmfsdp.rehearsal.timing.devices import Device, devices, write_device
     from mmfsdp.rehearsal.timing.links import Link, Links
     from mmfsdp.rehearsal.timing.ranges import Range
@@ -68,10 +69,11 @@ _WHERE = {
     "Saving": "mmfsdp.rehearsal.savings",
     "Span": "mmfsdp.rehearsal.timing.streams",
     "StepTime": "mmfsdp.rehearsal.timing.step_time",
-    **dict.fromkeys(("calibrate", "measure_links", "phase_seconds"), "mmfsdp.rehearsal.calibrating"),
+    **dict.fromkeys(("calibrate", "measure_links"), "mmfsdp.rehearsal.calibrating"),
     **dict.fromkeys(("Measured", "measure"), "mmfsdp.rehearsal.measuring"),
     "Rehearsal": "mmfsdp.rehearsal.result",
     "optimizer_from": "mmfsdp.rehearsal.optimizers",
+    "phase_seconds": "mmfsdp.rehearsal.step",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "report": "mmfsdp.rehearsal.reporting.page",
 }

@@ -20,13 +20,13 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.calibrating import calibrate, measure_links, phase_seconds
+from mmfsdp.rehearsal.calibrating import calibrate, measure_links
 from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.peaks import cpu_peak
 from mmfsdp.rehearsal.realising import real_batch, real_model
 from mmfsdp.rehearsal.rehearsing import rehearse
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.step import LossFn, default_loss, phase_seconds, run_step
 from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 from mmfsdp.rehearsal.worlds import alone
@@ -136,7 +136,8 @@ def measure(
             accumulate=accumulate, device_type="cpu",
         )  # fmt: skip
         if known is None:
-            known = calibrate(found, clock=clock, links=measure_links(clock) if ranks > 1 else None, budget=budget)
+            links = measure_links(clock) if ranks > 1 else None
+            known = calibrate(found, clock=clock, links=links, together=ranks > 1, budget=budget)
         batches = [real_batch(batch, cpu) for _ in range(accumulate)]
         made = make_optimizer(optimizer, list(module.parameters()), "cpu")
         arguments = module, made, batches, loss or default_loss, max_norm

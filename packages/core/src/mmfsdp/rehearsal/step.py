@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mmfsdp.errors import RehearsalError
 from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 
-__all__ = ["LossFn", "call_with", "default_loss", "run_step"]
+__all__ = ["LossFn", "call_with", "default_loss", "phase_seconds", "run_step"]
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 """``(model, batch) -> loss``, a tensor of one element: what a training loop does before ``backward()``."""
@@ -61,6 +63,38 @@ def run_step(
     optimizer.zero_grad()
 
 
+def phase_seconds(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    max_norm: float | None,
+    clock: Callable[[], float],
+    steps: int,
+) -> list[dict[str, float]]:
+    """Run steps, and return the seconds of the phases of each. Collective: every rank.
+
+    Args:
+        model: A sharded model.
+        optimizer: Made for its parameters.
+        batches: The micro-batches of a step.
+        loss: Computes the loss of one.
+        max_norm: The norm to clip gradients to; None for no clipping.
+        clock: Returns seconds.
+        steps: How many steps.
+    """
+    found = []
+    for _ in range(steps):
+        seconds: dict[str, float] = defaultdict(float)
+        marks: list[tuple[str, float]] = []
+        run_step(_marking(marks, clock), model, batches, loss, optimizer, max_norm)
+        marks.append(("", clock()))
+        for (phase, begin), (_, end) in pairwise(marks):
+            seconds[phase] += end - begin
+        found.append(dict(seconds))
+    return found
+
+
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Call the model with a batch, and return the loss in its output, or else the mean of its first floating tensor.
 
@@ -100,3 +134,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
             f"batch calls it as forward({given}). A mapping gives keyword arguments, a tuple positional ones."
         ) from None
     return model(*placed, **named)
+
+
+def _marking(marks: list[tuple[str, float]], clock: Callable[[], float]) -> Callable[[str], None]:
+    return lambda phase: marks.append((phase, clock()))

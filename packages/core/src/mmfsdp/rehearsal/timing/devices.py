@@ -60,7 +60,8 @@ class Device:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Seconds of operators that were measured, by `Operator.signature`; they replace the roofline."""
     issues: Mapping[str, float] = field(default_factory=dict)
-    """Seconds to issue an operator that were measured, by phase; they replace `issue`."""
+    """Seconds to issue an operator that were measured, by phase, and by role if it gathers or reduces a unit; they
+    replace `issue`."""
     spread: Range = _SPREAD
     """What measured times are multiplied with."""
     coverage: str = "the shares of the peaks that kernels usually reach; no device has measured it"

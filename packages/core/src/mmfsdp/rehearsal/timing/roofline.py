@@ -6,7 +6,9 @@ from mmfsdp.rehearsal.records import COPIES, Operator
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.ranges import CASES
 
-__all__ = ["kind_of", "operator_seconds"]
+__all__ = ["kind_of", "operator_seconds", "weight_of"]
+
+_VIEW = 1 / 3
 
 
 def kind_of(operator: Operator) -> str:
@@ -14,6 +16,11 @@ def kind_of(operator: Operator) -> str:
     if not operator.flops:
         return "moving" if operator.nbytes else "view"
     return "attention" if "attention" in operator.name else "product"
+
+
+def weight_of(operator: Operator) -> float:
+    """Return what an operator takes to issue, as a share of one that computes; a collective counts as one of these."""
+    return _VIEW if "::" in operator.name and kind_of(operator) == "view" else 1.0
 
 
 def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[float, str]:

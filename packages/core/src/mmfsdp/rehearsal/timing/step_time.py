@@ -12,7 +12,7 @@ from mmfsdp.rehearsal.records import Collective, Operator
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds
 from mmfsdp.rehearsal.timing.ranges import CASES
-from mmfsdp.rehearsal.timing.roofline import kind_of, operator_seconds
+from mmfsdp.rehearsal.timing.roofline import operator_seconds, weight_of
 from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
 
 __all__ = ["SPENT", "StepTime", "human_seconds", "time_of", "works_of"]
@@ -141,11 +141,11 @@ def works_of(
     """
     place = CASES.index(case)
     reached, spread = links.reached[place], device.spread[place]
-    issues = {phase: seconds * spread for phase, seconds in device.issues.items()}
+    issues = {name: seconds * spread for name, seconds in device.issues.items()}
     known: dict[tuple[Any, ...], tuple[float, str]] = {}
     sent = iter(collectives)
     for item in operators:
-        issue = issues.get(item.phase, device.issue[place])
+        issue = weight_of(item) * issues.get(item.role, issues.get(item.phase, device.issue[place]))
         if "::" not in item.name:
             seconds = collective_seconds(next(sent), links, reached)
             yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
@@ -153,13 +153,11 @@ def works_of(
         if item.role == "host":
             yield Work(item.name, item.unit, item.phase, "host", 0.0, issue + item.nbytes / device.host[place])
             continue
-        kind = kind_of(item)
         key = item.name, item.shapes, item.nbytes, item.dtype
         if key not in known:
             known[key] = operator_seconds(item, device, case)
         seconds, bound = known[key]
-        issued = issue / 3 if kind == "view" else issue
-        yield Work(item.name, item.unit, item.phase, item.role, seconds, issued, bound=bound)
+        yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, bound=bound)
 
 
 def human_seconds(seconds: float) -> str:
