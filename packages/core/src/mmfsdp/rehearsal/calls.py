@@ -15,6 +15,7 @@ __all__ = ["Call", "Spec", "call_of", "seconds_of"]
 _FRESH = 64 << 20  # bytes of arguments to take in turn: more than a core's caches hold, as the data of a step is
 _MOST = 64  # sets of arguments
 _ROUNDS = 5
+_DRAWN = 1 << 16  # random values of a tensor, which repeat
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Spec:
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         count = 0 if 0 in self.shape else last + 1
         if self.dtype.is_floating_point:
-            return torch.rand(count, device=device).to(self.dtype).as_strided(self.shape, self.stride)
+            drawn = torch.rand(min(max(count, 1), _DRAWN), device=device).to(self.dtype)  # to draw all takes long
+            return drawn.repeat(-(-count // len(drawn)))[:count].as_strided(self.shape, self.stride)
         return torch.zeros(count, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
 
 
