@@ -248,3 +248,21 @@ def test_numbers_right_beside_the_relative_tolerance(tmp_path: Path, rtol: float
     assert 50 < len(expected) < len(pairs) - 50
     report = diff(tmp_path / "a", tmp_path / "b", rtol=rtol, jobs=1)
     assert {item.name: item.differing for item in report.values} == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rtol", [2**-7, 1e-2, 0.03, 0.7])
+def test_every_16_bit_float_beside_its_neighbours(tmp_path: Path, dtype: torch.dtype, rtol: float) -> None:
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    shifts = (-100, -65, -11, -4, -3, -2, -1, 0, 1, 2, 3, 4, 11, 65, 100)
+    b = words.to(torch.int16).view(dtype)
+    moved = {f"{shift}": (words + shift).to(torch.int16).view(dtype) for shift in shifts}
+    save_file(moved, tmp_path / "a")
+    save_file({name: b.clone() for name in moved}, tmp_path / "b")
+    expected = {}
+    for name, a in moved.items():
+        gap, limit = (a.double() - b.double()).abs(), rtol * b.double().abs()
+        close = (gap.isfinite() & (gap <= limit)) | (a == b) | (a.isnan() & b.isnan())
+        expected[name] = int((~close).sum())
+    report = diff(tmp_path / "a", tmp_path / "b", rtol=rtol, jobs=1)
+    assert {item.name: item.differing for item in report.values} == {name: n for name, n in expected.items() if n}

@@ -77,7 +77,7 @@ def diff_command(
     Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
     """
     with reporting_errors():
-        from mmfsdp.checkpoint import diff, diff_page, write_page
+        from mmfsdp.checkpoint import diff
 
         with count_progress(quiet=as_json) as progress:
             report = diff(
@@ -96,6 +96,8 @@ def diff_command(
                 histogram=html is not None,
             )
         if html is not None:
+            from mmfsdp.checkpoint import diff_page, write_page
+
             write_page(diff_page(report), html, overwrite=overwrite)
         if as_json:
             click.echo(json.dumps(report.describe(), indent=1))

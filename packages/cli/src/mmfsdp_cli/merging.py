@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,6 @@ def merge_lora_command(base: Path | str, adapter: Path, target: Path, prefix: st
     Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or
     argument is wrong, or the adapter is for another base.
     """
-    # Our own threads share the work. Those of numpy's BLAS would only wait for each other: four times the CPU time.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
     def write(**settings: Any) -> ConversionReport:
         from mmfsdp.checkpoint import merge_lora

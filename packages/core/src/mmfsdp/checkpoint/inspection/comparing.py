@@ -23,6 +23,8 @@ _ELEMENTS = 1 << 19
 _PIECE = 1 << 14  # of these elements that are looked at one by one
 _FEW = 8  # one element in so many
 _HUGE = 2.0**100
+# Of 16-bit floats: how many steps there are from a power of two to the next, and the word of infinity.
+_STEPS = {"bfloat16": (1 << 7, 0x7F80), "float16": (1 << 10, 0x7C00)}
 _LEAST, _DECADES = -8, 11  # the histogram begins with what is below 1e-8, and ends with what is 10 or more
 
 
@@ -174,6 +176,9 @@ class _Nearness:
         # Where only the relative tolerance counts, quotients near 1 tell it; their error is 2**-24, too.
         margin = (1 + rtol) * 2**-22
         self._quotients = (1 - rtol + margin, 1 + rtol - margin) if not atol and 2**-20 < rtol < _HUGE else None
+        steps, self._infinity = _STEPS.get(one.dtype, (0, 0)) if one.dtype == two.dtype else (0, 0)
+        self._steps = int(min(rtol, 0.5) * steps)  # one is at most 1 / steps of the number
+        self._normal = steps  # the word of the smallest normal number
 
     def doubtful(self, a: memoryview, b: memoryview) -> NDArray[np.intp]:
         """Return the positions of all elements but those that are certainly within the tolerance.
@@ -184,6 +189,8 @@ class _Nearness:
         """
         import numpy as np
 
+        if self._steps and (beyond := self._beyond_steps(a, b)) is not None:
+            return beyond
         x, y = (values(*given) for given in zip((a, b), self.dtypes, self._rooms[:2].view(np.float32), strict=True))
         if x.dtype.kind != "f" or y.dtype.kind != "f":
             return np.arange(len(x))
@@ -207,6 +214,26 @@ class _Nearness:
             if gap.max() <= 0 and limit.min() >= self._accurate:
                 return np.empty(0, np.intp)
             return np.flatnonzero(~((gap <= 0) & ((limit >= self._accurate) | (gap == -limit))))
+
+    def _beyond_steps(self, a: memoryview, b: memoryview) -> NDArray[np.intp] | None:
+        """Return the same of 16-bit floats, found from their words alone; ``None`` if those are too many to look at.
+
+        Words of one sign are in the order of the numbers, and each is one step from the next.
+        """
+        import numpy as np
+
+        x, y = (np.frombuffer(block, "<u2") for block in (a, b))
+        gaps, sizes = self._rooms[2].view(np.uint16).reshape(2, -1)[:, : len(x)]
+        least, most = self._normal + self._steps, self._infinity - 1 - self._steps
+        np.subtract(x, y, out=gaps)
+        np.add(gaps, np.uint16(self._steps), out=gaps)  # so that what is near is small, and not around zero
+        np.bitwise_and(y, np.uint16(0x7FFF), out=sizes)
+        np.subtract(sizes, np.uint16(least), out=sizes)  # what is smaller becomes large
+        if gaps.max() <= 2 * self._steps and sizes.max() <= most - least:
+            return np.empty(0, np.intp)
+        special = (sizes > most - least) & (gaps != self._steps)
+        where = np.flatnonzero((gaps > 2 * self._steps) | special)
+        return where if where.size * _FEW < len(x) else None
 
 
 def _distance(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

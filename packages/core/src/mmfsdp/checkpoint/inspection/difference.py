@@ -16,7 +16,6 @@ from typing import Any
 from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
-from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.registry import opened
@@ -250,7 +249,8 @@ def _compared(
         for _ in range(jobs):
             files = stack.enter_context(OpenFiles())
             if remote:
-                files.expect(compared_extents(pairs.values()))
+                expecting = import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
+                files.expect(expecting.compared_extents(pairs.values()))
             idle.put(files)
         pool = stack.enter_context(ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-diff"))
         with tracker.stopping(pool):
