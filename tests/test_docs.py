@@ -9,8 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -113,14 +111,12 @@ def command_lines() -> list[tuple[str, str]]:
 @functools.cache
 def help_of(*command: str) -> str | None:
     """Return the help of a command, or None if there is no such command."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from mmfsdp_cli.main import main; main()", *command, "--help"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **PLAIN},
-        check=False,
-    )
-    return ESCAPE.sub("", done.stdout) if done.returncode == 0 else None
+    from click.testing import CliRunner  # not on top: the README's blocks also run where only core is installed
+
+    from mmfsdp_cli.main import app
+
+    done = CliRunner(env=PLAIN).invoke(app, [*command, "--help"])
+    return ESCAPE.sub("", done.output) if done.exit_code == 0 else None
 
 
 COMMANDS = command_lines()
