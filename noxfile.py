@@ -31,9 +31,10 @@ HERE = sys.executable
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run all tests in the current environment, so that torch is installed once. Much of their time is waiting."""
-    # Hundreds of processes import the packages, also where the environment forbids them to keep what they compiled.
-    session.run(HERE, "-m", "compileall", "-q", "packages", "examples", "benchmarks", silent=True)
-    session.run(HERE, "-m", "pytest", *PARALLEL, *session.posargs)
+    # Hundreds of processes import the packages and tests, so they keep what they compiled, also where the environment
+    # forbids it: else each worker rewrites the assertions of all tests anew, a large part of what collecting takes.
+    session.run(HERE, "-m", "compileall", "-q", "packages", "examples", "benchmarks", "tests", silent=True)
+    session.run(HERE, "-m", "pytest", *PARALLEL, *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
 
 
 @nox.session(venv_backend="none", default=False)
