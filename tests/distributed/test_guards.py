@@ -52,7 +52,7 @@ def after_disturbance(rank: int, how: str, config: dict[str, Any]) -> tuple[list
     disturb(model, how)
     optimizer = adamw(model)
     sharded = all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-    return train(model, optimizer, steps=4), sharded
+    return train(model, optimizer, steps=2), sharded
 
 
 @pytest.mark.parametrize("how", ["no_grad", "grad", "block", "head", "attention"])
@@ -60,7 +60,7 @@ def after_disturbance(rank: int, how: str, config: dict[str, Any]) -> tuple[list
 def test_forward_or_failure_before_the_optimizer_is_built(how: str, config: dict[str, Any]) -> None:
     """Fails if the root's `named_parameters` yields what is gathered, or a failed forward is not recovered from."""
     single = build("Attention")
-    reference = train(single, adamw(single), steps=4, sharded=False)
+    reference = train(single, adamw(single), steps=2, sharded=False)
     for curve, sharded in run_ranks(after_disturbance, 2, how, config):
         assert sharded
         assert difference(curve, reference) <= 1e-5

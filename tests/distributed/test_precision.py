@@ -19,7 +19,7 @@ from mmfsdp.testing import run_ranks
 
 
 def bf16_losses(rank: int, raw: bool, reduce_dtype: str) -> list[float]:
-    """Twenty steps of a model without anything that torch's own sharding refuses."""
+    """Eight steps of a model without anything that torch's own sharding refuses."""
     model: Any = build("Attention")
     if raw:
         policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce_dtype))
@@ -30,7 +30,7 @@ def bf16_losses(rank: int, raw: bool, reduce_dtype: str) -> list[float]:
         mmfsdp.shard(model, {"wrap": BLOCKS, "precision": precision})
     optimizer = adamw(model)
     losses = []
-    for step in range(20):
+    for step in range(8):
         [(inputs, targets)] = batches(step, rank, dist.get_world_size(), 1)
         loss = nn.functional.cross_entropy(model(inputs).float(), targets)
         loss.backward()
@@ -86,7 +86,7 @@ def fp16_curve(rank: int, engine: str, scaler: str, name: str) -> tuple[list[flo
         scale.update()
         optimizer.zero_grad()
         scales.append(scale.get_scale())
-    curve = train(model, optimizer, steps=5, scaler=scale)
+    curve = train(model, optimizer, steps=2, scaler=scale)
     steps = [float(entry["step"]) for entry in optimizer.state.values()]
     return scales, [loss for loss, _ in curve], steps
 
@@ -102,11 +102,12 @@ def fp16_curve(rank: int, engine: str, scaler: str, name: str) -> tuple[list[flo
 )
 def test_an_infinite_gradient_on_one_rank_is_skipped_by_all(engine: str, scaler: str, name: str) -> None:
     """Tied has a scalar, which is held whole, and sharded parameters: torch's own scaler cannot unscale both."""
-    for scales, losses, steps in run_ranks(fp16_curve, 2, engine, scaler, name):
+    found = run_ranks(fp16_curve, 2, engine, scaler, name)
+    for scales, losses, steps in found:
         assert scales == [64.0, 32.0, 32.0]
-        assert set(steps) == {7.0}
+        assert set(steps) == {4.0}
         assert all(loss == loss for loss in losses)
-    assert len({tuple(losses) for _, losses, _ in run_ranks(fp16_curve, 2, engine, scaler, name)}) == 1
+    assert len({tuple(losses) for _, losses, _ in found}) == 1
 
 
 def first_fp16_step(rank: int, engine: str, scaler: str | None) -> str:
