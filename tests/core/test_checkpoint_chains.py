@@ -73,7 +73,7 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(checkpoints(), st.lists(st.sampled_from(FORMATS), min_size=1, max_size=4))
 def test_chains(case: tuple[dict[str, torch.Tensor], dict[str, list[int]]], chain: list[dict[str, Any]]) -> None:
     tensors, cuts = case
@@ -135,7 +135,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return draw(st.dictionaries(KEYS, nested, min_size=1, max_size=4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trees(), st.lists(st.sampled_from([form for form in FORMATS if "safe" not in form["to"]]), max_size=4))
 def test_chains_of_everything(tree: dict[str, Any], chain: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -80,8 +80,8 @@ def test_expanded_tensors_are_written_in_full(tmp_path: Path, target: str) -> No
 
 
 def test_blocks_of_repeated_elements_end_where_they_should(tmp_path: Path) -> None:
-    wide = torch.arange(3.0).expand(2_000_003, 3)  # 24 MB out of 12 bytes
-    high = torch.arange(1_400_003.0).reshape(-1, 1).expand(1_400_003, 2)
+    wide = torch.arange(3.0).expand(800_003, 3)  # 9.6 MB out of 12 bytes, in blocks of 4 MiB
+    high = torch.arange(600_003.0).reshape(-1, 1).expand(600_003, 2)
     torch.save({"wide": wide, "high": high, "down": wide.t()}, tmp_path / "in.pth")
     convert(tmp_path / "in.pth", tmp_path / "out.safetensors", fsync=False)
     found = load_file(tmp_path / "out.safetensors")

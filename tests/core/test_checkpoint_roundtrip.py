@@ -108,7 +108,7 @@ def trees(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, int], int]:
     return tree, dims, draw(st.integers(1, 4))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trees())
 def test_local_directories_come_out_bit_equal(case: tuple[dict[str, Any], dict[str, int], int]) -> None:
     tree, dims, world_size = case

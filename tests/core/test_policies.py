@@ -347,7 +347,7 @@ def pairs(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 class TestEqualsTorch:
-    @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
     @given(trees(), pairs(), st.data())
     def test_any_policy_on_any_tree(self, root: nn.Module, pair: tuple[Any, Any], data: st.DataObject) -> None:
         theirs, ours = pair
@@ -356,7 +356,7 @@ class TestEqualsTorch:
         expected = torch_wraps(root, theirs, ignored)
         assert [id(module) for module in chosen(root, ours, ignored)] == [id(module) for module in expected]
 
-    @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.too_slow])
     @given(trees(), st.sets(st.sampled_from(CLASSES), min_size=1, max_size=3), st.data())
     def test_classes_by_name(self, root: nn.Module, classes: set[type[nn.Module]], data: st.DataObject) -> None:
         present = {cls for cls in classes if any(isinstance(module, cls) for module in root.modules())}
@@ -374,7 +374,7 @@ class TestEqualsTorch:
         expected = torch_wraps(root, ModuleWrapPolicy(present), set())
         assert {*map(id, chosen(root, ModuleClassWrap(classes=names)))} == {*map(id, expected)}
 
-    @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.too_slow])
     @given(trees(), st.data())
     def test_names(self, root: nn.Module, data: st.DataObject) -> None:
         fqns = [fqn for fqn, _ in root.named_modules(remove_duplicate=False) if fqn]
@@ -383,7 +383,7 @@ class TestEqualsTorch:
         policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=modules.__contains__)
         assert {*map(id, chosen(root, ModuleNameWrap(patterns=wanted)))} == {*map(id, torch_wraps(root, policy, set()))}
 
-    @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.too_slow])
     @given(trees(), pairs())
     def test_batch_norm_under_mixed_precision(self, root: nn.Module, pair: tuple[Any, Any]) -> None:
         theirs, ours = pair
@@ -391,7 +391,7 @@ class TestEqualsTorch:
         expected = torch_wraps(root, theirs, set(), MixedPrecision(param_dtype=torch.bfloat16))
         assert {*map(id, chosen(root, ours, also=full))} == {*map(id, expected)}
 
-    @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
     @given(trees(sharing=False, device="cpu"), pairs(), st.booleans())
     def test_real_fully_sharded_data_parallel(self, root: nn.Module, pair: tuple[Any, Any], mixed: bool) -> None:
         theirs, ours = pair
