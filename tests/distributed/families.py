@@ -66,7 +66,7 @@ class PostNormLayer(nn.Module):
 
 
 class Vit(nn.Module):
-    def __init__(self, dim: int = 96, depth: int = 4) -> None:
+    def __init__(self, dim: int = 96, depth: int = 2) -> None:
         super().__init__()
         self.patch, self.place = nn.Conv2d(3, dim, 8, 8), nn.Parameter(torch.zeros(1, 64, dim))
         self.layers = nn.ModuleList(Layer(dim) for _ in range(depth))
@@ -344,16 +344,16 @@ FAMILIES: dict[str, Case] = {
     "segformer": Case(Segformer, _images, _segmented, ("Layer",)),
     "detr": Case(Detr, _images, _detected, ("Layer", "DecoderLayer", "Bottleneck")),
     "llama": Case(
-        lambda: Words([LlamaLayer(96) for _ in range(4)], 96, RmsNorm(96)), _tokens, _next_word, ("LlamaLayer",)
+        lambda: Words([LlamaLayer(96) for _ in range(2)], 96, RmsNorm(96)), _tokens, _next_word, ("LlamaLayer",)
     ),
     "gpt2": Case(
-        lambda: Words([Layer(96, causal=True) for _ in range(4)], 96, nn.LayerNorm(96), tied=True),
+        lambda: Words([Layer(96, causal=True) for _ in range(2)], 96, nn.LayerNorm(96), tied=True),
         _tokens,
         _next_word,
         ("Layer",),
     ),
     "bert": Case(
-        lambda: Words([PostNormLayer(96) for _ in range(4)], 96, nn.LayerNorm(96)),
+        lambda: Words([PostNormLayer(96) for _ in range(2)], 96, nn.LayerNorm(96)),
         _tokens,
         _same_word,
         ("PostNormLayer",),
