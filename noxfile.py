@@ -138,7 +138,7 @@ def models(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("extra", ["mmengine", "onedl"])
 def configs(session: nox.Session, extra: str) -> None:
-    """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50`` of each."""
+    """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50 --rehearse``."""
     if extra == "onedl":
         session.install("setuptools>=77,<81", "wheel", "cython", "packaging", "numpy")
         session.install("--no-deps", "--no-build-isolation", "-r", "tests/configs/packages_onedl.txt")

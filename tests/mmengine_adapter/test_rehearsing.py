@@ -17,8 +17,8 @@ from mmfsdp.frontends import ReadConfig, read_config
 
 TEXT = """
 custom_imports = dict(imports=['tests.mmengine_adapter.pictured'], allow_failed_imports=False)
-pre = dict(type='ImgDataPreprocessor', mean=[1, 2, 3], std=[1, 1, 1], pad_size_divisor=32)
-model = dict(type='Pictured', data_preprocessor=pre)
+data_preprocessor = dict(type='ImgDataPreprocessor', mean=[1, 2, 3], std=[1, 1, 1], pad_size_divisor=32)
+model = dict(type='Pictured')
 inner = dict(type='Anything', pipeline=[dict(type='Load'), dict(type='Crop', heights=[0, 30, 40], width=50)])
 train_dataloader = dict(batch_size=3, dataset=dict(type='Repeat', dataset=inner, pipeline=[dict(type='Pack')]))
 optim_wrapper = dict(
@@ -93,7 +93,7 @@ def test_the_context_says_what_is_missing(tmp_path: Path) -> None:
         ("[0, 30, 40]", "[0]", "train_dataloader.dataset.pipeline", "drops the invented image each time"),
         ("batch_size=3, ", "", "train_dataloader.batch_size", "Give --batch-size"),
         ("train_dataloader", "other_dataloader", "train_dataloader.batch_size", "how many samples"),
-        ("data_preprocessor=pre", "own_step=True", "model", "has its own train_step"),
+        ("type='Pictured'", "type='Pictured', own_step=True", "model", "has its own train_step"),
         (", weight_decay=0.1", "", "optim_wrapper", "ValueError: base_wd should not be None"),
     ):
         config = read(tmp_path, (old, new))

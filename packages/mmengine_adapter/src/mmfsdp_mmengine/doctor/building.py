@@ -28,6 +28,8 @@ OWN_ARGUMENTS = (*inspect.signature(MMFullyShardedDataParallel.__init__).paramet
 def build_model(settings: dict[str, Any]) -> nn.Module:
     """Build a config's model with its parameters on the meta device.
 
+    As in MMEngine's runners, ``data_preprocessor`` at the top level is the model's unless the model has one.
+
     Raises:
         ConfigError: The model cannot be built; for an unknown name the error suggests the nearest names.
     """
@@ -35,7 +37,7 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
         raise ConfigError("The config has no model. Add model = dict(type=...).", config="model")
     try:
         with in_scope(settings):
-            model = _built(settings["model"])
+            model = _built(_with_preprocessor(settings))
     except Exception as error:  # whatever the user's model raises
         reason = f"{type(error).__name__}: {error}"
         for path, name in types_in(settings["model"], "model"):
@@ -46,6 +48,11 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
             text = f"{text}. {what_to_install(error)}".rstrip()
         raise ConfigError(text, config="model") from error
     return model
+
+
+def _with_preprocessor(settings: dict[str, Any]) -> dict[str, Any]:
+    common = settings.get("data_preprocessor")
+    return {**({} if common is None else {"data_preprocessor": common}), **settings["model"]}
 
 
 def _built(config: dict[str, Any]) -> nn.Module:
