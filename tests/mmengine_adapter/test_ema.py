@@ -203,9 +203,8 @@ def resumed(rank: int, folder: Path, engine: str, kind: str, other: str) -> dict
     hook = {"type": "EMAHook", **CASES["ema"], "strict_load": True}
     train = trained_plainly if engine.startswith("plain ") else trained
     engine = engine.removeprefix("plain ")
-    changes = {"train_cfg": {"by_epoch": True, "max_epochs": 3, "val_interval": 1}}
-    whole = train(folder / "whole", 2, hook, **changes, strategy=strategy(kind, **ENGINES[engine]))
-    changes |= {"load_from": str(folder / "whole" / "epoch_1.pth"), "resume": True}
+    whole = train(folder / "whole", 2, hook, strategy=strategy(kind, **ENGINES[engine]))
+    changes = {"load_from": str(folder / "whole" / "epoch_1.pth"), "resume": True}
     again = train(folder / "again", 2, hook, **changes, strategy=strategy(other, **ENGINES[engine]))
     return {"whole": whole, "again": again}
 
@@ -223,13 +222,11 @@ class TestResume:
         ("engine", "kind", "other"),
         [
             ("fsdp2", "full", "local"),
-            ("fsdp2", "local", "full"),
             ("fsdp2", "sharded", "sharded"),
             ("replicate", "local", "local"),
-            ("fsdp1", "local", "full"),
             ("fsdp1", "sharded", "local"),
             ("flat", "full", "local"),
-            ("plain fsdp2", "sharded", "full"),
+            ("plain fsdp2", "local", "full"),
             ("plain fsdp1", "full", "sharded"),
         ],
     )
@@ -238,16 +235,16 @@ class TestResume:
     ) -> None:
         [found, _] = run_ranks(resumed, 2, tmp_path, engine, kind, other)
         if engine != "flat":  # whose frozen parameter is not
-            assert found["whole"]["losses"][:8] == pytest.approx(reference[1]["ema"]["losses"], rel=1e-4)
+            assert found["whole"]["losses"] == pytest.approx(reference[1]["ema"]["losses"], rel=1e-4)
             assert found["whole"]["metrics"][1] == pytest.approx(reference[1]["ema"]["metrics"][1], rel=1e-4)
         assert found["again"]["losses"] == found["whole"]["losses"][4:]
         assert found["again"]["metrics"] == found["whole"]["metrics"][1:]
         for part in ("state_dict", "ema_state_dict"):
-            whole, again = (tensors(tmp_path / run / "epoch_3.pth", part) for run in ("whole", "again"))
+            whole, again = (tensors(tmp_path / run / "epoch_2.pth", part) for run in ("whole", "again"))
             assert whole.keys() == again.keys()
             for name, value in whole.items():
                 assert torch.equal(value, again[name]), name
-        assert again["steps"] == 12
+        assert again["steps"] == 8
 
     @pytest.mark.parametrize("engine", ["fsdp2", "flat"])
     def test_strict_load_as_stock(self, tmp_path: Path, reference: Any, engine: str) -> None:
@@ -363,24 +360,21 @@ def strictly(rank: int, folder: Path, saved: Path, hook: type, made: dict[str, A
         torch.distributed.barrier()
     found = {}
     for case, file in files.items():
-        for strict in (True, False):
-            for resume in (True, False):
-                config = settings(
-                    folder / "work", 1, {"type": hook, **CASES[name], "strict_load": strict}, strategy=made
-                )
-                config |= {"load_from": str(file), "resume": resume}
-                runner = plain_runner(config)
-                runner.call_hook("before_run")
-                before = [local(param).clone() for param in runner.model.parameters()]
-                try:
-                    with torch.serialization.safe_globals(safe_globals()):
-                        runner.load_or_resume()
-                    error = ""
-                except Exception as failure:
-                    error = f"{type(failure).__name__}: {failure}"
-                after = [local(param) for param in runner.model.parameters()]
-                same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-                found[f"{case} {strict} {resume}"] = error, same
+        for strict, resume in ((True, True), (True, False), (False, True)):
+            config = settings(folder / "work", 1, {"type": hook, **CASES[name], "strict_load": strict}, strategy=made)
+            config |= {"load_from": str(file), "resume": resume}
+            runner = plain_runner(config)
+            runner.call_hook("before_run")
+            before = [local(param).clone() for param in runner.model.parameters()]
+            try:
+                with torch.serialization.safe_globals(safe_globals()):
+                    runner.load_or_resume()
+                error = ""
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            after = [local(param) for param in runner.model.parameters()]
+            same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+            found[f"{case} {strict} {resume}"] = error, same
     return found
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mmengine.registry import MODELS
-from tests.mmengine_adapter.test_checkpoints import three_epochs
 from tests.mmengine_adapter.toy import strategy, train
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -69,7 +68,7 @@ def test_resumed_on_any_world_size(engine: str, tmp_path: Path) -> None:
         "paramwise_cfg": paramwise,
         "clip_grad": {"max_norm": 0.5},
     }
-    settings = three_epochs(strategy("sharded", engine=engine), optim_wrapper=optim)
+    settings = {"strategy": strategy("sharded", engine=engine), "optim_wrapper": optim}
     whole = run_ranks(train, 2, tmp_path / "whole", 2, settings)[0]
     saved = tmp_path / "whole" / "epoch_1.pth"
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} == {path.name for path in saved.iterdir()}
@@ -81,15 +80,15 @@ def test_resumed_on_any_world_size(engine: str, tmp_path: Path) -> None:
     again = run_ranks(train, 2, tmp_path / "again", 2, {**settings, "load_from": str(saved), "resume": True})[0]
     assert again["losses"] == whole["losses"][4:]
     assert again["metrics"] == whole["metrics"][1:]
-    changes = three_epochs(strategy("full"), optim_wrapper=optim, load_from=str(saved), resume=True)
+    changes = {"strategy": strategy("full"), "optim_wrapper": optim, "load_from": str(saved), "resume": True}
     alone = run_ranks(train, 1, tmp_path / "alone", 1, changes)[0]
-    assert len(alone["losses"]) == 8
+    assert len(alone["losses"]) == 4
     assert alone["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
 
     # And torch reads the weights.
     weights = MODELS.build({"type": "ToyModel"}).state_dict()
-    dcp.load({"state_dict": weights}, checkpoint_id=tmp_path / "whole" / "epoch_3.pth", no_dist=True)
-    layout = open_layout(tmp_path / "whole" / "epoch_3.pth", trust=True)
+    dcp.load({"state_dict": weights}, checkpoint_id=tmp_path / "whole" / "epoch_2.pth", no_dist=True)
+    layout = open_layout(tmp_path / "whole" / "epoch_2.pth", trust=True)
     assert "optimizer/state/head.weight/exp_avg" in layout.tensors
     assert {name for name in layout.tensors if name.startswith("state_dict/")} == {f"state_dict/{n}" for n in weights}
     assert not torch.equal(weights["head.weight"], MODELS.build({"type": "ToyModel"}).state_dict()["head.weight"])
