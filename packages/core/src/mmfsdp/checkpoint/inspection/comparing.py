@@ -20,7 +20,7 @@ __all__ = ["ValueDifference", "compare_tensors"]
 
 # Per block. Threads wait for Python's lock between the passes: with a quarter of this, two of them gain nothing.
 _ELEMENTS = 1 << 19
-_PIECE = 1 << 14  # of these elements that are looked at one by one
+_PIECE = 1 << 16  # of these elements that are looked at one by one; with fewer, too, threads wait
 _FEW = 8  # one element in so many
 _HUGE = 2.0**100
 # Of 16-bit floats: how many steps there are from a power of two to the next, and the word of infinity.
@@ -108,7 +108,7 @@ def compare_tensors(
 def _differences(
     a: memoryview, b: memoryview, nearness: _Nearness, decades: list[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield how many elements of two blocks differ, and by how much, in pieces that fit the first-level cache."""
+    """Yield how many elements of two blocks differ, and by how much, in pieces, which need little memory."""
     import numpy as np
 
     words = [raw(block, dtype) for block, dtype in zip((a, b), nearness.dtypes, strict=True)]
