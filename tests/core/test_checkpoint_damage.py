@@ -245,6 +245,24 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
         open_layout(tmp_path / "conj.pth")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"holds a sparse tensor; save its to_dense\(\) instead"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"holds a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), r"holds a quantized tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"holds a nested tensor"),
+        (lambda: torch.empty(3, device="meta"), r"holds a tensor on the meta device, which has no data"),
+    ],
+)
+def test_kinds_of_tensors_that_are_not_read(make: Any, said: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "other": make()}, tmp_path / "a.pth")
+    for trust in (False, True):
+        with pytest.raises(FormatError, match=r"a\.pth " + said):
+            open_layout(tmp_path / "a.pth", trust=trust)
+
+
 def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
     save_local(tmp_path / "epoch_12")
     (tmp_path / "notes.txt").touch()

@@ -37,13 +37,14 @@ def content() -> dict[str, Any]:
     }
 
 
-def save(path: Path, value: Any) -> Path:
-    torch.save(value, path, _use_new_zipfile_serialization=False)
+def save(path: Path, value: Any, protocol: int = 2) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
     return path
 
 
-def test_reads_what_torch_reads(tmp_path: Path) -> None:
-    source = save(tmp_path / "old.pth", content())
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_reads_what_torch_reads(protocol: int, tmp_path: Path) -> None:
+    source = save(tmp_path / "old.pth", content(), protocol)
     layout = open_layout(source)
     assert (layout.format, layout.tree["meta"]) == ("torch_legacy", {"epoch": 3})
     convert(source, tmp_path / "new.pth", keep="all")

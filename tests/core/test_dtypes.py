@@ -65,3 +65,5 @@ def test_dtypes_that_safetensors_lacks() -> None:
     with pytest.raises(ConfigError) as caught:
         from_safetensors_code("F33")
     assert str(caught.value).startswith("'F33' is not a safetensors dtype code. Did you mean 'F32'")
+    with pytest.raises(ConfigError, match="'F6_E2M3' is a dtype of safetensors whose elements take less than a byte"):
+        from_safetensors_code("F6_E2M3")

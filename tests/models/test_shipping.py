@@ -211,6 +211,7 @@ def test_models_of_mmpretrain_in_timm(kind: str, tmp_path: Path) -> None:
 
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True, "tie_word_embeddings": False}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,7 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": T
         ("qwen3", {"head_dim": 6}),
         ("qwen2_moe", {**MOE, "num_experts": 2, "shared_expert_intermediate_size": 12}),
         ("qwen3_moe", {**MOE, "num_experts": 4, "head_dim": 4}),
+        ("mixtral", {"intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **ROPE}),
     ],
 )
 def test_models_of_megatron_in_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
@@ -227,9 +229,10 @@ def test_models_of_megatron_in_transformers(kind: str, more: dict[str, Any], tmp
     own = Path(__file__).parents[1] / "core/recipes/golden/megatron-0.16.1"
     sizes = {**LLAMA, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 50}
     name = kind.title().replace("_", "")
-    config = getattr(transformers, f"{name}Config")(**sizes, rms_norm_eps=1e-6, **more)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, "rms_norm_eps": 1e-6, **more})
     config.save_pretrained(tmp_path / "like")
-    convert(own / kind, tmp_path / "out", to="hf", like=tmp_path / "like", recipe="megatron-llama-to-hf")
+    recipe = f"megatron-{'mixtral' if kind == 'mixtral' else 'llama'}-to-hf"
+    convert(own / kind, tmp_path / "out", to="hf", like=tmp_path / "like", recipe=recipe)
     loaded = getattr(transformers, f"{name}ForCausalLM").from_pretrained(tmp_path / "out").eval()
     expected = torch.load(own / f"{kind}.pt", weights_only=True)
     assert torch.allclose(logits(loaded, expected["ids"]), expected["logits"], atol=1e-5)

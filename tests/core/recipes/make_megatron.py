@@ -6,9 +6,9 @@
 Two ranks of tensor parallelism. ``qwen2`` has biases of q, k and v, tied embeddings, a padded vocabulary, and all
 layers in one tensor, which is Megatron's default. ``qwen3`` has norms of q and k, heads of their own size, and tensors
 for each layer and for both halves of the MLP, as ``singleton_local_shards`` writes them. ``qwen3_moe`` has four
-experts, two on each rank, in one tensor for all layers and experts; ``qwen2_moe`` has two, divided by tensor
-parallelism, in tensors of their own, and a shared expert. Megatron asks for a GPU in a few places where a CPU will do;
-this script answers for it.
+experts, two on each rank, in one tensor for all layers and experts, and so has ``mixtral``; ``qwen2_moe`` has two,
+divided by tensor parallelism, in tensors of their own, and a shared expert. Megatron asks for a GPU in a few places
+where a CPU will do; this script answers for it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2": ({"add_qkv_bias": True}, {"share_embeddings_and_output_weights": True}, {}),
     "qwen3": ({"qk_layernorm": True, "kv_channels": 6}, {}, {"singleton_local_shards": True}),
     "qwen3_moe": ({"qk_layernorm": True, "num_moe_experts": 4, "expert_model_parallel_size": 2, **EXPERTS}, {}, {}),
+    "mixtral": ({"num_moe_experts": 4, "expert_model_parallel_size": 2, **EXPERTS}, {}, {}),
     "qwen2_moe": (
         {
             "add_qkv_bias": True,

@@ -51,7 +51,8 @@ def rules(path: Path, *given: Any, **more: Any) -> Path:
 
 def test_every_shipped_recipe_can_be_undone_and_is_tested() -> None:
     infos = known_recipes()
-    tested = {recipe for _, recipe, _ in PAIRS} | {"meta-llama-to-hf", "hf-bert-to-torch", "megatron-llama-to-hf"}
+    tested = {recipe for _, recipe, _ in PAIRS} | {"meta-llama-to-hf", "hf-bert-to-torch"}
+    tested |= {"megatron-llama-to-hf", "megatron-mixtral-to-hf"}
     assert {info.name for info in infos} == tested
     for info in infos:
         assert info.about
@@ -148,14 +149,18 @@ def test_rows_of_llama_are_in_the_order_that_each_library_rotates(tmp_path: Path
     assert torch.allclose(*scores, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"])
 def test_what_ranks_of_megatron_save(model: str, tmp_path: Path) -> None:
     """Each part is where Megatron's source says; ``tests/models`` compares the logits of both models."""
-    source, recipe = GOLDEN / "megatron-0.16.1" / model, "megatron-llama-to-hf"
+    source, recipe = (
+        GOLDEN / "megatron-0.16.1" / model,
+        f"megatron-{'mixtral' if model == 'mixtral' else 'llama'}-to-hf",
+    )
     numbers = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     convert(source, tmp_path / "hf", to="hf", like=tmp_path, recipe=recipe)
     found = load_file(tmp_path / "hf/model.safetensors")
+    names = found.keys() | set()
     convert(tmp_path / "hf", tmp_path / "back.pth", recipe=recipe, inverse=True)
     back = torch.load(tmp_path / "back.pth", weights_only=True)["state_dict"]
     convert(source, tmp_path / "own.pth")
@@ -173,14 +178,26 @@ def test_what_ranks_of_megatron_save(model: str, tmp_path: Path) -> None:
     qkv = own["decoder.layers.self_attention.linear_qkv.weight"][1].reshape(2, 4, -1, 16)  # groups, 2 q + k + v
     for part, rows in (("q", qkv[:, :2]), ("k", qkv[:, 2]), ("v", qkv[:, 3])):
         assert found[f"model.layers.1.self_attn.{part}_proj.weight"].equal(rows.reshape(-1, 16))
-    experts, expert = (".experts.experts", ".experts.1") if "moe" in model else ("", "")
+    if model == "mixtral":
+        llama = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        for name in [name for name in found if ".block_sparse_moe." in name]:
+            other = ".".join(llama.get(part, part) for part in name.replace("block_sparse_moe", "mlp").split("."))
+            found[other] = found.pop(name)
+    experts, expert = (".experts.experts", ".experts.1") if "moe" in model or model == "mixtral" else ("", "")
     if expert:  # the name that it has with Transformer Engine
         rename = {r"mlp\.linear_fc1\.layer_norm_weight": "pre_mlp_layernorm.weight"}
         convert(source, tmp_path / "engine", to="hf", like=tmp_path, recipe=recipe, rename=rename)
-        assert load_file(tmp_path / "engine/model.safetensors").keys() == found.keys()
+        assert load_file(tmp_path / "engine/model.safetensors").keys() == names
     halves = own[f"decoder.layers.mlp{experts}.linear_fc1.weight"][0]
     for part, rows in zip(("gate", "up"), (halves[1] if expert else halves).chunk(2), strict=True):
         assert found[f"model.layers.0.mlp{expert}.{part}_proj.weight"].equal(rows)
+
+
+def test_only_a_shipped_recipe_can_be_extended(tmp_path: Path) -> None:
+    for name in ("megatron-llama-to-hff", "recipe.json"):
+        recipe = rules(tmp_path, {"rename": {"a": "b"}}, extends=name)
+        with pytest.raises(ConfigError, match=f"recipe.json: extends is '{name}', expected the name of a shipped"):
+            apply_recipe(open_layout(saved(tmp_path / "a.pth", {"a": torch.ones(1)})), recipe)
 
 
 def test_any_source_and_any_target(tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ def from_safetensors_code(code: str) -> str:
     Raises:
         ConfigError: The code is unknown.
     """
+    if code == "F4" or code.startswith("F6_"):
+        raise ConfigError(
+            f"{code!r} is a dtype of safetensors whose elements take less than a byte. No other format holds it: cast "
+            "the tensor with the library that wrote it."
+        )
     if code not in _FROM_CODE:
         raise ConfigError(f"{code!r} is not a safetensors dtype code.{closest(code, _FROM_CODE)}")
     return _FROM_CODE[code]

@@ -287,7 +287,8 @@ def weights_of(layout: Layout) -> Weights:
     if not isinstance(layout.tree, dict):
         kind = "one tensor" if isinstance(layout.tree, TensorRef) else f"a {type(layout.tree).__name__}"
         raise FormatError(
-            f"{layout.path.name} holds {kind} and not a mapping of names, so it has no weights.",
+            f"{layout.path.name} holds {kind} and not a mapping of names, so it has no weights. Save the state_dict() "
+            "of a model.",
             file=str(layout.path),
         )
     found = find_weights(layout.tree, is_ref)

@@ -61,7 +61,9 @@ RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's MAGIC_NUMBER, pickled with protocol 2
+_LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
+)
 _OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 _ITEM_OF_RANK = re.compile(r".+_0\.pt", re.ASCII)
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
@@ -90,11 +92,11 @@ class Source:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 16 bytes of a file; empty for a directory."""
+        """The first 32 bytes of a file; empty for a directory."""
         if self.path.is_dir():
             return b""
         with self.path.open("rb") as file:
-            return file.read(16)
+            return file.read(32)
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ FORMATS: tuple[Format, ...] = (
         "torch_legacy",
         "a file of torch.save before version 1.6",
         "torch_legacy",
-        lambda source: source.head.startswith(_LEGACY_MAGIC),
+        lambda source: _LEGACY_MAGIC.match(source.head) is not None,
     ),
     Format(
         "gguf",

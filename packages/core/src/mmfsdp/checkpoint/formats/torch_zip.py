@@ -7,7 +7,7 @@ An archive holds ``<root>/data.pkl`` (a pickle whose persistent ids name storage
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,6 +236,17 @@ class StorageClass(StandIn):
         self.dtype = dtype
 
 
+_UNREAD = {
+    "_rebuild_sparse_tensor": "a sparse tensor; save its to_dense()",
+    "_rebuild_nested_tensor": "a nested tensor; save its unbind(), or its to_padded_tensor()",
+    "_rebuild_qtensor": "a quantized tensor; save its dequantize(), or its int_repr() and scales",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data; leave it out",
+}
+"""Functions of torch._utils that rebuild tensors of kinds that no format here holds, with the kind and the remedy."""
+_QUANTIZED = ("QInt8Storage", "QUInt8Storage", "QInt32Storage", "QUInt4x2Storage", "QUInt2x4Storage")
+_QUANTIZERS = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+
+
 class TensorBuilder:
     """Stand-ins for torch's functions that rebuild tensors (torch/_utils.py)."""
 
@@ -254,9 +265,18 @@ class TensorBuilder:
             "torch.storage.UntypedStorage": StorageClass(None),
             "torch.UntypedStorage": StorageClass(None),
         }
+        names |= {f"torch.{name}": StorageClass("uint8") for name in _QUANTIZED}
+        names |= {f"torch.{name}": StandIn() for name in _QUANTIZERS}
+        names |= {f"torch._utils.{name}": StandIn(self._refusal(said)) for name, said in _UNREAD.items()}
         for dtype, name in STORAGE_CLASSES.items():
             names[f"torch.{name}"] = names[f"torch.cuda.{name}"] = names[f"torch.storage.{name}"] = StorageClass(dtype)
         return names
+
+    def _refusal(self, said: str) -> Callable[..., Any]:
+        def refuse(*_: Any) -> Any:
+            raise FormatError(f"{self._path.name} holds {said} instead.", file=str(self._path))
+
+        return refuse
 
     def _tensor_v1(self, storage: Any, offset: Any, size: Any, stride: Any) -> PickledTensor:
         return self._view(storage, storage.dtype, offset, size, stride)

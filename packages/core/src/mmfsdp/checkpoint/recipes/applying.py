@@ -61,7 +61,21 @@ def find_recipe(given: str | os.PathLike[str]) -> Recipe:
                 config="recipe",
             )
         path = _SHIPPED / f"{given}.toml"
-    return parse_recipe(read_settings(path), path.stem if path.parent == _SHIPPED else path.name)
+    content = {**read_settings(path)}
+    base = content.pop("extends", None)
+    recipe = parse_recipe(content, path.stem if path.parent == _SHIPPED else path.name)
+    return recipe if base is None else recipe.after(_shipped(base, recipe.name))
+
+
+def _shipped(name: Any, extended: str) -> Recipe:
+    """Return the shipped recipe that another one extends."""
+    names = [info.stem for info in sorted(_SHIPPED.glob("*.toml"))]
+    if name not in names:
+        hint = closest(str(name), names) or f" Shipped are {', '.join(names)}."
+        raise ConfigError(
+            f"{extended}: extends is {name!r}, expected the name of a shipped recipe.{hint}", config="extends"
+        )
+    return find_recipe(name)
 
 
 def rewritten(

@@ -33,6 +33,10 @@ class Recipe:
     keep_unmatched: bool
     """Whether tensors that no rule matches stay as they are; otherwise they are an error."""
 
+    def after(self, base: Recipe) -> Recipe:
+        """Return the recipe that applies the rules of another one first."""
+        return replace(self, rules=(*base.rules, *self.rules), values={**base.values, **self.values})
+
     def inverse(self) -> Recipe:
         """Return the recipe that undoes this one.
 
