@@ -14,7 +14,7 @@ import mmfsdp
 from mmfsdp.errors import ConfigError, RehearsalError
 from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.choices import Choice, choices_for
-from mmfsdp.rehearsal.fitting.probing import Prober
+from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.timing.devices import device_of
@@ -142,6 +142,17 @@ def test_micro_batches_after_the_second_are_as_the_second() -> None:
     estimate = tried.estimate(choice)
     assert estimate.peak.nbytes == step.peak.nbytes
     assert estimate.seconds == pytest.approx(step.time("h100").seconds, rel=0.05)
+
+
+def test_the_user_says_which_dimension_counts_samples() -> None:
+    tokens_first = {"x": torch.zeros(6, 4, 3), "mask": torch.zeros(6, 4), "scale": torch.zeros(2)}
+    half = micro_batch(tokens_first, 2, 1)
+    assert [*map(tuple, (half["x"].shape, half["mask"].shape, half["scale"].shape))] == [(6, 2, 3), (6, 2), (2,)]
+    assert (samples_of(tokens_first, 1), samples_of(tokens_first, 0)) == (4, 1)
+    model, batch = on_meta(depth=1)
+    for given in (3, -1):
+        with pytest.raises(ConfigError, match=f"got {given}; their shapes are \\("):
+            mmfsdp.fit(model, batch, ranks=RANKS, batch_dim=given)
 
 
 @pytest.fixture(scope="module")

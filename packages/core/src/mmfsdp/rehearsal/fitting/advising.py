@@ -48,6 +48,7 @@ def advise(
     device_type: str = "cuda",
     assume: float | None = None,
     ema: EmaFn | None = None,
+    batch_dim: int = 0,
 ) -> Rehearsal:
     """Rehearse a step as `rehearse` does, and find the changes of its settings that lower its peak most.
 
@@ -72,6 +73,7 @@ def advise(
         device_type: See `rehearse`.
         assume: See `rehearse`.
         ema: See `rehearse`.
+        batch_dim: The dimension of the batch's tensors that counts samples, for micro-batches.
 
     Returns:
         The rehearsal, with `Rehearsal.savings`: the largest first, each at least a hundredth of the peak.
@@ -96,8 +98,8 @@ def advise(
         "ema": ema,
     }
     step = rehearse(make_plan(model, given, mesh, policy=policy), model, batch, accumulate=accumulate, **options)
-    changes = changes_of(step, given, samples_of(batch), wraps=policy is None)[:_TRIED]
-    peaks = _Peaks(model, batch, mesh, policy, accumulate, options)
+    changes = changes_of(step, given, samples_of(batch, batch_dim), wraps=policy is None)[:_TRIED]
+    peaks = _Peaks(model, batch, mesh, policy, accumulate, options, batch_dim)
     if changes:
         peaks.check(given, step)
     found = [
@@ -119,7 +121,9 @@ class _Peaks:
         policy: Any,
         accumulate: int,
         options: Mapping[str, Any],
+        batch_dim: int,
     ) -> None:
+        self._batch_dim = batch_dim
         self._model, self._batch, self._mesh, self._policy = model, batch, mesh, policy
         self._accumulate, self._options = accumulate, options
         self._stacks = stacks_of(model)
@@ -147,7 +151,8 @@ class _Peaks:
     def _arguments(
         self, model: nn.Module, settings: Mapping[str, Any], divides: int
     ) -> tuple[ShardPlan, nn.Module, Any]:
-        return make_plan(model, settings, self._mesh, policy=self._policy), model, micro_batch(self._batch, divides)
+        batch = micro_batch(self._batch, divides, self._batch_dim)
+        return make_plan(model, settings, self._mesh, policy=self._policy), model, batch
 
     def _rest(self, divides: int) -> dict[str, Any]:
         return {**self._options, "accumulate": self._accumulate * divides}

@@ -42,6 +42,7 @@ def fit(
     max_norm: float | None = None,
     assume: float | None = None,
     ema: EmaFn | None = None,
+    batch_dim: int = 0,
 ) -> Fit:
     """Search for the settings with which a step fits into memory, and is fastest.
 
@@ -53,8 +54,7 @@ def fit(
 
     Args:
         model: The model, on any device; ``meta`` is enough.
-        batch: What one rank gets in a step, as for `rehearse`. The first dimension of its tensors is divided if
-            micro-batches are smaller.
+        batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes.
         ranks: Number of ranks.
         config: The settings that stay as they are.
@@ -69,6 +69,7 @@ def fit(
         max_norm: See `rehearse`.
         assume: See `rehearse`.
         ema: See `rehearse`.
+        batch_dim: The dimension of the batch's tensors that counts samples: 1 for a batch of shape (tokens, samples).
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors.
@@ -80,7 +81,7 @@ def fit(
         raise ConfigError(f"count is a number of settings to find, at least 1, got {count!r}.")
     room, chosen = parse_bytes(memory), device_of(device)
     settings = plain_settings(config)
-    samples = samples_of(batch)
+    samples = samples_of(batch, batch_dim)
     wanted = links or chosen.links
     units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
     outside = [] if policy is not None else large_outside(make_plan(model, units, 1))
@@ -92,7 +93,7 @@ def fit(
         "ema": ema,
         "device_type": "cpu" if chosen.name == "cpu" else "cuda",
     }
-    prober = Prober(model, batch, ranks, chosen, wanted, policy, options)
+    prober = Prober(model, batch, ranks, chosen, wanted, policy, options, batch_dim)
     every = [
         *choices_for(settings, ranks, samples, outside=outside, ranks_per_node=wanted.ranks_per_node, choices=choices)
     ]

@@ -80,9 +80,10 @@ class Prober:
         links: Links,
         policy: Any = None,
         options: Mapping[str, Any] | None = None,
+        batch_dim: int = 0,
     ) -> None:
         self.model, self.batch, self.ranks = model, batch, ranks
-        self.device, self.links = device, links
+        self.device, self.links, self._batch_dim = device, links, batch_dim
         self.count = 0
         self._policy, self._options = policy, dict(options or {})
         self.stacks: tuple[Stack, ...] = stacks_of(model)
@@ -171,17 +172,32 @@ class Prober:
     def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
         self.count += 1
         plan = make_plan(model, choice.settings, self.ranks, policy=self._policy)
-        batch = micro_batch(self.batch, choice.accumulate)
+        batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
         return rehearse(plan, model, batch, accumulate=min(choice.accumulate, _REHEARSED), **self._options)
 
 
-def samples_of(batch: Any) -> int:
-    """Return the size of the first dimension that all tensors of a batch share; 1 if they share none."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+def samples_of(batch: Any, dim: int = 0) -> int:
+    """Return how many samples a batch has: the size that its tensors share in a dimension; 1 if they share none.
+
+    Args:
+        batch: Tensors in any structure; those with fewer dimensions are not divided.
+        dim: The dimension of the samples.
+
+    Raises:
+        ConfigError: No tensor has this dimension.
+    """
+    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not isinstance(dim, int) or dim < 0 or (dim and not any(len(shape) > dim for shape in shapes)):
+        raise ConfigError(
+            f"batch_dim is the dimension of the samples in the tensors of the batch, 0 or more, got {dim!r}; their "
+            f"shapes are {', '.join(str(tuple(shape)) for shape in shapes)}.",
+            config="batch_dim",
+        )
+    sizes = {shape[dim] for shape in shapes if len(shape) > dim}
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def micro_batch(batch: Any, count: int) -> Any:
+def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:
     """Return one of ``count`` equal parts of a batch.
 
     Raises:
@@ -189,12 +205,12 @@ def micro_batch(batch: Any, count: int) -> Any:
     """
     if count == 1:
         return batch
-    samples = samples_of(batch)
+    samples = samples_of(batch, dim)
     if samples % count:
         raise ConfigError(f"{samples} samples cannot be divided into {count} micro-batches.", config="accumulate")
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[: samples // count] if tensor.ndim else tensor
+        return tensor.narrow(dim, 0, samples // count) if tensor.ndim > dim else tensor
 
     return tree_map_only(torch.Tensor, part, batch)
 
