@@ -160,7 +160,7 @@ def configs(session: nox.Session, extra: str) -> None:
 @nox.parametrize("torch", [nox.param(release, id=release) for release in RELEASES])
 def compat(session: nox.Session, torch: str) -> None:
     """Run all tests, or those named after ``--``, on the oldest, the pinned and the newest supported torch."""
-    session.run("python", "tools/torch_on_cpu.py", torch)
+    session.run_install("python", "tools/torch_on_cpu.py", torch)
     path = Path(session.create_tmp(), "constraints.txt")
     path.write_text((ROOT / "constraints.txt").read_text().replace(TORCH, f"torch=={torch}"))
     pins = ("-c", str(path))

@@ -172,7 +172,10 @@ class TestPurity:
     def test_what_is_no_config(self) -> None:
         with pytest.raises(ConfigError) as caught:
             plan(Net(), "FULL_SHARD")  # type: ignore[arg-type]
-        assert str(caught.value) == "A config must be a ShardConfig or a mapping, got 'FULL_SHARD' (type str)."
+        assert str(caught.value) == (
+            "A config must be a ShardConfig or a mapping, got 'FULL_SHARD' (type str). Write a dict such as "
+            "{'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: ShardConfig.from_json(Path(...).read_text())."
+        )
 
     def test_lazy_modules(self) -> None:
         with pytest.raises(PlanError) as caught:

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mmfsdp
-from mmfsdp.errors import ConfigError, MeshError, ShardStateError
-from mmfsdp.testing import run_ranks
+from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, ShardStateError
+from mmfsdp.testing import RankError, run_ranks
 
 X = torch.arange(8)
 
@@ -31,8 +31,8 @@ class BoomError(Exception):
 
 def disturb(model: nn.Module, how: str) -> None:
     """What happens before the optimizer is built."""
-    if how == "no_grad":
-        with torch.no_grad():
+    if how in ("no_grad", "inference_mode"):
+        with getattr(torch, how)():
             model(X)
     elif how == "grad":
         model(X)
@@ -55,10 +55,13 @@ def after_disturbance(rank: int, how: str, config: dict[str, Any]) -> tuple[list
     return train(model, optimizer, steps=2), sharded
 
 
-@pytest.mark.parametrize("how", ["no_grad", "grad", "block", "head", "attention"])
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "grad", "block", "head", "attention"])
 @pytest.mark.parametrize("config", [{}, {"sharding": "SHARD_GRAD_OP"}, {"sharding": "NO_SHARD"}], ids=str)
 def test_forward_or_failure_before_the_optimizer_is_built(how: str, config: dict[str, Any]) -> None:
-    """Fails if the root's `named_parameters` yields what is gathered, or a failed forward is not recovered from."""
+    """Fails if the root's `named_parameters` yields what is gathered, or a failed forward is not recovered from.
+
+    Or if what is gathered under inference_mode() keeps to that mode.
+    """
     single = build("Attention")
     reference = train(single, adamw(single), steps=2, sharded=False)
     for curve, sharded in run_ranks(after_disturbance, 2, how, config):
@@ -139,6 +142,101 @@ def test_optimizer_from_a_submodule_between_forward_and_backward(strategy: str) 
         "forward."
     )
     assert run_ranks(optimizer_of_a_submodule, 2, strategy) == [message] * 2
+
+
+def optimizer_from_before(rank: int, config: dict[str, Any], on_meta: bool) -> list[str]:
+    with torch.device("meta" if on_meta else "cpu"):
+        plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = adamw(plain)
+    model = mmfsdp.shard(plain, config)
+    model(torch.ones(2, 4)).sum().backward()
+    uses: list[Callable[[], Any]] = [optimizer.step, lambda: mmfsdp.optim_state_dict(model, optimizer)]
+    uses.append(lambda: mmfsdp.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0))
+    messages = []
+    for use in uses:
+        with pytest.raises(ShardStateError) as caught:
+            use()
+        messages.append(caught.value.message)
+    return messages
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("config", [{}, {"engine": "fsdp1", "sharding": {"use_orig_params": False}}], ids=str)
+def test_optimizer_from_before_the_model_was_sharded(config: dict[str, Any], on_meta: bool) -> None:
+    """Fails if ShardedModel forgets what it replaced: the steps pass and train nothing."""
+    rest = (
+        " holds 4 of the parameters that the model had before it was sharded. Sharding has replaced them, so training "
+        "them would change nothing. Build the optimizer from the sharded model's parameters(), after shard()."
+    )
+    expected = [name + rest for name in ("AdamW", "AdamW", "The list given to clip_grad_norm_()")]
+    assert run_ranks(optimizer_from_before, 2, config, on_meta) == [expected] * 2
+
+
+def penalised(rank: int, config: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Gradients of a gradient penalty: on two ranks, each with its own inputs, or on all of them without sharding."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(4, 4, requires_grad=True)
+    if config is not None:
+        model, x = mmfsdp.shard(model, config), x[rank::2].detach().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (grad.norm(dim=1) - 1).square().mean().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_modules_that_are_differentiated_twice() -> None:
+    """Whole modules train as in one process. Sharded ones are refused; without that, the process may even die."""
+    expected = penalised(0, None)
+    for grads in run_ranks(penalised, 2, {"sharding": {"ignored_modules": ["0", "1", "2"]}}):
+        torch.testing.assert_close(grads, expected)
+    message = (
+        r"A backward with create_graph=True, as in a gradient penalty, reached the shard unit '\(root\)': .* list them "
+        r"in sharding\.ignored_modules\."
+    )
+    with pytest.raises(RankError, match=message):
+        run_ranks(penalised, 2, {})
+
+
+def misplaced(rank: int) -> list[str]:
+    """Values that shard() and the sharded model do not take."""
+    plain = nn.Linear(4, 4)
+    whole = plain.state_dict()
+    uses: list[Callable[[], Any]] = [lambda: mmfsdp.shard(nn.Linear(4, 4), {}, (1, 2))]
+    model = mmfsdp.shard(plain, {})
+    uses.append(lambda: model.load_state_dict(whole))
+    uses.append(lambda: model.load_state_dict(whole, assign=True))
+    uses.append(lambda: mmfsdp.load_model_state_dict(model, None if rank else whole))  # type: ignore[arg-type]
+    messages = []
+    for use in uses:
+        with pytest.raises(MmfsdpError) as caught:
+            use()
+        messages.append(caught.value.message.removeprefix("Rank 1 failed: "))
+    model(torch.ones(1, 4))
+    model.double()
+    with pytest.raises(RuntimeError) as converted:
+        model(torch.ones(1, 4).double())
+    assert not any(param.grad is not None for param in model.parameters())
+    return [*messages, *converted.value.__notes__]
+
+
+def test_what_a_sharded_model_does_not_take() -> None:
+    """Without the checks: an AttributeError, mixed tensors, a model that is whole again, a rank that waits, a dtype."""
+    takes_shards = (
+        "load_state_dict() of a sharded model takes shards, and 'weight' is a whole tensor. Use "
+        "mmfsdp.load_model_state_dict(model, state_dict) on every rank; with from_rank0=True only the first rank needs "
+        "the tensors."
+    )
+    expected = [
+        "mesh must be a DeviceMesh, a process group, a (replicate, shard) pair of process groups, or None for all "
+        "ranks, got (1, 2) (type tuple). Leave it out; to shard in groups of n ranks, set sharding.strategy to "
+        "'HYBRID_SHARD' and sharding.shard_size to n.",
+        *[takes_shards] * 2,
+        "A state dict must be a mapping of names to tensors, got a NoneType. If only the first rank has read it, pass "
+        "from_rank0=True on every rank.",
+        "mmfsdp: 'weight' was sharded in float32 and has been converted to torch.float64 since, which torch allows "
+        "only before the first forward. Convert the model before shard(), or set precision.storage_dtype.",
+    ]
+    assert run_ranks(misplaced, 2) == [expected] * 2
 
 
 def unreduced(rank: int, engine: str) -> list[str]:

@@ -145,7 +145,11 @@ def _as_config(config: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
         return config
     if isinstance(config, Mapping):
         return ShardConfig.from_dict(config)
-    raise ConfigError(f"A config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}).")
+    raise ConfigError(
+        f"A config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}). Write a dict "
+        "such as {'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: "
+        "ShardConfig.from_json(Path(...).read_text())."
+    )
 
 
 def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:

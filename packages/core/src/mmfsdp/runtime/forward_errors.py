@@ -30,6 +30,9 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
         error: The exception of a forward; the note is added to it.
         state: The model's state.
     """
+    if "dtype" in str(error) and (moved := _converted(state)):
+        error.add_note(moved)
+        return
     if not state.is_fsdp1 and "DTensor" not in str(error):
         return
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
@@ -44,6 +47,19 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
             reader = f"{fqn or '(root)'!r} ({type(module).__name__}) computed in {frame.f_code.co_name}()"
             error.add_note(f"mmfsdp: {reader} with {_note(error, state, names, read)}")
             return
+
+
+def _converted(state: ShardedModel) -> str | None:
+    """Return a note if parameters have another dtype than the one that they were sharded in."""
+    for param in state.plan.all_params():
+        stored, found = state.plan.storage_dtype or param.dtype, _value(state, param.fqn)
+        if isinstance(found, DTensor) and str(found.dtype) != f"torch.{stored}":
+            return (
+                f"mmfsdp: {param.fqn!r} was sharded in {stored} and has been converted to {found.dtype} since, which "
+                "torch allows only before the first forward. Convert the model before shard(), or set "
+                "precision.storage_dtype."
+            )
+    return None
 
 
 def _note(error: BaseException, state: ShardedModel, names: dict[int, str], read: list[str]) -> str:

@@ -96,7 +96,8 @@ class GradientAgreement:
             assert live is not None  # one of its methods is running
             if will_gather(live):
                 self._note(first, 0)
-            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+            # What is gathered first under inference_mode() could never be gathered again outside of it.
+            with torch.inference_mode(False), Waiting(f"gathering the shard unit {name_of(live)!r}"):
                 return unshard(*args, **kwargs)
 
         return note_and_gather
@@ -105,7 +106,7 @@ class GradientAgreement:
         def wait_for_gathered() -> Any:
             live = group()
             assert live is not None
-            with Waiting(f"gathering the shard unit {name_of(live)!r}"):
+            with torch.inference_mode(False), Waiting(f"gathering the shard unit {name_of(live)!r}"):
                 return wait()
 
         return wait_for_gathered

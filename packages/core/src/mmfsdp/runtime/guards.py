@@ -85,12 +85,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[torch.Tensor]) -> None:
-    if model.stale(params):
-        raise ShardStateError(
-            f"{type(optimizer).__name__} holds gathered copies of sharded parameters: it was built from a submodule "
-            "between a forward and its backward, and would train nothing. Build it from the sharded model's "
-            "parameters(), best before the first forward."
-        )
+    model.check_trainable(params, type(optimizer).__name__)
     if not model.plan.needs_grad_scaler:
         return
     scaler = _grad_scaler()

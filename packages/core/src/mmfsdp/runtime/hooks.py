@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
+from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.flat_params import flat_params, name_gathering
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.guards import watch_optimizers
 from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
 from mmfsdp.runtime.param_groups import begin_root, keep_state_dicts_pure
+from mmfsdp.runtime.second_order import refuse_second_order
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.unit_parts import UnitParts
@@ -50,8 +53,10 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     if not state.is_fsdp1:
         for group in state.groups:
             keep_state_dicts_pure(group)
+            refuse_second_order(group)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)
+        module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     watch_optimizers()
 
 
@@ -74,6 +79,18 @@ def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref
             yield name, gathered[id(param)][1] if id(param) in gathered else param
 
     module.named_parameters = named_parameters  # type: ignore[method-assign]
+
+
+def _refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise if ``load_state_dict()`` gets whole tensors: torch fails, or puts them in with ``assign=True``."""
+    for name, param in module.named_parameters():
+        given = state_dict.get(prefix + name)
+        if isinstance(param, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+            raise StateDictError(
+                f"load_state_dict() of a sharded model takes shards, and {prefix + name!r} is a whole tensor. Use "
+                "mmfsdp.load_model_state_dict(model, state_dict) on every rank; with from_rank0=True only the first "
+                "rank needs the tensors."
+            )
 
 
 def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:

@@ -128,7 +128,7 @@ def keep_state_dicts_pure(group: Group) -> None:
 
 
 def around(group: Group, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of a group (``unshard``, ``wait_for_unshard``, ``post_backward``) by ``wrap(method)``."""
+    """Replace a method of a group (``unshard``, ``pre_backward``, ``post_backward``, ...) by ``wrap(method)``."""
     setattr(group, name, wrap(getattr(group, name)))
 
 

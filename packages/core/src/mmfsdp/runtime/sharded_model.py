@@ -73,6 +73,7 @@ class ShardedModel:
         module: The sharded root; only a weak reference is kept.
         plan: The plan that was applied.
         mesh: The mesh of its ranks.
+        former: Weak references to the parameters that the model had before it was sharded.
 
     Attributes:
         sync_gradients: Whether gradients of the coming forwards are reduced; `no_sync` sets it to False.
@@ -84,7 +85,9 @@ class ShardedModel:
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
-    def __init__(self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh, former: Iterable[weakref.ref[nn.Parameter]] = ()
+    ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.sync_gradients = True
@@ -95,6 +98,8 @@ class ShardedModel:
         self._kept_from_evaluation: int | None = None
         self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
         self.shown: dict[tuple[int, str], bool] = {}
+        kept = {id(param) for param in _registered(module)}
+        self._replaced = [former for former in former if (param := former()) is not None and id(param) not in kept]
         self._in_forward = 0
         self._tracker = ModuleTracker()
         _sharded[module] = self
@@ -138,18 +143,48 @@ class ShardedModel:
         return gathered_params(self.groups)
 
     def owns(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return whether any of ``params`` is a parameter of this model, sharded or gathered."""
+        """Return whether any of ``params`` is a parameter of this model: sharded, gathered, or from before."""
         if (module := self._module()) is None:
             return False  # garbage-collected since `live_models` listed it
         params = list(params)
         given = {id(param) for param in params}
         shards = (shard for group in self.groups for shard in shards_of(group))
-        return any(id(param) in given for param in chain(shards, _registered(module))) or bool(self.stale(params))
+        return any(id(param) in given for param in chain(shards, _registered(module))) or bool(
+            self.stale(params) or self._replaced_among(params)
+        )
 
     def stale(self, params: Iterable[torch.Tensor]) -> set[int]:
         """Return the ``id`` of each of ``params`` that is a gathered copy of one of this model's shards."""
         groups = self.groups
         return {id(param) for param in params if any(computed_with(group, param) for group in groups)}
+
+    def check_trainable(self, params: Iterable[torch.Tensor], holder: str) -> None:
+        """Check that training ``params`` trains this model.
+
+        Args:
+            params: Parameters, of this model or not.
+            holder: What holds them, for the message.
+
+        Raises:
+            ShardStateError: One is a gathered copy of a shard, or a parameter that sharding replaced.
+        """
+        params = list(params)
+        if self.stale(params):
+            raise ShardStateError(
+                f"{holder} holds gathered copies of sharded parameters: it was built from a submodule between a "
+                "forward and its backward, and would train nothing. Build it from the sharded model's parameters(), "
+                "best before the first forward."
+            )
+        if count := len(self._replaced_among(params)):
+            raise ShardStateError(
+                f"{holder} holds {count} of the parameters that the model had before it was sharded. Sharding has "
+                "replaced them, so training them would change nothing. Build the optimizer from the sharded model's "
+                "parameters(), after shard()."
+            )
+
+    def _replaced_among(self, params: Iterable[torch.Tensor]) -> set[int]:
+        replaced = {id(param) for reference in self._replaced if (param := reference()) is not None}
+        return {id(param) for param in params} & replaced
 
     def check_reduced(self, action: str) -> None:
         """Check that the gradients of the last backward were reduced.

@@ -61,8 +61,9 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor of float32 or float64, the same on every rank.
 
     Raises:
-        ShardStateError: The last forward ran inside `no_sync`; or parameters of an ``fsdp1`` model were passed instead
-            of the model, although they are pieces of flat parameters whose norm no rank knows.
+        ShardStateError: The last forward ran inside `no_sync`; or ``parameters`` are those from before the model was
+            sharded; or parameters of an ``fsdp1`` model were passed instead of the model, although they are pieces of
+            flat parameters whose norm no rank knows.
         LostRankError: Not all ranks called it.
         RuntimeError: See ``error_if_nonfinite``.
         ValueError: ``norm_type`` is not positive.
@@ -83,6 +84,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for state in (state for state in live_models() if state.owns(params)):
         state.check_reduced("Gradients are about to be clipped")
+        state.check_trainable(params, "The list given to clip_grad_norm_()")
         if state.is_fsdp1:
             raise ShardStateError(
                 "With engine 'fsdp1' a rank's parameters are pieces of flat parameters, so their norm is not the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -161,11 +162,12 @@ def _carry_out(
             apply_activation_checkpointing(model, plan.activation_checkpointing)
         return preparer
 
+    former = [weakref.ref(param) for param in model.parameters()]
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
     with Agreement(scope) as agreed:
         sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
-    return _finished(sharded, plan, device_mesh, parts).module
+    return _finished(sharded, plan, device_mesh, parts, former).module
 
 
 def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> ShardedModel:
@@ -201,8 +203,14 @@ def check_supported(plan: ShardPlan, mesh: DeviceMesh) -> None:
         raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))
 
 
-def _finished(sharded: nn.Module, plan: ShardPlan, mesh: DeviceMesh, parts: Iterable[UnitParts]) -> ShardedModel:
-    state = ShardedModel(sharded, plan, mesh)
+def _finished(
+    sharded: nn.Module,
+    plan: ShardPlan,
+    mesh: DeviceMesh,
+    parts: Iterable[UnitParts],
+    former: Iterable[weakref.ref[nn.Parameter]] = (),
+) -> ShardedModel:
+    state = ShardedModel(sharded, plan, mesh, former)
     install_hooks(state, sharded)
     route_calls(state, parts)
     return state

@@ -22,8 +22,14 @@ def check_groups(given: Any) -> None:
     """Check that a pair of groups can span a mesh; anything else passes. Not collective.
 
     Raises:
-        MeshError: The two groups do not have exactly this rank in common.
+        MeshError: It is none of these; or the two groups do not have exactly this rank in common.
     """
+    if not (given is None or isinstance(given, (DeviceMesh, dist.ProcessGroup)) or is_group_pair(given)):
+        raise MeshError(
+            "mesh must be a DeviceMesh, a process group, a (replicate, shard) pair of process groups, or None for all "
+            f"ranks, got {given!r} (type {type(given).__name__}). Leave it out; to shard in groups of n ranks, set "
+            "sharding.strategy to 'HYBRID_SHARD' and sharding.shard_size to n."
+        )
     if is_group_pair(given):
         members = [dist.get_process_group_ranks(group) for group in given]
         if {*members[0]} & {*members[1]} != {dist.get_rank()}:

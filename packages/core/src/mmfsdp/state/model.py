@@ -87,6 +87,7 @@ def load_model_state_dict(
         StateDictError: With ``strict``, a key or a shape did not match.
     """
     state = find_sharded_model(model)
+    on_all_ranks(lambda: _check_form(state_dict, needed=not from_rank0 or is_first_rank(state)), scope_of(state.mesh))
     own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
     pieces: dict[str, FlatPiece] = {}
     if state.is_fsdp1 and not own_shards:
@@ -125,6 +126,14 @@ def load_model_state_dict(
                 sharers.send(_local(target[name]))
     _load_extra_states(state, state_dict, from_rank0)
     return report
+
+
+def _check_form(state_dict: Any, *, needed: bool) -> None:
+    if needed and not isinstance(state_dict, Mapping):
+        raise StateDictError(
+            f"A state dict must be a mapping of names to tensors, got a {type(state_dict).__name__}. If only the first "
+            "rank has read it, pass from_rank0=True on every rank."
+        )
 
 
 def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:

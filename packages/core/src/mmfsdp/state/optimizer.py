@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
-from mmfsdp.errors import StateDictError
+from mmfsdp.errors import ShardStateError, StateDictError
 from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
@@ -70,10 +70,12 @@ def optim_state_dict(
 
     Raises:
         StateDictError: ``kind`` is neither ``'full'`` nor ``'sharded'``.
+        ShardStateError: The optimizer was built before the model was sharded.
     """
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
+    state.check_trainable(_params(optimizer), type(optimizer).__name__)
     if by_name:
         sharded = sharded_by_name(state, optimizer)
     else:
@@ -196,9 +198,13 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
     return fitting
 
 
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return dict(zip((place for group in fitting["param_groups"] for place in group["params"]), params, strict=True))
+    places = (place for group in fitting["param_groups"] for place in group["params"])
+    return dict(zip(places, _params(optimizer), strict=True))
 
 
 def _placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +227,14 @@ def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
+    name = type(optimizer).__name__
     names = {id(param): fqn for fqn, param in state.module.named_parameters()}
+    state.check_trainable(_params(optimizer), name)
+    if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in names]:
+        raise ShardStateError(
+            f"{name} holds parameters that {type(state.module).__name__} does not have, of the shapes {strange[:3]}. "
+            "Give the optimizer that was built from this model's parameters()."
+        )
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
