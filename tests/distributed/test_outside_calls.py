@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mmfsdp
-from mmfsdp.testing import run_ranks
+from mmfsdp.errors import ShardStateError
+from mmfsdp.testing import run_ranks, single_rank
 
 DIM = 6
 
@@ -398,3 +399,72 @@ def test_methods_that_read_are_listed(settings: dict[str, Any]) -> None:
     for project, later in run_ranks(read, 2, ["project", "later"], settings):
         assert project == "True"
         assert later == "True" or ("engine" not in settings and later.endswith(UNGATHERED + freed + OUT))
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no activations: in backward, layers compute their inputs from their outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: nn.ModuleList) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        for layer in layers:
+            left, right = layer(left, right)
+        ctx.save_for_backward(left.detach(), right.detach())
+        ctx.layers = layers
+        return torch.cat([left, right], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        parts = (*ctx.saved_tensors, *grad.chunk(2, -1))
+        for layer in reversed(ctx.layers):
+            parts = layer.backward_pass(*parts)
+        return torch.cat(parts[2:], -1), None
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = left + self.first(right).tanh()
+        return left, right + self.second(left).tanh()
+
+    def backward_pass(self, left: torch.Tensor, right: torch.Tensor, of_left: Any, of_right: Any) -> Any:
+        with torch.enable_grad():
+            left = left.detach().requires_grad_()
+            added = self.second(left).tanh()
+            added.backward(of_right)
+        right, of_left = (right - added).detach(), of_left + left.grad
+        with torch.enable_grad():
+            right.requires_grad_()
+            added = self.first(right).tanh()
+            added.backward(of_left)
+        return left - added, right, of_left, of_right + right.grad
+
+
+class Couplings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, 2 * DIM)
+        self.layers = nn.ModuleList(Coupling() for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Reversible.apply(self.stem(x), self.layers)
+        return result
+
+
+def test_reversible_networks_list_what_runs_in_backward() -> None:
+    torch.manual_seed(0)
+    plain, x = Couplings(), torch.randn(3, DIM)
+    plain(x).square().sum().backward()
+    wrap = {"kind": "module_class", "classes": ["Coupling"]}
+    with single_rank():
+        model = mmfsdp.shard(copy.deepcopy(plain), {"wrap": wrap})
+        with pytest.raises(ShardStateError, match=r"Linear of a Coupling was called in backward.*'backward_pass'"):
+            model(x).square().sum().backward()
+        model = mmfsdp.shard(copy.deepcopy(plain), {"wrap": wrap, "sharding": {"forward_methods": ["backward_pass"]}})
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), plain.get_parameter(name).grad)

@@ -7,6 +7,7 @@ Detectors make such calls: a decoder calls branches of the head, a backbone the 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
 from torch.utils.module_tracker import ModuleTracker
 
+from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.casting import in_full_precision
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.view_outputs import accept_views, keep_backward_hook
@@ -68,12 +70,30 @@ class _RoutedUnit(_Routed):
 
 def _gather_and_run(routed: _Routed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gate = routed.gate
-    # In backward, what the unit's own forward called is recomputed, and the unit is gathered for its backward.
-    if gate.is_between_members or (_tracker.is_bw and not routed.came_from_outside):
+    if gate.is_between_members:
+        return routed.forward(*args, **kwargs)
+    if _tracker.is_bw and not routed.came_from_outside:
+        # What the unit's own forward called is recomputed, and the unit is gathered for its backward.
+        if gate.is_freed:
+            raise _called_in_backward(routed.module, gate.members[0])
         return routed.forward(*args, **kwargs)
     routed.came_from_outside = True
     gate.begin()
     return gate.run(routed.forward, *args, **kwargs)
+
+
+def _called_in_backward(module: nn.Module, unit: nn.Module) -> ShardStateError:
+    """Return the error for reversible networks, whose autograd functions call layers in backward."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_locals.get("self") is not unit:
+        frame = frame.f_back
+    method = "the method that does so" if frame is None else repr(frame.f_code.co_name)
+    name = type(unit).__name__
+    return ShardStateError(
+        f"{type(module).__name__} of a {name} was called in backward, while the shard unit {name} was not gathered. "
+        f"Reversible networks do so from an autograd function of their own. List {method} in sharding.forward_methods, "
+        f"or leave {name} out of the wrap policy."
+    )
 
 
 _from_outside = torch.compiler.disable(_gather_and_run, recursive=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,9 +51,16 @@ class UnitGate:
     @property
     def is_between_members(self) -> bool:
         """Whether only some modules of a unit have run: it stays gathered until the others have."""
-        return bool(self._missing) and any(
-            not isinstance(param, DTensor) for member in self.members for param in member.parameters()
-        )
+        return bool(self._missing) and any(not isinstance(param, DTensor) for param in self._params())
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the modules of the unit hold only shards; never with engine ``fsdp1``, whose shards are flat."""
+        params = self._params()
+        return isinstance(next(params, None), DTensor) and all(isinstance(param, DTensor) for param in params)
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        return (param for member in self.members for param in member.parameters())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.begin()
