@@ -47,7 +47,8 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Group]:
 
 def begin_root(root: FSDPModule) -> None:
     """Make torch take ``root`` as the root; by itself it takes the first module that runs."""
-    root._get_fsdp_state()._lazy_init()
+    with torch.inference_mode(False):  # torch 2.9 makes the shards' local tensors anew
+        root._get_fsdp_state()._lazy_init()
 
 
 def begin_backward(module: FSDPModule, grad: torch.Tensor) -> None:

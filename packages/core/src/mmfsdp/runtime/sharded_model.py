@@ -35,7 +35,14 @@ from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.flat_params import free_flat_params
 from mmfsdp.runtime.gradients import GradientAgreement
-from mmfsdp.runtime.param_groups import computed_with, gathered_params, groups_of, shard_versions, shards_of
+from mmfsdp.runtime.param_groups import (
+    begin_root,
+    computed_with,
+    gathered_params,
+    groups_of,
+    shard_versions,
+    shards_of,
+)
 
 __all__ = ["ShardedModel", "find_sharded_model", "live_models"]
 
@@ -204,6 +211,8 @@ class ShardedModel:
     def before_forward(self) -> None:
         """Called when the root's forward begins."""
         self._in_forward += 1
+        if torch.is_inference_mode_enabled() and isinstance(self.module, FSDPModule):
+            begin_root(self.module)
         if self._kept_from_evaluation is not None and self._in_forward == 1:
             versions, self._kept_from_evaluation = self._kept_from_evaluation, None
             if torch.is_grad_enabled() or versions != shard_versions(self.groups):
