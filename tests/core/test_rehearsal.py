@@ -425,3 +425,20 @@ def test_offloaded_shards_are_in_cpu_memory() -> None:
     assert step.time().spent["host"] > 0 == plain.time().spent["host"]
     assert "In CPU memory, because the plan offloads: " in step.table()
     assert step.describe()["cpu_bytes"] == step.cpu_bytes
+
+
+@pytest.mark.parametrize(("engine", "mesh"), [("auto", 1), ("replicate", 2)])
+def test_offloaded_parameters_that_are_whole_are_copied_one_by_one(engine: str, mesh: int) -> None:
+    step = rehearse({**OFFLOADED, "engine": engine}, mesh=mesh, device_type="cuda")
+    assert set(step.static) == {"buffer", "input"}
+    assert step.cpu_bytes >= 4 * step.plan.param_bytes()
+    copied: Counter[tuple[str, str | None, str]] = Counter()
+    for item in step.operators:
+        if item.name in COPIES:
+            copied[item.name, item.unit, item.phase] += item.nbytes
+    expected = {}
+    for unit in step.plan.units:
+        phases = ["forward", *(["backward"] if unit.reshard_after_forward is True and not unit.is_root else [])]
+        size = expected[TO_CPU, unit.fqn, "backward"] = step.plan.unit_param_bytes(unit)
+        expected |= {(TO_DEVICE, unit.fqn, phase): size for phase in phases}
+    assert copied == expected

@@ -8,7 +8,7 @@ from mmfsdp.basics.torch_releases import frees_received_first
 from mmfsdp.planning.records import ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 
-__all__ = ["compute_itemsize", "gathered_bytes", "reducing_bytes"]
+__all__ = ["compute_itemsize", "gathered_bytes", "reducing_bytes", "whole_bytes"]
 
 
 def gathered_bytes(plan: ShardPlan) -> int:
@@ -74,6 +74,11 @@ def _whole(plan: ShardPlan, param: ParamEntry) -> int:
         return param.numel
     rows = rows_per_rank(param.shape[0], plan.mesh.shard) * plan.mesh.shard
     return param.numel // param.shape[0] * rows
+
+
+def whole_bytes(unit: ShardUnit) -> int:
+    """Return the bytes of a unit's whole parameters in the dtypes that they compute in."""
+    return sum(param.numel * compute_itemsize(unit, param) for param in unit.params)
 
 
 def compute_itemsize(unit: ShardUnit, param: ParamEntry) -> int:

@@ -133,13 +133,16 @@ def _follow(places: Places, group: Any, reduced: Callable[[Any], None]) -> None:
         around(group, method, lambda call: places.within(unit, True, call))
 
     def reducing(call: Callable[..., Any]) -> Callable[..., Any]:
-        within = places.within(unit, False, call)
+        def reduce(*args: Any) -> Any:
+            result = call(*args)
+            reduced(group)
+            return result
+
+        within = places.within(unit, False, reduce)
 
         def run(*args: Any) -> Any:
             reduced(group)
-            result = within(*args)
-            reduced(group)
-            return result
+            return within(*args)
 
         return run
 

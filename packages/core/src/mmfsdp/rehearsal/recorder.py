@@ -52,6 +52,8 @@ class Recorder(TorchDispatchMode):
         values: Runs the operators.
         offloads: Bytes of the rank's shards by unit, if they are in CPU memory between uses, with their gradients and
             what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
+        whole: Bytes of the units' whole parameters in the dtypes that they compute in, if shards are whole: nothing is
+            sent then, and parameters are copied one by one.
 
     Attributes:
         ended: The allocations that have ended.
@@ -70,10 +72,12 @@ class Recorder(TorchDispatchMode):
         costs: Costs | None = None,
         values: Values | None = None,
         offloads: Mapping[str, int] | None = None,
+        whole: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
         self.places, self.values, self.offloads = places, values or Values(places), offloads
+        self._whole = whole or {}
         self.ended: list[Allocation] = []
         self.on_cpu: list[Allocation] = []
         self.collectives: list[Collective] = []
@@ -127,6 +131,8 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors if self.offloads is not None else ():
             known = self._live.get(id(local_of(tensor).untyped_storage()))
             if known is not None and known.offloaded is None and isinstance(tensor, DTensor):
+                if self._whole and known.kind == "gradient":
+                    self._copy(self.places.unit, TO_CPU, known.nbytes)
                 known.offloaded = self.moment + 1
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -150,6 +156,10 @@ class Recorder(TorchDispatchMode):
                 self._add(storage, self.places.kind, self.places.module)
         elif known.nbytes != storage.nbytes():
             self._end(known)
+            unit = self.places.unit
+            if storage.nbytes() and unit is not None and unit in self._whole and self.places.gathers:
+                share = storage.nbytes() / self._whole[unit]
+                self._copy(unit, TO_DEVICE, round((self.offloads or {})[unit] * share))
             self.moment += 1
             known.nbytes, known.begin = storage.nbytes(), self.moment
             # Only FSDP resizes, and before torch 2.15 outside of what gathers.
@@ -233,7 +243,7 @@ class Recorder(TorchDispatchMode):
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
         unit, phase = self.places.unit, self.places.phase
         if name == "all_gather":
-            self._copy(unit, TO_DEVICE)
+            self._copy(unit, TO_DEVICE, (self.offloads or {}).get(unit or "", 0))
         self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
         if self.costs is not None:
             dtype = self.costs.dtype_of(tensors[0] + tensors[1])
@@ -242,13 +252,12 @@ class Recorder(TorchDispatchMode):
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
         if name == "reduce_scatter":
-            self._copy(unit, TO_CPU)
+            self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
 
-    def _copy(self, unit: str | None, name: str) -> None:
+    def _copy(self, unit: str | None, name: str, count: int) -> None:
         """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
         if self.offloads is None or unit is None or unit not in self.offloads:
             return
-        count = self.offloads[unit]
         if name == TO_DEVICE:  # the copy is gone when it is in the buffer
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, "gathered", unit, begin, self.moment))

@@ -14,6 +14,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.assuming import scalar
 from mmfsdp.rehearsal.autocasting import autocast_as_on
 from mmfsdp.rehearsal.averaging import Averages, EmaFn
@@ -164,9 +165,11 @@ def _rehearsed(
         with FewChunks():
             state = shard_in_place(fake_model(model), plan, ranks)
         module = state.module  # the state alone would not keep it
-        offloads = None
-        if plan.cpu_offload and plan.engine == "fsdp2" and device_type != "cpu":
+        offloads = whole = None
+        if plan.cpu_offload and plan.engine != "fsdp1" and device_type != "cpu":
             offloads = {unit.fqn: plan.unit_param_bytes(unit, rank) for unit in plan.units}
+            if plan.mesh.shard == 1:
+                whole = {unit.fqn: whole_bytes(unit) for unit in plan.units if unit.params}
         made = make_optimizer(optimizer, list(module.parameters()), "cpu" if offloads else device_type)
         batches = [fake_batch(batch) for _ in range(accumulate)]
         on_cpu = device_type == "cpu"
@@ -178,7 +181,7 @@ def _rehearsed(
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
         scratch = scratch_bytes if on_cpu else accelerator_scratch_bytes
-        recorder = Recorder(mode, places, scratch, costs, values, offloads)
+        recorder = Recorder(mode, places, scratch, costs, values, offloads, whole)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):

@@ -11,7 +11,7 @@ from typing import Any
 from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.planning.step_memory import compute_itemsize
+from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 
@@ -152,8 +152,7 @@ def _wrapping(given: Mapping[str, Any], step: Rehearsal) -> Iterator[Change]:
         return  # nothing is gathered
     if not plan.units[1:]:
         if given.get("wrap", "auto") != "auto":
-            whole = sum(param.numel * compute_itemsize(plan.root, param) for param in plan.root.params)
-            yield Change("units chosen by wrap auto", whole, {"wrap": "auto"})
+            yield Change("units chosen by wrap auto", whole_bytes(plan.root), {"wrap": "auto"})
         return
     gathered: Counter[bool] = Counter()
     for item in held_at(step.allocations, step.peak.moment):
