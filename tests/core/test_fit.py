@@ -15,6 +15,7 @@ from mmfsdp.errors import ConfigError, RehearsalError
 from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.choices import Choice, choices_for
 from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
+from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.timing.devices import device_of
@@ -112,6 +113,16 @@ def test_what_is_found_is_what_trying_everything_finds(whole: Prober, place: int
     )
 
 
+def test_what_is_as_good_is_found_with_the_simplest() -> None:
+    """The text of the third choice is longer, and its step is that of the first."""
+    model, batch = on_meta(depth=1)
+    same = {"strategy": "FULL_SHARD", "reshard_after_forward": None}
+    simple, divided = Choice({"sharding": "FULL_SHARD", "precision": "bf16"}, 1), Choice({"precision": "bf16"}, 4)
+    every = [Choice({"precision": "bf16", "sharding": same}, 1), divided, simple]
+    found = search(prober(model, batch), every, 80 << 30, 2)
+    assert [(item.choice, item.as_good) for item in found.fits] == [(simple, (every[0],)), (divided, ())]
+
+
 def test_if_nothing_fits_the_smallest_is_found(whole: Prober) -> None:
     least = min(whole.estimate(choice).nbytes for choice in CHOICES)
     found = search(whole, CHOICES, least - 1, 2)
@@ -122,7 +133,7 @@ def test_if_nothing_fits_the_smallest_is_found(whole: Prober) -> None:
 
 def test_if_nothing_fits_shards_are_offloaded() -> None:
     model, batch = on_meta(depth=2)
-    config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}, "wrap": "auto"}
+    config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}, "wrap": "auto", "prefetch": {}}
     wanted = {"activation_checkpointing": [FULL], "accumulate": [1]}
     found = mmfsdp.fit(model, batch, memory=2_250_000_000, ranks=RANKS, config=config, choices=wanted, count=1)
     (option,) = found.options
@@ -132,6 +143,18 @@ def test_if_nothing_fits_shards_are_offloaded() -> None:
     nothing = mmfsdp.fit(model, batch, memory="1GiB", ranks=RANKS, config=config, choices=wanted, count=1)
     assert nothing.smallest.settings == option.settings  # type: ignore[union-attr]
     assert (found.considered, nothing.considered) == (2, 2)
+
+
+def test_finer_units_need_less() -> None:
+    model, batch = on_meta(depth=2)
+    config = {**CHOICES[1].settings, "wrap": {"kind": "module_class", "classes": "Block"}}
+    step = mmfsdp.rehearse(config, model, batch[:1, :512], mesh=RANKS)
+    finer = next(refined(Choice(config, 1), step, REFINED))
+    assert "blocks.*.up" in finer.settings["wrap"]["policies"][-1]["patterns"]
+    again = mmfsdp.rehearse(finer.settings, model, batch[:1, :512], mesh=RANKS)
+    assert again.device_bytes()[1] < step.device_bytes()[1]
+    assert not [*refined(Choice(config, 1), step, REFINED, step.peak.nbytes)]
+    assert not [*refined(Choice(config, 1), step, ())]
 
 
 def test_micro_batches_after_the_second_are_as_the_second() -> None:
@@ -179,8 +202,9 @@ def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
     assert fitted.faster is not None
     assert fitted.faster.seconds < option.seconds
     assert option.nbytes <= fitted.memory < fitted.faster.nbytes
-    assert "1.25 GiB of activation" in text
-    assert "of activation of blocks.{0..7}.up" in fitted.faster.reason()
+    assert "1.25 GiB of activations" in text
+    assert "of activations of blocks.{0..7}.up" in fitted.faster.reason()
+    assert "of the CUDA context and NCCL" in fitted.faster.reason()
     assert fitted.faster.reason() in text.replace("\n", " ")
     assert json.loads(json.dumps(fitted.describe()))["options"][0]["settings"] == option.settings
 
@@ -192,9 +216,15 @@ def test_what_the_config_states_stays() -> None:
     assert {c.settings["precision"] for c in found} == {"fp32"}
     assert [c.settings["sharding"]["shard_size"] for c in found[::8]] == [2, 4, 8]
     assert {c.accumulate for c in found} == {1, 2}
-    wraps = {json.dumps(c.settings.get("wrap")) for c in choices_for({}, 8, 1, outside=["head"])}
-    assert len(wraps) == 2
-    assert any("head" in text for text in wraps)
+    every = [*choices_for({}, 6, 6, outside=["head"])]
+    assert {json.dumps(c.settings.get("wrap")) for c in every if "NO_SHARD" not in str(c)} == {
+        "null",
+        '{"kind": "any_of", "policies": ["auto", {"kind": "module_name", "patterns": ["head"]}]}',
+    }
+    assert not any("wrap" in c.settings for c in every if "NO_SHARD" in str(c))  # nothing is gathered
+    assert {c.settings["sharding"].get("shard_size") for c in every} == {None, 2, 3}
+    assert {c.accumulate for c in every} == {1, 2, 6}
+    assert not any("wrap" in c.settings for c in choices_for({}, 1, 1, outside=["head"]))
 
 
 def test_a_model_that_depends_on_its_number_of_layers_is_rehearsed_whole() -> None:
@@ -218,5 +248,11 @@ def test_wrong_questions() -> None:
         mmfsdp.fit(model, batch, ranks=0)
     with pytest.raises(ConfigError, match="cannot be divided into 3"):
         mmfsdp.fit(model, batch, choices={"accumulate": [3]})
+    with pytest.raises(ConfigError, match="precision is a list of the values to try, at least one, got 'bf16'"):
+        mmfsdp.fit(model, batch, choices={"precision": "bf16"})
+    with pytest.raises(ConfigError, match="numbers of micro-batches, each at least 1, got 0"):
+        mmfsdp.fit(model, batch, choices={"accumulate": [0]})
+    with pytest.raises(ConfigError, match="HYBRID_SHARD needs shard groups that divide 7 ranks"):
+        mmfsdp.fit(model, batch, ranks=7, config={"sharding": "HYBRID_SHARD"})
     with pytest.raises(RehearsalError, match="embed"):
         mmfsdp.fit(model, [None], ranks=2)

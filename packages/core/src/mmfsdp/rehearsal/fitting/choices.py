@@ -51,6 +51,16 @@ class Choice:
         apart = ("activation_checkpointing", "prefetch")
         return _text({name: value for name, value in self.settings.items() if name not in apart})
 
+    @property
+    def modules_key(self) -> str:
+        """Text that is equal for choices with equal units, whose modules recompute equal activations."""
+        return _text({name: self.settings.get(name) for name in ("wrap", "activation_checkpointing")})
+
+    @property
+    def simplicity(self) -> tuple[int, int, int]:
+        """Smaller for choices with fewer settings, fewer micro-batches and shorter values."""
+        return len(self.settings), self.accumulate, len(_text(self.settings))
+
 
 def choices_for(
     given: Mapping[str, Any],
@@ -66,13 +76,14 @@ def choices_for(
     Args:
         given: The user's settings.
         ranks: Number of ranks.
-        samples: Size of the first dimension of the batch; micro-batches divide it by powers of two.
+        samples: Size of the first dimension of the batch; micro-batches divide it by powers of two, or have one each.
         outside: Large modules that the wrap policy leaves in the root unit.
         ranks_per_node: Ranks that share a node; shard groups are a part of a node or whole nodes.
         choices: For a section of settings, and for ``accumulate``, the values to try instead of the usual ones.
 
     Raises:
-        ConfigError: ``choices`` names something else, or a section that the config states.
+        ConfigError: ``choices`` names something else, a section that the config states, or no values; or there is no
+            shard group of `HYBRID_SHARD` for so many ranks.
     """
     choices = dict(choices or {})
     config = ShardConfig.from_dict(given)
@@ -91,6 +102,8 @@ def choices_for(
     for values in itertools.product(*options.values()):
         chosen = {name: value for name, value in zip(options, values, strict=True) if value not in _EMPTY}
         settings = {**given, **chosen}
+        if "wrap" in chosen and "wrap" not in choices and not _gathers(settings, ranks):
+            continue  # units change nothing
         for accumulate in accumulates:
             yield Choice(settings, accumulate)
 
@@ -99,7 +112,7 @@ def with_offload(choices: Sequence[Choice]) -> Iterator[Choice]:
     """Yield the choices that shard over all ranks, or leave that to the default, with shards in CPU memory."""
     for choice in choices:
         config = ShardConfig.from_dict(choice.settings)
-        if config.sharding.strategy == "FULL_SHARD" and config.engine != "fsdp1":
+        if config.sharding.strategy == "FULL_SHARD" and config.engine in ("auto", "fsdp2"):
             yield replace(choice, settings={**choice.settings, "cpu_offload": {"enabled": True}})
 
 
@@ -125,8 +138,13 @@ def _text(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
+def _gathers(settings: Mapping[str, Any], ranks: int) -> bool:
+    config = ShardConfig.from_dict(settings)
+    return ranks > 1 and config.engine != "replicate" and config.sharding.strategy != "NO_SHARD"
+
+
 def _check(choices: Mapping[str, Sequence[Any]], config: ShardConfig) -> None:
-    for name in choices:
+    for name, values in choices.items():
         if name not in (*_VARIED, "accumulate"):
             known = (*_VARIED, "accumulate")
             raise ConfigError(
@@ -137,6 +155,15 @@ def _check(choices: Mapping[str, Sequence[Any]], config: ShardConfig) -> None:
             raise ConfigError(
                 f"choices: the config states {name} already. Remove it from the config, or from choices.",
                 config="choices",
+            )
+        if not isinstance(values, list | tuple) or not values:
+            raise ConfigError(
+                f"choices: {name} is a list of the values to try, at least one, got {values!r}.", config="choices"
+            )
+    for count in choices.get("accumulate", ()):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"choices: accumulate lists numbers of micro-batches, each at least 1, got {count!r}.", config="choices"
             )
 
 
@@ -150,12 +177,15 @@ def _shardings(config: ShardConfig, ranks: int, ranks_per_node: int) -> Iterator
     if config.engine == "replicate":
         yield stated or None
         return
-    sizes = [
-        size
-        for size in range(2, ranks)
-        if ranks % size == 0 and (size % ranks_per_node == 0 or ranks_per_node % size == 0)
-    ]
+    node = min(ranks, ranks_per_node)
+    sizes = [size for size in range(2, ranks) if ranks % size == 0 and (size % node == 0 or node % size == 0)]
     if "strategy" in stated:
+        if not sizes:
+            raise ConfigError(
+                f"sharding: {config.sharding.strategy} needs shard groups that divide {ranks} ranks and are a part of "
+                f"a node of {node} or whole nodes, and there are none. Use another number of ranks, or FULL_SHARD.",
+                config="sharding",
+            )
         yield from ({**stated, "shard_size": size} for size in sizes)
         return
     plain = ["FULL_SHARD"]
@@ -177,8 +207,10 @@ def _wraps(config: ShardConfig, given: Mapping[str, Any], outside: Sequence[str]
 
 
 def _divisions(samples: int) -> Iterator[int]:
-    """Yield 1, 2, 4 and so on, as long as they divide the samples."""
+    """Yield 1, 2, 4 and so on, as long as they divide the samples, and at last the number of samples."""
     count = 1
     while samples % count == 0 and count <= max(samples, 1):
         yield count
         count *= 2
+    if samples & (samples - 1):  # not a power of two
+        yield samples

@@ -9,14 +9,15 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import parse_bytes
 from mmfsdp.config import ShardConfig
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.rehearsal.averaging import EmaFn
 from mmfsdp.rehearsal.fitting.changes import large_outside
-from mmfsdp.rehearsal.fitting.choices import choices_for, plain_settings, with_offload
+from mmfsdp.rehearsal.fitting.choices import Choice, choices_for, plain_settings, with_offload
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of
+from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.result import Fit, FitOption
-from mmfsdp.rehearsal.fitting.searching import Found, Search, search
+from mmfsdp.rehearsal.fitting.searching import Found, Search, search, search_faster
 from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.step import LossFn
 from mmfsdp.rehearsal.timing.devices import Device, device_of
@@ -47,8 +48,9 @@ def fit(
     """Search for the settings with which a step fits into memory, and is fastest.
 
     What the config states stays as it is. Varied is what it leaves open: the strategy and the ranks of a shard group,
-    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches; and if
-    nothing fits, whether shards and what the optimizer makes of them are in CPU memory. Most
+    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches. Parts of
+    blocks as units, and prefetching, are varied around the next faster settings, which do not fit, and around the
+    smallest ones if nothing fits; then shards and what the optimizer makes of them are tried in CPU memory, too. Most
     combinations are decided by bounds of their memory and time, or by rehearsals of copies of the model with fewer
     layers; what is returned was rehearsed with the whole model. Not collective; see `rehearse`.
 
@@ -97,21 +99,35 @@ def fit(
     every = [
         *choices_for(settings, ranks, samples, outside=outside, ranks_per_node=wanted.ranks_per_node, choices=choices)
     ]
+    sections = REFINED - {*settings, *(choices or ()), *(() if policy is None else ("wrap",))}
     found = search(prober, every, room, count)
-    if not found.fits and "cpu_offload" not in settings:
-        offloading = [*with_offload(every)]
-        more = search(prober, offloading, room, count) if offloading else None
-        if more is not None and (more.fits or _needed(more) < _needed(found)):
-            every += offloading
-            more.invalid += found.invalid
-            more.faster = found.smallest if more.fits else None
-            found = more
+
+    def near(item: Found, missing: int = 0) -> list[Choice]:
+        return [*refined(item.choice, item.rehearsal, sections, missing)]
+
+    def offloading(_: Found) -> list[Choice]:
+        return [] if "cpu_offload" in settings else [*with_offload(every)]
+
+    if found.faster is not None:
+        every += (tried := near(found.faster, found.faster.estimate.nbytes - room))
+        search_faster(found, prober, tried, room)
+    for wider in (near, offloading, near):
+        if found.smallest is not None:  # nothing fits yet
+            tried = wider(found.smallest)
+            every += tried
+            found = _better(found, prober, tried, room, count)
 
     def option(item: Found) -> FitOption:
         accumulate = item.choice.accumulate
         estimate = item.estimate
         return FitOption(
-            item.choice.settings, accumulate, samples // accumulate, estimate.seconds, estimate.nbytes, item.rehearsal
+            item.choice.settings,
+            accumulate,
+            samples // accumulate,
+            estimate.seconds,
+            estimate.nbytes,
+            item.rehearsal,
+            tuple(_differences(item.choice, other) for other in item.as_good),
         )
 
     return Fit(
@@ -121,12 +137,30 @@ def fit(
         options=tuple(sorted(map(option, found.fits), key=lambda item: item.seconds)),
         faster=None if found.faster is None else option(found.faster),
         smallest=None if found.smallest is None else option(found.smallest),
-        considered=len(every) - len(found.invalid),
+        considered=len({choice.key for choice in every}) - len(found.invalid),
         impossible=len(found.invalid),
         rehearsed=prober.count,
     )
 
 
-def _needed(found: Search) -> float:
-    """Return the bytes of the smallest step, if nothing fits."""
-    return float("inf") if found.smallest is None else found.smallest.estimate.nbytes
+def _better(found: Search, prober: Prober, choices: Sequence[Choice], memory: int, count: int) -> Search:
+    """Search further choices, because nothing fits, and return what is better."""
+    if not choices:
+        return found
+    try:
+        more = search(prober, choices, memory, count)
+    except MmfsdpError:  # none of them is possible
+        return found
+    if more.smallest is None:  # something fits
+        more.faster = found.smallest
+    elif found.smallest is not None and more.smallest.estimate.nbytes >= found.smallest.estimate.nbytes:
+        return found
+    more.invalid += found.invalid
+    return more
+
+
+def _differences(shown: Choice, other: Choice) -> dict[str, Any]:
+    """Return the sections to write in place of those of another choice; None for those to leave out."""
+    names = {**shown.settings, **other.settings}
+    changed = {name: other.settings.get(name) for name in names if shown.settings.get(name) != other.settings.get(name)}
+    return changed if shown.accumulate == other.accumulate else {**changed, "accumulate": other.accumulate}

@@ -92,10 +92,17 @@ class Prober:
         self._plans: dict[str, ShardPlan] = {}
 
     def plan(self, choice: Choice) -> ShardPlan:
-        """Return the plan of the whole model."""
+        """Return the plan of the whole model, or one with equal units."""
         if choice.plan_key not in self._plans:
-            self._plans[choice.plan_key] = make_plan(self.model, choice.settings, self.ranks, policy=self._policy)
+            self._plans[choice.plan_key] = self.exact_plan(choice)
         return self._plans[choice.plan_key]
+
+    def exact_plan(self, choice: Choice) -> ShardPlan:
+        """Return the plan of the whole model."""
+        return self._planned(self.model, choice)
+
+    def _planned(self, model: nn.Module, choice: Choice) -> ShardPlan:
+        return make_plan(model, choice.settings, self.ranks, policy=self._policy)
 
     def estimate(self, choice: Choice) -> Estimate:
         """Return what a step needs, from short copies if the model has them."""
@@ -171,7 +178,7 @@ class Prober:
 
     def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
         self.count += 1
-        plan = make_plan(model, choice.settings, self.ranks, policy=self._policy)
+        plan = self._planned(model, choice)
         batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
         return rehearse(plan, model, batch, accumulate=min(choice.accumulate, _REHEARSED), **self._options)
 

@@ -14,8 +14,24 @@ from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 __all__ = ["Fit", "FitOption"]
 
-_OWNERS = 3  # modules that a reason names
+_KINDS = 3  # kinds of memory that a reason names
+_OWNERS = 3  # modules that it names
+_LIKE = 3  # settings that are as good to print
 _WIDTH = 110  # characters of its lines
+
+_PLURALS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "reduce buffer": "buffers to reduce gradients",
+    "activation": "activations",
+    "recomputed": "recomputed activations",
+    "activation gradient": "gradients of activations",
+    "optimizer temporary": "temporaries of the optimizer",
+    "buffer": "buffers",
+    "input": "inputs",
+    "ema": "averaged weights",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,9 @@ class FitOption:
     """Bytes that the process takes of the device at most; see `Rehearsal.device_bytes`."""
     rehearsal: Rehearsal = field(repr=False)
     """The step of the whole model, with at most two micro-batches."""
+    as_good: tuple[Mapping[str, Any], ...] = ()
+    """Other settings that change time and memory by less than a hundredth: each the sections to write in place of
+    those of `settings`, with None for one to leave out, and ``accumulate`` if that differs."""
 
     @property
     def yaml(self) -> str:
@@ -45,19 +64,26 @@ class FitOption:
         """Return plain values only, without the rehearsal."""
         names = ("accumulate", "samples", "seconds", "nbytes")
         numbers = {name: getattr(self, name) for name in names}
-        return {"settings": dict(self.settings), **numbers, "cpu_bytes": self.rehearsal.cpu_bytes}
+        as_good = [dict(changes) for changes in self.as_good]
+        return {"settings": dict(self.settings), **numbers, "cpu_bytes": self.rehearsal.cpu_bytes, "as_good": as_good}
 
     def reason(self) -> str:
         """Return a sentence on when a step holds most memory, what for, and whose it is."""
-        peak = self.rehearsal.peak
-        kinds = sorted(peak.by_kind.items(), key=lambda item: -item[1])[:3]
-        held = ", ".join(f"{human_bytes(size)} of {kind}" for kind, size in kinds)
+        step, peak = self.rehearsal, self.rehearsal.peak
+        kinds = sorted(peak.by_kind.items(), key=lambda item: -item[1])[:_KINDS]
+        held = ", ".join(f"{human_bytes(size)} of {_PLURALS.get(kind, kind)}" for kind, size in kinds)
         owners = ", ".join(
-            f"{human_bytes(size)} of {kind} of {name or 'the model as a whole'}"
-            for name, kind, size, _ in self.rehearsal.held()[:_OWNERS]
+            f"{human_bytes(size)} of {_PLURALS.get(kind, kind)} of {name or 'the model as a whole'}"
+            for name, kind, size, _ in step.held()[:_OWNERS]
         )
         where = f"In {peak.phase}" + (f" of {peak.module}" if peak.module else "")
-        return f"{where} it holds {human_bytes(peak.nbytes)}: {held}. The largest parts are {owners}."
+        more = " the most are" if len(peak.by_kind) > _KINDS else ""
+        text = f"{where} it holds {human_bytes(peak.nbytes)}:{more} {held}. The largest parts are {owners}."
+        if step.device_type != "cuda":
+            return text
+        kept, taken = step.reserved()[1] - peak.nbytes, step.device_bytes()[1] - step.reserved()[1]
+        beside = f"up to {human_bytes(kept)} that the allocator keeps unused, and {human_bytes(taken)}"
+        return f"{text} Beside it are {beside} of the CUDA context and NCCL."
 
     def __str__(self) -> str:
         divided = f"{self.accumulate} micro-batches of {self.samples}" if self.accumulate > 1 else "no accumulation"
@@ -125,4 +151,15 @@ def _wrapped(option: FitOption) -> list[str]:
 
 
 def _shown(option: FitOption) -> list[str]:
-    return [f"# {option}", *option.yaml.splitlines()]
+    lines = [f"# {option}", *option.yaml.splitlines()]
+    if option.as_good:
+        lines.append("# as good, within 1 %:")
+        lines += [f"#   {_changed(changes)}" for changes in option.as_good[:_LIKE]]
+    if more := len(option.as_good[_LIKE:]):
+        lines.append(f"#   and {more} more")
+    return lines
+
+
+def _changed(changes: Mapping[str, Any]) -> str:
+    written = (f"no {name}" if value is None else f"{name}: {json.dumps(value)}" for name, value in changes.items())
+    return ", ".join(written)

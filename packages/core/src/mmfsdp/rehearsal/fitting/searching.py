@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.rehearsal.fitting.bounds import Known, sending_seconds
@@ -12,11 +12,13 @@ from mmfsdp.rehearsal.fitting.choices import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate, Prober
 from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["Found", "Search", "search"]
+__all__ = ["Found", "Search", "search", "search_faster"]
 
 _EQUAL = 0.02  # by which the peak that short copies tell may differ from that of the whole model
 _ALIKE = 0.03  # by which another step must be faster to be looked for
 _SAME = 1e-9
+_AS_GOOD = 0.01  # by which the times and the memory of steps that are as good differ at most
+_FOLDED = 4  # choices that are as good as others, for each one to find, after which the search ends
 
 _Sent = tuple[Choice, float]
 """A choice, and the seconds that it sends at least."""
@@ -29,6 +31,13 @@ class Found:
     choice: Choice
     estimate: Estimate
     rehearsal: Rehearsal
+    as_good: tuple[Choice, ...] = ()
+    """Other choices, which change time and memory by less than a hundredth."""
+
+    def is_as_good(self, estimate: Estimate) -> bool:
+        """Return whether a step differs little in its time and memory."""
+        own = self.estimate
+        return _near(own.seconds, estimate.seconds) and _near(own.nbytes, estimate.nbytes)
 
 
 @dataclass
@@ -36,16 +45,18 @@ class Search:
     """What a search has found.
 
     Attributes:
-        fits: Steps that fit, the fastest first.
+        fits: Steps that fit, the fastest first; of those that are as good, the simplest.
         faster: The next faster step, which does not fit.
         smallest: The step that needs least, if nothing fits.
         invalid: Choices that are impossible for the model, with the error.
+        misses: Choices that do not fit, with their seconds.
     """
 
     fits: list[Found] = field(default_factory=list)
     faster: Found | None = None
     smallest: Found | None = None
     invalid: list[tuple[Choice, MmfsdpError]] = field(default_factory=list)
+    misses: list[tuple[float, Choice]] = field(default_factory=list)
 
 
 class _MisledError(Exception):
@@ -56,7 +67,8 @@ def search(prober: Prober, choices: Sequence[Choice], memory: int, count: int) -
     """Find the fastest choices that fit.
 
     Bounds decide where they can. Choices that they leave are rehearsed with short copies of the model, the most
-    promising one first; those that win, with the whole model.
+    promising one first; those that win, with the whole model. Choices that are as good as one that was found are noted
+    with it.
 
     Args:
         prober: Rehearses.
@@ -80,16 +92,44 @@ def search(prober: Prober, choices: Sequence[Choice], memory: int, count: int) -
     return result
 
 
+def search_faster(result: Search, prober: Prober, choices: Iterable[Choice], memory: int) -> None:
+    """Put the fastest of further choices first in a result, in place of its last one, if it fits and is faster.
+
+    Args:
+        result: The result of a search that has found what fits.
+        prober: Rehearses.
+        choices: A few choices, all of which are rehearsed.
+        memory: Bytes of a device.
+    """
+    least = result.fits[0].estimate.seconds * (1 - _ALIKE)
+    rehearsed = [(prober.estimate(choice), choice) for choice in choices]
+    fitting = [(estimate.seconds, choice) for estimate, choice in rehearsed if estimate.nbytes <= memory]
+    if not fitting or min(fitting, key=lambda item: item[0])[0] > least:
+        return
+    found = _whole(prober, min(fitting, key=lambda item: item[0])[1])
+    if found.estimate.nbytes <= memory:
+        result.fits = [found, *result.fits[: max(len(result.fits) - 1, 0)]]
+        result.faster = _next_faster(prober, result)
+
+
 def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, count: int) -> None:
     known = Known(prober.device, prober.links)
     misses: list[Choice] = []
+    folded = 0
     heap = [(sending, place, False) for place, (_, sending) in enumerate(left)]
     heapq.heapify(heap)
-    while heap and len(result.fits) < count:
+    while heap and len(result.fits) < count and folded < _FOLDED * count:
         bound, place, is_rehearsed = heapq.heappop(heap)
         choice, sending = left[place]
         if is_rehearsed:
-            if prober.estimate(choice).nbytes <= memory:
+            estimate = prober.estimate(choice)
+            if estimate.nbytes <= memory:
+                near = next((place for place, found in enumerate(result.fits) if found.is_as_good(estimate)), None)
+                if near is not None:
+                    found = result.fits[near]
+                    result.fits[near] = replace(found, as_good=(*found.as_good, choice))
+                    folded += 1
+                    continue
                 found = _whole(prober, choice)
                 if found.estimate.nbytes <= memory:
                     result.fits.append(found)
@@ -107,40 +147,68 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
                 continue
         misses.append(choice)
     if result.fits:
-        result.fits.sort(key=lambda found: found.estimate.seconds)
-        result.faster = _next_faster(prober, result.fits[0].estimate.seconds, misses, known)
+        result.fits = sorted(
+            (_simplest(prober, found, memory) for found in result.fits), key=lambda found: found.estimate.seconds
+        )
+        result.misses = [*_timed(prober, misses, known)]
+        result.faster = _next_faster(prober, result)
     else:
         result.smallest = _smallest(prober, left, known)
 
 
-def _next_faster(prober: Prober, seconds: float, misses: Sequence[Choice], known: Known) -> Found | None:
-    """Return the slowest of those that are faster than the fastest that fits."""
-    near = []
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= _AS_GOOD * max(one, other)
+
+
+def _simplest(prober: Prober, found: Found, memory: int) -> Found:
+    """Return the choice with the fewest settings of those that are as good, the others noted with it."""
+    every = sorted((found.choice, *found.as_good), key=lambda choice: choice.simplicity)
+    if every[0] is not found.choice and (simplest := _whole(prober, every[0])).estimate.nbytes <= memory:
+        found = simplest
+    return replace(found, as_good=tuple(choice for choice in every if choice is not found.choice))
+
+
+def _timed(prober: Prober, misses: Sequence[Choice], known: Known) -> Iterator[tuple[float, Choice]]:
     for choice in misses:
         if prober.knows(choice):
-            near.append((prober.estimate(choice).seconds, choice))
+            yield prober.estimate(choice).seconds, choice
         elif (derived := known.derived_seconds(choice, prober.plan(choice))) is not None:
-            near.append((derived, choice))
-    faster = [miss for miss in near if miss[0] < seconds]
+            yield derived, choice
+
+
+def _next_faster(prober: Prober, result: Search) -> Found | None:
+    """Return the slowest of those that are faster than the fastest that fits."""
+    best = result.fits[0].estimate.seconds
+    faster = [miss for miss in result.misses if miss[0] < best]
     return _whole(prober, max(faster, key=lambda miss: miss[0])[1]) if faster else None
 
 
 def _possible(prober: Prober, choices: Sequence[Choice], result: Search) -> Iterator[_Sent]:
     """Yield the choices that have a plan."""
-    errors: dict[str, MmfsdpError] = {}
+    errors: dict[str, MmfsdpError | None] = {}
     sent: dict[str, float] = {}
     for choice in choices:
-        try:
-            if choice.plan_key in errors:
-                raise errors[choice.plan_key]
-            key = f"{choice.accumulate} {choice.plan_key}"
-            if key not in sent:
-                sent[key] = sending_seconds(prober.plan(choice), choice.accumulate, prober.links)
-        except MmfsdpError as error:
-            errors[choice.plan_key] = error
+        if (error := _impossible(prober, choice, errors)) is not None:
             result.invalid.append((choice, error))
-        else:
-            yield choice, sent[key]
+            continue
+        key = f"{choice.accumulate} {choice.plan_key}"
+        if key not in sent:
+            sent[key] = sending_seconds(prober.plan(choice), choice.accumulate, prober.links)
+        yield choice, sent[key]
+
+
+def _impossible(prober: Prober, choice: Choice, errors: dict[str, MmfsdpError | None]) -> MmfsdpError | None:
+    """Return why a choice has no plan; None if it has one. ``errors`` keeps what is known."""
+    for key, plan in ((choice.plan_key, prober.plan), (choice.modules_key, prober.exact_plan)):
+        if key not in errors:
+            errors[key] = None
+            try:
+                plan(choice)
+            except MmfsdpError as error:
+                errors[key] = error
+        if errors[key] is not None:
+            return errors[key]
+    return None
 
 
 def _whole(prober: Prober, choice: Choice) -> Found:
