@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError, MmfsdpError, ShardStateError
-from mmfsdp.testing import RankError, run_ranks
+from mmfsdp.testing import RankError, run_ranks, single_rank
 
 X = torch.arange(8)
 
@@ -170,6 +170,35 @@ def test_optimizer_from_before_the_model_was_sharded(config: dict[str, Any], on_
     )
     expected = [name + rest for name in ("AdamW", "AdamW", "The list given to clip_grad_norm_()")]
     assert run_ranks(optimizer_from_before, 2, config, on_meta) == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("config", [{}, {"engine": "replicate"}, {"engine": "fsdp1"}], ids=str)
+def test_gradient_hooks_that_are_never_called(config: dict[str, Any]) -> None:
+    """They mask gradients, or log them. Those of ignored modules are called, and those that follow the reduction."""
+    called: list[str] = []
+    with single_rank():
+        for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+            plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+            register(plain[0].weight, lambda grad: None)
+            with pytest.raises(ShardStateError, match=r"'0.weight' has gradient hooks that sharding would never"):
+                mmfsdp.shard(plain, config)
+            mmfsdp.shard(plain, {**config, "sharding": {"ignored_modules": ["0"]}})
+        model = mmfsdp.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), config)
+        optimizer = adamw(model)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: called.append("after"))
+        model(torch.ones(2, 4)).sum().backward()
+        if config.get("engine") == "fsdp1":
+            with pytest.raises(ShardStateError, match="have gradient hooks"):
+                optimizer.step()
+            return
+        optimizer.step()
+        assert called == ["after"] * 4
+        for param in model.parameters():
+            param.register_hook(lambda grad: called.append("before"))
+        with pytest.raises(ShardStateError, match="have gradient hooks"):
+            adamw(model).step()
 
 
 def penalised(rank: int, config: dict[str, Any] | None) -> list[torch.Tensor]:

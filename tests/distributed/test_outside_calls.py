@@ -110,6 +110,14 @@ def checkpointed(net: Net, x: torch.Tensor) -> torch.Tensor:
     return whole(net, checkpoint(net.backbone.fc, x, use_reentrant=False))
 
 
+def reentrant(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Runs units, and a layer of one, again in backward after their backward has run: torch alone loses gradients."""
+    x = checkpoint(net.backbone.fc, net.embed(x), use_reentrant=True)
+    for _ in range(2):
+        x = checkpoint(net.neck, x, use_reentrant=True)
+    return whole(net, x)
+
+
 def run_over(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Calls children of a Sequential that is a unit under some policies, besides calling it."""
     x = net.neck.layer4[3](net.neck.layer4[1](x))
@@ -122,6 +130,7 @@ CASES: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "layers": layers_only,
     "methods": methods,
     "checkpointed": checkpointed,
+    "reentrant": reentrant,
     "run-over": run_over,
     "tied": lambda net, x: whole(net, net.neck.layer4(net.decoder.layers[1](net.neck.fc(x)))),
 }
@@ -176,7 +185,7 @@ def compare(rank: int, settings: dict[str, Any], wrap: str, cases: list[str]) ->
 
 
 # Where units are kept, regathered or recomputed otherwise, or begin elsewhere, the cases that this changes.
-SOME = ["detr", "methods", "checkpointed", "run-over"]
+SOME = ["detr", "methods", "checkpointed", "reentrant", "run-over"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

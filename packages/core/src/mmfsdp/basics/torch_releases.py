@@ -26,6 +26,7 @@ __all__ = [
     "counted_groups",
     "counts_every_group",
     "discard_iteration",
+    "enter_again",
     "frees_received_first",
     "has_whole_gradient",
     "mend_unit",
@@ -102,6 +103,18 @@ def discard_iteration(root: FSDPModule) -> None:
     root.reset_iter_state()
     for param, gradient in gradients:
         param.grad = gradient
+
+
+def enter_again(module: Any) -> None:
+    """Let a unit that has run backward be run anew in the same backward, as any forward that is followed by backward.
+
+    Checkpoints with ``use_reentrant=True`` run it so if forward uses the unit several times. torch, 2.15 too, takes
+    this for a recomputation whose backward is still to come, and then loses the gradients in silence.
+    """
+    state = module._get_fsdp_state()
+    phases = {group._training_state.name for group in param_groups_of(module)}
+    if state._training_state.name == "PRE_BACKWARD" and phases == {"POST_BACKWARD"}:
+        state._training_state = type(state._training_state).IDLE
 
 
 def _reset(state: Any) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mmfsdp.errors import GradScalerError, ShardStateError
+from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.scaling import agrees_on_inf
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
@@ -86,6 +87,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[torch.Tensor]) -> None:
     model.check_trainable(params, type(optimizer).__name__)
+    check_gradient_hooks(model.module, model.plan, is_sharded=True)
     if not model.plan.needs_grad_scaler:
         return
     scaler = _grad_scaler()

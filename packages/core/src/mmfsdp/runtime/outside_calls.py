@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
 from torch.utils.module_tracker import ModuleTracker
 
+from mmfsdp.basics.torch_releases import enter_again
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.casting import in_full_precision
 from mmfsdp.runtime.unit_gates import UnitGate
@@ -112,6 +113,13 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
         full_precision: Whether the unit computes in float32 inside a model of lower precision.
     """
     module = members[0]
+    begin = gate.begin
+
+    def begin_anew() -> None:
+        begin()
+        enter_again(module)
+
+    gate.begin = begin_anew
     setattr(module, _RUN, gate.compute)
     register_fsdp_forward_method(module, _RUN)
     run = vars(module).pop(_RUN)

@@ -19,6 +19,7 @@ from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.records import Note
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks, route_calls
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
@@ -154,6 +155,7 @@ def _carry_out(
 
     def ready() -> UnitPreparer:
         check_supported(plan, device_mesh)
+        check_gradient_hooks(model, plan, is_sharded=False)
         if plan.cpu_offload and plan.engine != "fsdp1":
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
