@@ -195,13 +195,13 @@ def _rehearsed(
                     if averages is not None:
                         averages.update()
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
-                for _ in range(1 if once else 2):
+                for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
                     with explained(places):
                         run_step(
                             _beginning(recorder, state),
                             module,
-                            batches,
+                            micro_batches,
                             loss or default_loss,
                             made,
                             max_norm,

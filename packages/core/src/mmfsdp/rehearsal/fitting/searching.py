@@ -136,7 +136,7 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
                     continue
         else:
             plan = prober.plan(choice)
-            if known.memory(choice, plan) <= memory:
+            if known.memory(choice, plan) <= memory and not _holds_more_than_a_miss(prober, choice, memory):
                 better = max(known.seconds(choice, plan), sending)
                 is_next = better <= bound * (1 + _SAME) + _SAME
                 if is_next:
@@ -154,6 +154,12 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
         result.faster = _next_faster(prober, result)
     else:
         result.smallest = _smallest(prober, left, known)
+
+
+def _holds_more_than_a_miss(prober: Prober, choice: Choice, memory: int) -> bool:
+    """Tell whether a step is known not to fit that shards as much as possible, and is otherwise as this one."""
+    least = replace(choice, settings={**choice.settings, "sharding": {"strategy": "FULL_SHARD"}})
+    return prober.knows(least) and prober.estimate(least).nbytes > memory
 
 
 def _near(one: float, other: float) -> bool:
