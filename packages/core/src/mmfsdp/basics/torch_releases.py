@@ -112,8 +112,9 @@ def enter_again(module: Any) -> None:
     this for a recomputation whose backward is still to come, and then loses the gradients in silence.
     """
     state = module._get_fsdp_state()
-    phases = {group._training_state.name for group in param_groups_of(module)}
-    if state._training_state.name == "PRE_BACKWARD" and phases == {"POST_BACKWARD"}:
+    if state._training_state.name != "PRE_BACKWARD":
+        return
+    if {group._training_state.name for group in param_groups_of(module)} == {"POST_BACKWARD"}:
         state._training_state = type(state._training_state).IDLE
 
 

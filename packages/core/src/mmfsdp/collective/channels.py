@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from mmfsdp.basics.machines import boot_id
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import ConfigError, LostRankError, ShardStateError
 
@@ -124,11 +124,7 @@ def host_of() -> str:
 
 def kernel_of() -> str:
     """Return text that is the same for all processes that share a page cache: those of one boot of one host."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = str(os.getpid())  # a sandbox may hide it; then each process counts as a host
-    return f"{host_of()} {boot}"
+    return f"{host_of()} {boot_id() or os.getpid()}"  # if it is not known, each process counts as a host
 
 
 @contextmanager

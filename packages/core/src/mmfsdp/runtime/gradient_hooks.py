@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import clean_fqn, name_list
 from mmfsdp.errors import ShardStateError
-from mmfsdp.planning import ShardPlan
+from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["check_gradient_hooks"]
 

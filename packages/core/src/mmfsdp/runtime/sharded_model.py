@@ -106,7 +106,7 @@ class ShardedModel:
         self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
         self.shown: dict[tuple[int, str], bool] = {}
         kept = {id(param) for param in _registered(module)}
-        self._replaced = [former for former in former if (param := former()) is not None and id(param) not in kept]
+        self._replaced = [known for known in former if (param := known()) is not None and id(param) not in kept]
         self._in_forward = 0
         self._tracker = ModuleTracker()
         _sharded[module] = self

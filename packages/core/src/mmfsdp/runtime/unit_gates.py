@@ -16,7 +16,8 @@ class UnitGate:
     """Knows whether a unit is in use, and runs calls other than its forward with the unit gathered.
 
     Args:
-        begin: Called before each use. It makes torch take the model as the root, rather than the first unit that runs.
+        begin: Called before each use. It makes torch take the model as the root, rather than the first unit that runs,
+            and lets a unit run anew whose backward has run.
 
     Attributes:
         is_open: Whether a use has begun and not ended; meanwhile layers of the unit compute as usual.

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.machines import boot_id
 from mmfsdp.checkpoint.files.disk import remove, rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
@@ -300,15 +301,7 @@ def _machine(descriptor: int) -> str:
 
     Containers on one machine are the same machine.
     """
-    return f"{_boot()}/{os.fstat(descriptor).st_dev}"
-
-
-@cache
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        return os.uname().nodename
+    return f"{boot_id() or os.uname().nodename}/{os.fstat(descriptor).st_dev}"
 
 
 def _opened(path: Path) -> int:

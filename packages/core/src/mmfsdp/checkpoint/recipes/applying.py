@@ -53,9 +53,7 @@ def find_recipe(given: str | os.PathLike[str]) -> Recipe:
     """
     path = Path(given)
     if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
-        names = [shipped.stem for shipped in sorted(_SHIPPED.glob("*.toml"))]
-        if str(given) not in names:
-            hint = closest(given, names) or f" Shipped are {', '.join(names)}."
+        if (hint := _unknown(str(given))) is not None:
             raise ConfigError(
                 f"There is no recipe {str(given)!r}.{hint} Or give the path of a .toml, .yaml or .json file.",
                 config="recipe",
@@ -69,13 +67,17 @@ def find_recipe(given: str | os.PathLike[str]) -> Recipe:
 
 def _shipped(name: Any, extended: str) -> Recipe:
     """Return the shipped recipe that another one extends."""
-    names = [info.stem for info in sorted(_SHIPPED.glob("*.toml"))]
-    if name not in names:
-        hint = closest(str(name), names) or f" Shipped are {', '.join(names)}."
+    if (hint := _unknown(name)) is not None:
         raise ConfigError(
             f"{extended}: extends is {name!r}, expected the name of a shipped recipe.{hint}", config="extends"
         )
     return find_recipe(name)
+
+
+def _unknown(name: Any) -> str | None:
+    """Return the names that may be meant if no shipped recipe has this name; None if one has."""
+    names = [path.stem for path in sorted(_SHIPPED.glob("*.toml"))]
+    return None if name in names else closest(str(name), names) or f" Shipped are {', '.join(names)}."
 
 
 def rewritten(

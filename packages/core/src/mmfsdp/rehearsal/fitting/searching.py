@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmfsdp.errors import MmfsdpError
@@ -92,7 +92,7 @@ def search(prober: Prober, choices: Sequence[Choice], memory: int, count: int) -
     return result
 
 
-def search_faster(result: Search, prober: Prober, choices: Iterable[Choice], memory: int) -> None:
+def search_faster(result: Search, prober: Prober, choices: Sequence[Choice], memory: int) -> None:
     """Put the fastest of further choices first in a result, in place of its last one, if it fits and is faster.
 
     Args:
@@ -101,15 +101,18 @@ def search_faster(result: Search, prober: Prober, choices: Iterable[Choice], mem
         choices: A few choices, all of which are rehearsed.
         memory: Bytes of a device.
     """
-    least = result.fits[0].estimate.seconds * (1 - _ALIKE)
-    rehearsed = [(prober.estimate(choice), choice) for choice in choices]
+    rehearsed = [(prober.estimate(choice), choice) for choice, _ in _possible(prober, choices, result)]
     fitting = [(estimate.seconds, choice) for estimate, choice in rehearsed if estimate.nbytes <= memory]
-    if not fitting or min(fitting, key=lambda item: item[0])[0] > least:
+    seconds, choice = min(fitting, key=lambda item: item[0], default=(float("inf"), None))
+    if choice is None or seconds > result.fits[0].estimate.seconds * (1 - _ALIKE):
         return
-    found = _whole(prober, min(fitting, key=lambda item: item[0])[1])
-    if found.estimate.nbytes <= memory:
-        result.fits = [found, *result.fits[: max(len(result.fits) - 1, 0)]]
-        result.faster = _next_faster(prober, result)
+    try:
+        found = _whole(prober, choice)
+        if found.estimate.nbytes <= memory:
+            result.fits = [found, *result.fits[:-1]]
+            result.faster = _next_faster(prober, result)
+    except _MisledError:  # what was found before stays; it was rehearsed with the whole model
+        prober.distrust()
 
 
 def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, count: int) -> None:
