@@ -196,7 +196,7 @@ def test_other_tokenizers_are_left_out_or_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_computed_on_the_way_gives_the_same_file_as_in_two_steps(tmp_path: Path) -> None:
-    """An average, and weights restored from float8, whose rows of q and k are reordered while they are written."""
+    """An average, whose rows of q and k are reordered while it is written."""
     source = folder(tmp_path, "llama")
     save_file({name: tensor * 3 for name, tensor in weights("llama").items()}, tmp_path / "b.safetensors")
     both = [source, tmp_path / "b.safetensors"]
@@ -204,14 +204,35 @@ def test_what_is_computed_on_the_way_gives_the_same_file_as_in_two_steps(tmp_pat
     convert(tmp_path / "mean.safetensors", tmp_path / "two.gguf", like=source, quantize="q8_0")
     average_checkpoints(both, tmp_path / "one.gguf", like=source, quantize="q8_0")
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
-    save_file({name: tensor.bfloat16() for name, tensor in weights("llama").items()}, source / "model.safetensors")
-    convert(source, tmp_path / "codes", to="hf", quantize="fp8_channel")
-    convert(tmp_path / "codes", tmp_path / "numbers", to="hf", quantize="none", dtype="bf16")
-    convert(tmp_path / "numbers", tmp_path / "c.gguf")
-    convert(tmp_path / "codes", tmp_path / "d.gguf", quantize="none", dtype="bf16")
-    one, two = Parsed(tmp_path / "c.gguf"), Parsed(tmp_path / "d.gguf")
-    assert one.tensors == two.tensors
-    assert one.keys.keys() == two.keys.keys()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_tensor", "fp8_channel"])
+def test_codes_of_float8_become_blocks_in_one_step(kind: str, tmp_path: Path) -> None:
+    """Nothing says that they are to be restored: a GGUF file cannot hold them. The file is that of two steps."""
+    source = folder(tmp_path, "llama", intermediate_size=64)
+    given = {name: tensor.bfloat16() for name, tensor in weights("llama", intermediate_size=64).items()}
+    save_file(given, source / "model.safetensors")
+    (tmp_path / "codes").mkdir()
+    (tmp_path / "numbers").mkdir()
+    (codes, numbers) = (tmp_path / "codes" / "model", tmp_path / "numbers" / "model")  # the name is in the file
+    convert(source, codes, to="hf", quantize=kind)
+    convert(codes, numbers, to="hf", quantize="none")
+    for number, settings in enumerate(({"quantize": "q8_0"}, {"quantize": "q8_0", "dtype": "fp16"}, {"dtype": "bf16"})):
+        one, two = tmp_path / f"one{number}.gguf", tmp_path / f"two{number}.gguf"
+        report = convert(codes, one, **settings)
+        convert(numbers, two, **settings)
+        assert one.read_bytes() == two.read_bytes()
+        assert report.notes[0] == "7 weights were codes of 8 bits, and are restored"
+    types = {name: tensor[0] for name, tensor in Parsed(tmp_path / "one0.gguf").tensors.items()}
+    assert {types[f"blk.0.{name}.weight"] for name in ("attn_q", "ffn_down", "ffn_up")} == {8}
+    # A sharded source, whose pieces begin within blocks.
+    convert(codes, tmp_path / "dcp", to="dcp", ranks=3)
+    convert(tmp_path / "dcp", tmp_path / "sharded.gguf", like=codes, quantize="q8_0")
+    assert (tmp_path / "sharded.gguf").read_bytes() == (tmp_path / "one0.gguf").read_bytes()
+    # Weights trained from such a folder are numbers, though its config still says otherwise.
+    convert(source, tmp_path / "trained.gguf", like=codes, quantize="q8_0")
+    convert(source, tmp_path / "plain.gguf", quantize="q8_0")
+    assert Parsed(tmp_path / "trained.gguf").tensors == Parsed(tmp_path / "plain.gguf").tensors
 
 
 def test_the_frequencies_of_llama_3_are_those_of_transformers(tmp_path: Path) -> None:
@@ -276,7 +297,6 @@ class TestErrors:
             ({"model_type": None}, "says None"),
             ({"hidden_act": "gelu"}, "sets hidden_act 'gelu'"),
             ({"mlp_bias": True}, "sets mlp_bias"),
-            ({"quantization_config": {}}, "sets quantization_config: .* Set 'quantize' to 'none'"),
             ({"partial_rotary_factor": 0.5}, "sets partial_rotary_factor"),
             ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "sets rope scaling 'yarn'"),
             ({"rope_scaling": {"type": "linear"}}, "says None for 'factor'"),
@@ -307,6 +327,13 @@ class TestErrors:
     )
     def test_settings(self, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
         self.refused(tmp_path, message, settings=settings)
+
+    def test_codes_with_unknown_scales(self, tmp_path: Path) -> None:
+        source = folder(tmp_path, "qwen2", quantization_config={"quant_method": "own"})
+        name, given = "model.layers.0.mlp.up_proj.weight", load_file(source / "model.safetensors")
+        save_file({**given, name: given[name].to(torch.float8_e4m3fn)}, source / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"{name}': quantised, as quantization_config.*save it unquantised"):
+            convert(source, tmp_path / "out.gguf", dtype="fp16")
 
     def test_quantised_elsewhere(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="'quantize' applies only to the format 'gguf', not to 'safetensors'"):

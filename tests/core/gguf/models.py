@@ -42,9 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def weights(name: str) -> dict[str, torch.Tensor]:
+def weights(name: str, **changes: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in transformers: numbers of an integer generator, equal with every torch."""
-    config = CONFIGS[name]
+    config = {**CONFIGS[name], **changes}
     hidden, inner, rows = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     size = config.get("head_dim", hidden // config["num_attention_heads"])
     queries, keys = size * config["num_attention_heads"], size * config["num_key_value_heads"]

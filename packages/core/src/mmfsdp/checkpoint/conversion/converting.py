@@ -19,12 +19,14 @@ from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, refuse_existing, temporary_sibling
 from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
+from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, write_files
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
+from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
@@ -125,7 +127,8 @@ def convert(
     target = place(target, to_write=True)
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    if chosen.quantize == "none":
+    codes = scales_of(part_tensors(layout, "model")) if kind.name == "gguf" and chosen.quantize != "none" else {}
+    if codes or chosen.quantize == "none":
         layout = import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout)
     is_remote = isinstance(target, RemoteLike)
     if not is_remote:
@@ -190,7 +193,7 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=intent.notes,
+        notes=(f"{len(codes)} weights were codes of 8 bits, and are restored",) * bool(codes) + intent.notes,
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,

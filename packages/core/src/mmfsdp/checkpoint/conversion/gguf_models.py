@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.dtypes import is_floating_point
+from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.gguf_tokenizers import translated
 from mmfsdp.checkpoint.files.casting import CastEntry
@@ -52,12 +52,11 @@ class GgufModel:
     """What that says."""
 
     @classmethod
-    def of(cls, folder: Path, quantize: str | None = None) -> GgufModel:
+    def of(cls, folder: Path) -> GgufModel:
         """Read the config of a model and check that a GGUF file can say all of it.
 
         Args:
             folder: The folder with its ``config.json``.
-            quantize: What the setting says: ``'none'`` if weights that the config says are quantised were restored.
 
         Raises:
             ConfigError: It cannot, or the config is malformed.
@@ -67,7 +66,7 @@ class GgufModel:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{_CONFIG} is not valid JSON: {error}.", file=str(folder / _CONFIG)) from None
         model = cls(folder, config if isinstance(config, dict) else {})
-        model._check(quantize)
+        model._check()
         return model
 
     @property
@@ -82,6 +81,14 @@ class GgufModel:
             ConfigError: Weights are missing or too many, or have another shape than the config says.
         """
         given, notes = dict(tensors), []
+        codes = [name for name, entry in given.items() if itemsize(entry.dtype) == 1]
+        if codes and self._get("quantization_config") is not None:
+            raise ConfigError(
+                f"{name_list(codes, 3)}: quantised, as quantization_config of {_CONFIG} says, and no scales are beside "
+                "them that mmfsdp reads: '*.weight_scale' or '*.weight_scale_inv'. Load the model with the library "
+                "that wrote it, and save it unquantised.",
+                file=str(self.folder / _CONFIG),
+            )
         if self._tied and _HEAD in given and _EMBEDDING in given:
             if not equal_data(given[_HEAD], given[_EMBEDDING]):
                 raise self._refusal(f"ties {_HEAD!r} to {_EMBEDDING!r}, but they differ", "tie_word_embeddings: false")
@@ -196,7 +203,7 @@ class GgufModel:
     def _rope_type(self) -> str:
         return str(self._rope.get("rope_type", self._rope.get("type", "default")))
 
-    def _check(self, quantize: str | None) -> None:
+    def _check(self) -> None:
         kind, config = self._get("model_type"), self._get
         if kind not in _ARCHITECTURES:
             raise ConfigError(
@@ -209,13 +216,6 @@ class GgufModel:
         slides = kind == "mistral" or config("use_sliding_window") is True
         layers = config("layer_types") or ["full_attention"]
         rope = self._rope_type
-        if config("quantization_config") is not None and quantize != "none":
-            raise ConfigError(
-                f"{_CONFIG} of {self.folder.name} sets quantization_config: its weights are codes with scales, or "
-                "were. Set 'quantize' to 'none', which restores them, or give as 'like' a folder of the model without "
-                "it. For Q8_0, restore them in one conversion and quantise the result in another.",
-                file=str(self.folder / _CONFIG),
-            )
         refused = [
             (f"hidden_act {config('hidden_act')!r}", config("hidden_act") not in (None, "silu")),
             (f"sliding_window {window}", slides and window is not None and window < self._count(_CONTEXT)),

@@ -78,9 +78,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         layout, selection = _through_recipe(layout, selection, conversion)
     if target.name in ("huggingface", "gguf"):
         selection = _for_folder(layout, selection, Path(conversion.like or ""))
-    model = (
-        None if target.name != "gguf" else _gguf_models().GgufModel.of(Path(conversion.like or ""), conversion.quantize)
-    )
+    model = None if target.name != "gguf" else _gguf_models().GgufModel.of(Path(conversion.like or ""))
     if model is not None:
         layout, selection = _for_gguf(layout, selection, model)
     names = named_tensors(selection.part)
