@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from mmfsdp.checkpoint import open_layout, verify
 from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine.checkpoints.content import read_content
 from mmfsdp_mmengine.configs.arguments import state_dict_settings
 
 FORMS: list[Any] = [
@@ -68,7 +69,8 @@ def test_resumed_on_any_world_size(engine: str, tmp_path: Path) -> None:
         "paramwise_cfg": paramwise,
         "clip_grad": {"max_norm": 0.5},
     }
-    settings = {"strategy": strategy("sharded", engine=engine), "optim_wrapper": optim}
+    hooks = [{"type": "History"}, {"type": "KeepsOwnState"}]
+    settings = {"strategy": strategy("sharded", engine=engine), "optim_wrapper": optim, "custom_hooks": hooks}
     whole = run_ranks(train, 2, tmp_path / "whole", 2, settings)[0]
     saved = tmp_path / "whole" / "epoch_1.pth"
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} == {path.name for path in saved.iterdir()}
@@ -80,10 +82,15 @@ def test_resumed_on_any_world_size(engine: str, tmp_path: Path) -> None:
     again = run_ranks(train, 2, tmp_path / "again", 2, {**settings, "load_from": str(saved), "resume": True})[0]
     assert again["losses"] == whole["losses"][4:]
     assert again["metrics"] == whole["metrics"][1:]
-    changes = {"strategy": strategy("full"), "optim_wrapper": optim, "load_from": str(saved), "resume": True}
+    changes = {**settings, "strategy": strategy("full"), "load_from": str(saved), "resume": True}
     alone = run_ranks(train, 1, tmp_path / "alone", 1, changes)[0]
     assert len(alone["losses"]) == 4
     assert alone["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+
+    # What a resumed run saves is whole: the next one can resume from it.
+    for resumed in ("again", "alone"):
+        kept = read_content(tmp_path / resumed / "epoch_2.pth")["optimizer"]["base_param_settings"]
+        assert kept["params"].shape == (1,)
 
     # And torch reads the weights.
     weights = MODELS.build({"type": "ToyModel"}).state_dict()

@@ -143,6 +143,17 @@ class Accuracy(BaseMetric):
 
 
 @HOOKS.register_module(force=True)
+class KeepsOwnState(Hook):
+    """Saves a state dict of its own, and loads it as plain modules do."""
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own_state_dict"] = nn.Linear(2, 2).state_dict()
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        nn.Linear(2, 2).load_state_dict(checkpoint["own_state_dict"])
+
+
+@HOOKS.register_module(force=True)
 class History(Hook):
     """Keeps the loss over all ranks and the logged gradient norm of every iteration, and validation metrics."""
 

@@ -15,9 +15,9 @@ from mmengine.logging import HistoryBuffer
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
-from mmfsdp.collective import Scope, broadcast_object, on_all_ranks
+from mmfsdp.collective import Scope, broadcast_object, on_all_ranks, scope_of
 from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
-from mmfsdp.saving import open_shared, read_checkpoint, read_verified, reference_of
+from mmfsdp.saving import open_shared, read_checkpoint, read_verified, read_whole, reference_of
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.checkpoints.downloads import download_content, local_path
 from mmfsdp_mmengine.configs.agreement import check_alike
@@ -43,6 +43,7 @@ _IMPLEMENTATION = {
     "decoupled_weight_decay",
     "param_names",
 }
+_READ_IN_PARTS = ("state_dict", "ema_state_dict", "optimizer")  # by this package, when it copies them to shards
 _STATISTICS = ("min", "max", "mean", "current")
 _REMOTE = re.compile(r"((?!file:)[a-z][a-z0-9+.-]*://|s3:|petrel:|pavi:|modelzoo:|open-mmlab:)")
 
@@ -93,8 +94,8 @@ def load_optimizer_content(model: nn.Module, optim_wrapper: Any, content: Mappin
         own = {key: value for key, value in contents[name].items() if key not in state}
         load_optim_state_dict(model, wrapper.optimizer, state)
         if own:
-            # The wrapper loads its own state; its optimizer gets the state that was just loaded again.
-            wrapper.load_state_dict({**own, **wrapper.optimizer.state_dict()})
+            # The wrapper keeps what it is given, and saves it again; its optimizer gets what was just loaded again.
+            wrapper.load_state_dict({**read_whole(own, scope_of(None)), **wrapper.optimizer.state_dict()})
 
 
 def _check_settings(name: str, optimizer: Optimizer, content: Mapping[str, Any]) -> None:
@@ -150,13 +151,16 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
     if not _REMOTE.match(filename):
         path = local_path(filename)
         if broadcast_object(scope, path.is_dir()):
-            return open_shared(
+            content = open_shared(
                 path,
                 scope,
                 safe_globals=safe_globals(),
                 reference=lambda: reference_of(model),
                 change=lambda content: _with_state_dict(content, filename),
             )[1]
+            # Hooks that save state dicts of their own load them as tensors.
+            others = {key: value for key, value in content.items() if key not in _READ_IN_PARTS}
+            return {**content, **read_whole(others, scope)}
         # Hooks may use the tensors of a file, which is memory-mapped: the ranks verify all of it first.
         content = read_verified(path, scope, safe_globals=safe_globals(), reference=lambda: reference_of(model))
         return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
