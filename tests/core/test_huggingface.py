@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmfsdp.checkpoint import TargetExistsError, convert, open_layout, verify
-from mmfsdp.errors import CheckpointError, ConfigError
+from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
 EMBEDDING = "transformer.wte.weight"
 
@@ -43,6 +43,30 @@ def source(tmp_path: Path) -> Path:
 
 def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_folder_of_torch_save(tmp_path: Path) -> None:
+    """As transformers wrote it before safetensors, with its config; as accelerate writes it, beside other files."""
+    source = folder(tmp_path / "source")
+    torch.save(weights(), source / "pytorch_model.bin")
+    torch.save({"state": {}}, source / "optimizer.bin")
+    assert open_layout(source).format == "torch_index"
+    assert verify(source).ok
+    convert(source, tmp_path / "out", to="hf", verify_output=True)
+    convert(source, tmp_path / "dcp", to="dcp", ranks=2)
+    for made in (source / "pytorch_model.bin", tmp_path / "dcp"):
+        assert diff(source, made).same, made
+    assert {"config.json", "tokenizer.json"} <= {*names(tmp_path / "out")}
+    save_file({"other": torch.ones(1)}, source / "model.safetensors")  # preferred, as by transformers
+    assert open_layout(source).format == "huggingface"
+
+
+def test_a_folder_of_checkpoints_names_them(source: Path, tmp_path: Path) -> None:
+    """As accelerate's save_state leaves it: weights and optimizer in directories of their own."""
+    (tmp_path / "state" / "scheduler").mkdir(parents=True)
+    convert(source, tmp_path / "state" / "pytorch_model_fsdp_0", to="dcp")
+    with pytest.raises(CheckpointNotFoundError, match=r"Open a checkpoint within it: 'pytorch_model_fsdp_0'\."):
+        open_layout(tmp_path / "state")
 
 
 @pytest.mark.parametrize("with_weights", [False, True])

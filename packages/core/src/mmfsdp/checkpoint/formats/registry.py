@@ -39,6 +39,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "MODEL_FILE",
     "RANK_FILE",
+    "TORCH_FILE",
     "Content",
     "Format",
     "FormatInfo",
@@ -57,9 +58,13 @@ INDEX_SUFFIX = ".index.json"
 MODEL_FILE = "model.safetensors"
 """The weights of a Hugging Face folder, if one file holds them."""
 
+TORCH_FILE = "pytorch_model.bin"
+"""The same, written by ``torch.save``, as transformers did before safetensors."""
+
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
 
+_MOST_TRIED = 100  # names in a directory, for an error message
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
     rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
@@ -191,6 +196,12 @@ def _is_model_folder(source: Source) -> bool:
     return "config.json" in source.names and bool({MODEL_FILE, MODEL_FILE + INDEX_SUFFIX} & {*source.names})
 
 
+def _is_torch_folder(source: Source) -> bool:
+    return TORCH_FILE in source.names and not any(
+        name.endswith((".safetensors", INDEX_SUFFIX)) for name in source.names
+    )
+
+
 # The first whose `sniff` says yes reads a path: a directory may hold several.
 FORMATS: tuple[Format, ...] = (
     Format(
@@ -261,8 +272,9 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "torch_index",
-        "a directory of torch.save files with Hugging Face's pytorch_model.bin.index.json",
+        "a directory of torch.save files of Hugging Face: pytorch_model.bin, or several and their index",
         "shard_indexes",
+        _is_torch_folder,
         reader="read_torch",
         directory=True,
     ),
@@ -488,9 +500,11 @@ def _recognised(source: Source) -> Format:
         )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
+        inner = [name for name in source.names[:_MOST_TRIED] if _is_checkpoint_directory(path / name)]
+        hint = f" Open a checkpoint within it: {name_list(inner)}." if inner else ""
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
-            f"{name_list(source.names) or 'nothing'}.",
+            f"{name_list(source.names) or 'nothing'}.{hint}",
             file=str(path),
         )
     if not source.head:
@@ -501,6 +515,11 @@ def _recognised(source: Source) -> Format:
         "torch's distributed checkpoint.",
         file=str(path),
     )
+
+
+def _is_checkpoint_directory(path: Path) -> bool:
+    source = Source(path)
+    return path.is_dir() and any(item.directory and item.sniff is not None and item.sniff(source) for item in FORMATS)
 
 
 def _chosen(name: str, path: Path) -> Format:

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats import safetensors
-from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, Content, Source, find_format, looks_like_safetensors
+from mmfsdp.checkpoint.formats.registry import (
+    INDEX_SUFFIX,
+    TORCH_FILE,
+    Content,
+    Source,
+    find_format,
+    looks_like_safetensors,
+)
 from mmfsdp.checkpoint.integrity import inside, parse_json, refuse_special
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -40,7 +48,11 @@ def read(source: Source) -> Layout:
 
 
 def read_torch(source: Source) -> Layout:
-    """Read the layout of files of ``torch.save`` with an index; errors as for `read`."""
+    """Read the layout of one file of ``torch.save``, or of several with an index; errors as for `read`."""
+    path = source.path
+    if TORCH_FILE in source.names and TORCH_FILE + INDEX_SUFFIX not in source.names:
+        layout = _torch_file(Source(inside(path, TORCH_FILE, path), source.trust))
+        return replace(layout, path=path, format="torch_index")
     return _read_torch(source, _read_index(_index(source, ".bin")))
 
 
