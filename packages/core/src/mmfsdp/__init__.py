@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mmfsdp.planning import ShardPlan, plan
     from mmfsdp.rehearsal import fit, rehearse
     from mmfsdp.runtime.scaling import GradScaler
+    from mmfsdp.runtime.sharded_params import sharded_params
     from mmfsdp.runtime.training import clip_grad_norm_, no_sync
     from mmfsdp.runtime.whole_params import full_params
     from mmfsdp.saving.load import load_checkpoint
@@ -46,6 +47,7 @@ __all__ = [
     "rehearse",
     "save_checkpoint",
     "shard",
+    "sharded_params",
 ]
 
 _WHERE = {
@@ -60,6 +62,7 @@ _WHERE = {
     **dict.fromkeys(("apply_plan", "shard"), "mmfsdp.sharding.apply"),
     **dict.fromkeys(("clip_grad_norm_", "no_sync"), "mmfsdp.runtime.training"),
     "full_params": "mmfsdp.runtime.whole_params",
+    "sharded_params": "mmfsdp.runtime.sharded_params",
     **dict.fromkeys(("load_model_state_dict", "model_state_dict"), "mmfsdp.state.model"),
     **dict.fromkeys(("load_optim_state_dict", "optim_state_dict"), "mmfsdp.state.optimizer"),
     "load_checkpoint": "mmfsdp.saving.load",

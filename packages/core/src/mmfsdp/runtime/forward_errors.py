@@ -19,6 +19,8 @@ from mmfsdp.runtime.sharded_model import ShardedModel
 
 __all__ = ["explain_forward_error"]
 
+_WRITTEN = re.compile(r"\baten\.[a-z]\w*_\.")  # operators that work in place
+
 
 def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
     """Add a note to ``error`` if code read parameters of a unit that was not gathered. Not collective.
@@ -34,6 +36,12 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
         error.add_note(moved)
         return
     if not state.is_fsdp1 and "DTensor" not in str(error):
+        return
+    if _WRITTEN.search(str(error)):
+        error.add_note(
+            "mmfsdp: code wrote parameters in a forward, while some were gathered and others were shards. Write them "
+            "inside `with torch.no_grad(), mmfsdp.sharded_params(...)`, which takes the modules that own them."
+        )
         return
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
     places = traceback.walk_tb(error.__traceback__)

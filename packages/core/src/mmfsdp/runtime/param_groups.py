@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.torch_releases import has_whole_gradient, param_groups_of, put_zero_gradients
 
@@ -20,11 +21,15 @@ __all__ = [
     "begin_backward",
     "begin_root",
     "computed_with",
+    "free",
+    "gather",
     "gathered_params",
+    "gathered_values",
     "gradients_of",
     "groups_of",
     "has_gradient",
     "keep_state_dicts_pure",
+    "modules_of",
     "name_of",
     "shard_versions",
     "shards_of",
@@ -62,6 +67,33 @@ def shards_of(group: Group) -> Iterator[nn.Parameter]:
         yield param.sharded_param
 
 
+def modules_of(group: Group) -> Iterator[nn.Module]:
+    """Yield the modules that hold a group's parameters, some repeatedly."""
+    for param in group.fsdp_params:
+        yield param._module_info.module
+        yield from param._module_info.shared_modules
+
+
+def free(group: Group) -> bool:
+    """Free a group's gathered parameters, also within a forward that uses them, and return whether there were any."""
+    group.wait_for_unshard()  # a gathering under way has read the shards already
+    was_gathered = not group.is_sharded
+    group._to_sharded()
+    return was_gathered
+
+
+def gather(group: Group) -> None:
+    """Gather a group's parameters after its shards were written. Collective: every rank of the group."""
+    state = group._training_state
+    # In a forward torch would gather on streams that do not wait for what was written.
+    group._training_state = type(state).IDLE
+    try:
+        group.unshard()
+        group.wait_for_unshard()
+    finally:
+        group._training_state = state
+
+
 def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
     """Return the gathered parameters that are registered in place of shards: by ``id``, the parameter and its shard."""
     found = {}
@@ -73,6 +105,14 @@ def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn
             if registered is not param.sharded_param:
                 found[id(registered)] = (registered, param.sharded_param)
     return found
+
+
+def gathered_values(group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield FQN and gathered copy of each parameter of a gathered group, without those of other tensor types."""
+    for param in group.fsdp_params:
+        value = param.unsharded_param
+        if type(value.data) is torch.Tensor or isinstance(value, DTensor):
+            yield param._param_fqn or param._module_info.param_name, value
 
 
 def computed_with(group: Group, param: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.flat_params import free_flat_params
 from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.lost_writes import LostWrites
 from mmfsdp.runtime.param_groups import (
     begin_root,
     computed_with,
@@ -89,6 +90,8 @@ class ShardedModel:
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
             module that owns the parameter, and its own name, each with whether this rank shows it. The same places on
             every rank.
+        lost_writes: Notices what is written to gathered parameters before the first step; None with engine ``fsdp1``,
+            and where nothing is trained, as in a rehearsal.
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -100,6 +103,7 @@ class ShardedModel:
         self.sync_gradients = True
         self.unreduced = False
         self.agreement: GradientAgreement | None = None
+        self.lost_writes: LostWrites | None = None
         self._module = weakref.ref(module)
         self._groups = [weakref.ref(group) for group in groups_of(module.modules())]
         self._kept_from_evaluation: int | None = None

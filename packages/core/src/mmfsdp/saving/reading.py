@@ -210,7 +210,15 @@ def _shared(
 
 
 def read_whole(content: Any, scope: Scope) -> Any:
-    """Return content with its tensors read whole into CPU memory on every rank. Collective."""
+    """Return content with its tensors read whole into CPU memory. Collective: every rank of the scope.
+
+    Args:
+        content: What `read_checkpoint` or `open_shared` returned, or a part of it. Not changed.
+        scope: The ranks that read.
+
+    Raises:
+        CheckpointError: A rank cannot read a tensor; raised on every rank.
+    """
     stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, LazyTensor)]
     locate([(value, whole_box(value)) for value in stored], scope)
     return on_all_ranks(lambda: _read_now(content), scope)

@@ -19,8 +19,11 @@ from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.records import Note
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.averaged_parts import average_on_shards
 from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks, route_calls
+from mmfsdp.runtime.kept_params import named_references, replace_kept
+from mmfsdp.runtime.lost_writes import LostWrites
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
@@ -164,12 +167,15 @@ def _carry_out(
             apply_activation_checkpointing(model, plan.activation_checkpointing)
         return preparer
 
-    former = [weakref.ref(param) for param in model.parameters()]
+    former = named_references(model)
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
     with Agreement(scope) as agreed:
         sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
-    return _finished(sharded, plan, device_mesh, parts, former).module
+    state = _finished(sharded, plan, device_mesh, parts, former)
+    if state.groups:
+        state.lost_writes = LostWrites(sharded, state.groups)
+    return state.module
 
 
 def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> ShardedModel:
@@ -190,9 +196,10 @@ def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> Shard
     prepare = UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh)
     if plan.activation_checkpointing is not None:
         apply_activation_checkpointing(model, plan.activation_checkpointing)
+    former = named_references(model)
     parts = parts_of_units(model, plan)
     sharded = ENGINES[plan.engine].apply(model, plan, mesh, prepare.alone)
-    return _finished(sharded, plan, mesh, parts)
+    return _finished(sharded, plan, mesh, parts, former)
 
 
 def check_supported(plan: ShardPlan, mesh: DeviceMesh) -> None:
@@ -210,11 +217,14 @@ def _finished(
     plan: ShardPlan,
     mesh: DeviceMesh,
     parts: Iterable[UnitParts],
-    former: Iterable[weakref.ref[nn.Parameter]] = (),
+    former: Mapping[str, weakref.ref[nn.Parameter]],
 ) -> ShardedModel:
-    state = ShardedModel(sharded, plan, mesh, former)
+    state = ShardedModel(sharded, plan, mesh, former.values())
+    replace_kept(sharded, former)
     install_hooks(state, sharded)
     route_calls(state, parts)
+    if state.groups or state.is_fsdp1:
+        average_on_shards(sharded)
     return state
 
 
