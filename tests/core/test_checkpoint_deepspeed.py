@@ -249,10 +249,73 @@ def test_damage_and_foreign_files_are_named(step: Path) -> None:
     assert chunk.file.name in str(report.problems)
 
 
-@pytest.mark.parametrize("name", ["layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"])
-def test_other_parallelism_is_refused(step: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*save_16bit_model"),
+        ("layer_00-model_01-model_states.pt", "tensor parallelism.*save_16bit_model"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "expert parallelism.*keep='module', and each layer_"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert parallelism"),
+    ],
+)
+def test_other_parallelism_is_refused(step: Path, name: str, message: str) -> None:
     (step / name).write_bytes(b"")
-    with pytest.raises(FormatError, match=rf"'{name}', which DeepSpeed writes for pipeline, tensor or expert"):
+    with pytest.raises(FormatError, match=rf"'{name}', which DeepSpeed writes for {message}"):
+        open_layout(step)
+
+
+def test_a_pipeline_is_put_together(golden: Path, tmp_path: Path) -> None:
+    case = golden / "0.19.8-pipeline" / "pipeline"
+    assert verify(case).ok
+    found = converted(case, tmp_path / "out.pth")
+    weights, states = found["state_dict"], states_by_name(found["optimizer"])
+    trained = {}
+    for stage in range(2):
+        truth = torch.load(case / f"truth_of_stage{stage}.pth")
+        for name, tensor in truth["fp32"].items():
+            assert torch.equal(weights[name], tensor), name
+            assert torch.equal(states[name]["exp_avg"], truth["exp_avg"][name]), name
+            assert int(states[name]["step"]) == 2
+        trained |= truth["fp32"]
+    assert trained.keys() == states.keys() >= {"tied_modules.ends.weight", "3.weight", "4.bias"}
+    assert len(found["optimizer"]["param_groups"]) == 1
+    layers = sorted((case / "global_step2").glob("layer_*"))
+    stored = {f"{int(path.name[6:8])}.{key}": value for path in layers for key, value in torch.load(path).items()}
+    assert weights.keys() == {*stored, *trained}
+    assert weights["1.weight"].dtype == torch.bfloat16  # it is frozen
+    for name, tensor in stored.items():
+        assert torch.equal(weights[name].bfloat16(), tensor), name
+    assert torch.equal(weights["0.weight"], weights["tied_modules.ends.weight"].bfloat16())
+    assert found["epoch"] == 3
+
+
+def test_a_universal_checkpoint_of_a_pipeline(golden: Path, tmp_path: Path) -> None:
+    case = golden / "0.19.8-pipeline" / "pipeline_universal"
+    found = converted(case / "global_step2_universal", tmp_path / "out.pth")
+    states, trained = states_by_name(found["optimizer"]), set()
+    for stage in range(2):
+        truth = torch.load(case / f"truth_of_stage{stage}.pth")
+        for name, tensor in truth["fp32"].items():
+            assert torch.equal(found["state_dict"][name], tensor), name
+            assert torch.equal(states[name]["exp_avg"], truth["exp_avg"][name]), name
+        trained |= {*truth["fp32"]}
+    assert found["state_dict"].keys() == states.keys() == trained
+
+
+def test_a_pipeline_lacks_a_stage_or_has_one_of_another_save(golden: Path, tmp_path: Path) -> None:
+    step = tmp_path / "global_step2"
+    shutil.copytree(golden / "0.19.8-pipeline" / "pipeline" / "global_step2", step)
+    other = torch.load(step / "mp_rank_01_model_states.pt", weights_only=False)
+    torch.save({**other, "global_steps": 1}, step / "mp_rank_01_model_states.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"mp_rank_01_model_states.pt is of another save \(step 1\)"):
+        open_layout(step)
+    for path in step.glob("*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"of 2 stages, but .*'mp_rank_01_model_states\.pt'"):
+        open_layout(step)
+    for path in step.glob("layer_*"):  # then it is a part of something
+        path.unlink()
+    with pytest.raises(FormatError, match="which DeepSpeed writes for tensor parallelism"):
         open_layout(step)
 
 

@@ -3,9 +3,9 @@
     DS_ACCELERATOR=cpu python tests/core/deepspeed/make.py DIRECTORY [CASE ...]
 
 The archives beside this file are such directories, packed with ``tar -C DIRECTORY -czf RELEASE.tar.gz .``; torch was
-2.13 and MMEngine 0.10.7. ``truth.pth`` of a case holds what the live engine gathers (``fp32``, ``exp_avg``,
-``exp_avg_sq``) and what DeepSpeed's ``zero_to_fp32`` merges (``merged``; without frozen parameters for stage 1, which
-it forgets).
+2.13 and MMEngine 0.10.7. The cases of pipelines have an archive of their own. ``truth.pth`` of a case holds what the
+live engine gathers (``fp32``, ``exp_avg``, ``exp_avg_sq``) and what DeepSpeed's ``zero_to_fp32`` merges (``merged``;
+without frozen parameters for stage 1, which it forgets).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
     each_step: bool = False
 
 
-MMENGINE = "mmengine"
+MMENGINE, PIPELINE, UNIVERSAL = "mmengine", "pipeline", "pipeline_universal"
 CASES = {
     "zero1_2ranks_bf16": Case(2, 1, "bf16", frozen=True, universal=True),
     "zero1_2ranks_bf16_fp32_gradients": Case(2, 1, "bf16", groups=2, accumulate="fp32"),
@@ -208,6 +208,51 @@ def save_with_mmengine(directory: Path) -> None:
             shutil.rmtree(log) if log.is_dir() else log.unlink()
 
 
+def save_pipeline(directory: Path, *, universal: bool) -> None:
+    """Train a pipeline of two stages on four ranks, with a frozen layer, and save. All ranks must call.
+
+    Its ends are tied, but not if a universal checkpoint is made: DeepSpeed's script cannot do that.
+    """
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    torch.manual_seed(0)
+    tied = TiedLayerSpec("ends", nn.Linear, 6, 6, bias=False)
+    ends = [LayerSpec(nn.Linear, 6, 6) if universal else tied for _ in range(2)]
+    inner = [LayerSpec(nn.Linear, 6, 7), torch.relu, LayerSpec(nn.Linear, 7, 6), LayerSpec(nn.LayerNorm, 6)]
+    model = PipelineModule(
+        [ends[0], *inner, ends[1]],
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=lambda x, y: (x - y).square().mean(),
+    )
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith("1."))
+    params = [param for param in model.parameters() if param.requires_grad]
+    config = {**config_of(Case(4, 1, "bf16")), "gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(params, lr=0.02), config=config)
+    data = (torch.arange(24).reshape(2, 2, 6) / (7 + number) for number in range(8))
+    batches = ((x.bfloat16(), y.bfloat16()) for x, y in data)
+    for _ in range(2):
+        engine.train_batch(data_iter=batches)
+    engine.save_checkpoint(str(directory), tag="global_step2", client_state={"epoch": 3})
+    truth: dict[str, dict[str, torch.Tensor]] = {"fp32": {}, "exp_avg": {}}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            truth["fp32"][name] = safe_get_full_fp32_param(param).clone()
+            truth["exp_avg"][name] = safe_get_full_optimizer_state(param, "exp_avg").clone()
+    if engine.grid.get_data_parallel_id() == 0:
+        torch.save(truth, directory / f"truth_of_stage{engine.grid.get_stage_id()}.pth")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for script in directory.glob("*.py"):
+            script.unlink()
+        if universal:
+            make_universal(directory)
+            shutil.rmtree(directory / "global_step2")
+
+
 def make_universal(directory: Path) -> None:
     """Convert the checkpoint with DeepSpeed's own script."""
     from argparse import Namespace
@@ -254,13 +299,16 @@ def run(rank: int, ranks: int, directory: Path, names: list[str]) -> None:
         dist.barrier()
         if name == MMENGINE:
             save_with_mmengine(directory / name)
+        elif name in (PIPELINE, UNIVERSAL):
+            save_pipeline(directory / name, universal=name == UNIVERSAL)
         else:
             save(CASES[name], directory / name)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    target, chosen = Path(sys.argv[1]), sys.argv[2:] or [*CASES, MMENGINE]
+    target, chosen = Path(sys.argv[1]), sys.argv[2:] or [*CASES, MMENGINE, PIPELINE, UNIVERSAL]
+    ranks = {MMENGINE: 2, PIPELINE: 4, UNIVERSAL: 4, **{name: case.ranks for name, case in CASES.items()}}
     for count in (1, 2, 4):
-        if own := [name for name in chosen if (2 if name == MMENGINE else CASES[name].ranks) == count]:
+        if own := [name for name in chosen if ranks[name] == count]:
             mp.spawn(run, (count, target, own), count)

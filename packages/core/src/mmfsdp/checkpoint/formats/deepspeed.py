@@ -2,22 +2,23 @@
 
 A directory named by its tag holds ``mp_rank_00_model_states.pt``, or in stage 3 one such file per rank
 (``zero_pp_rank_{rank}_mp_rank_00_model_states.pt``), and a file of the optimizer per rank
-(``[bf16_]zero_pp_rank_{rank}_mp_rank_00_optim_states.pt``). The file ``latest`` beside it holds its name. The weights
-are those in full precision that the optimizer keeps, as DeepSpeed's ``zero_to_fp32.py`` gives them; buffers and frozen
-parameters are as they are stored. What else a user saved (``client_state``) stays at the top. MMEngine's
-DeepSpeedStrategy writes these files, too.
+(``[bf16_]zero_pp_rank_{rank}_mp_rank_00_optim_states.pt``); each stage of a pipeline has such files. The file
+``latest`` beside it holds its name. The weights are those in full precision that the optimizer keeps, as DeepSpeed's
+``zero_to_fp32.py`` gives them; buffers and frozen parameters are as they are stored. What else a user saved
+(``client_state``) stays at the top. MMEngine's DeepSpeedStrategy writes these files, too.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmfsdp.checkpoint.formats.deepspeed_files import Files
 from mmfsdp.checkpoint.formats.deepspeed_latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed_params import FrozenParams, ShardedParams
+from mmfsdp.checkpoint.formats.deepspeed_stages import StagedParams, layers_of, stages_of
 from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
@@ -27,6 +28,7 @@ from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError, Mmf
 
 __all__ = ["read"]
 
+_Params = ShardedParams | UniversalParams | StagedParams
 _WEIGHTS, _OPTIMIZER, _OWN = "state_dict", "optimizer", "deepspeed"
 # What describes the files themselves, which the layout replaces.
 _STRUCTURE = {"module", "optimizer", "buffer_names", "param_shapes", "shared_params"}
@@ -50,34 +52,38 @@ def read(source: Source) -> Layout:
         CheckpointNotFoundError: There is none, or ``latest`` names one that is not there.
         IncompleteCheckpointError: Files of some ranks are missing; they are named.
         CorruptCheckpointError: A file is of another save, or damaged.
-        FormatError: It is of pipeline, tensor or expert parallelism, or of a release before 0.5.
+        FormatError: It is of tensor or expert parallelism, or of a release before 0.5.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
-    files = Files(folder_of(source.path, source.names), trust=source.trust)
+    folder = folder_of(source.path, source.names)
     try:
-        return _layout(files, source)
+        return _layout(stages_of(folder, trust=source.trust), source)
     except MmfsdpError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"The files in {files.folder.name} do not hold what DeepSpeed writes: {type(error).__name__}: {error}.",
-            file=str(files.folder),
+            f"The files in {folder.name} do not hold what DeepSpeed writes: {type(error).__name__}: {error}.",
+            file=str(folder),
         ) from error
 
 
-def _layout(files: Files, source: Source) -> Layout:
+def _layout(stages: Sequence[Files], source: Source) -> Layout:
+    files = stages[0]
     model = files.model()
     tensors: dict[str, TensorEntry] = {}
     own = {key: value for key, value in model.items() if key in _COUNTERS and value is not None}
-    params: ShardedParams | UniversalParams | None = None
-    if files.is_universal:
-        params = UniversalParams(files, trust=source.trust)
-    elif files.states:
-        params = ShardedParams(files, look_up=source.look_up)
+    params: _Params | None = None
+    if files.is_universal or files.states:
+        of_stages = [_params(stage, source) for stage in stages]
+        params = of_stages[0] if len(of_stages) == 1 else StagedParams(of_stages)
     else:
         _refuse_without_states(files)
-    weights = _weights(files, params, FrozenParams(files, look_up=source.look_up), tensors)
-    if params is None:
+    layers = layers_of(files.folder, trust=source.trust)
+    weights = _weights(files, layers, params, FrozenParams(files, look_up=source.look_up), tensors)
+    if params is None and len(stages) > 1:
+        held = [_unwrapped(stage.model().get(_OPTIMIZER)) for stage in stages]
+        optimizer = {"of_stages": _bound(f"{_OPTIMIZER}/of_stages", held, tensors)}
+    elif params is None:
         optimizer = _bound(_OPTIMIZER, _unwrapped(model.get(_OPTIMIZER)), tensors)
     else:
         optimizer = _optimizer(params, tensors)
@@ -95,15 +101,22 @@ def _layout(files: Files, source: Source) -> Layout:
     return Layout(files.folder, _OWN, params.ranks if params else 1, tensors, {**tree, **_bound("", rest, tensors)})
 
 
+def _params(files: Files, source: Source) -> ShardedParams | UniversalParams:
+    if files.is_universal:
+        return UniversalParams(files, trust=source.trust)
+    return ShardedParams(files, look_up=source.look_up)
+
+
 def _weights(
     files: Files,
-    params: ShardedParams | UniversalParams | None,
+    layers: Mapping[str, Any],
+    params: _Params | None,
     frozen: FrozenParams,
     tensors: dict[str, TensorEntry],
 ) -> dict[str, Any]:
     """Return the weights, in the order of the model's state dict."""
     model = files.model()
-    module = model["module"]
+    module = model["module"] or layers
     shared: Mapping[str, str] = model.get("shared_params") or {}
     weights: dict[str, Any] = collections.OrderedDict()
     vars(weights).update(vars(module) if isinstance(module, collections.OrderedDict) else {})
@@ -122,7 +135,7 @@ def _weights(
     return weights
 
 
-def _optimizer(params: ShardedParams | UniversalParams, tensors: dict[str, TensorEntry]) -> dict[str, Any]:
+def _optimizer(params: _Params, tensors: dict[str, TensorEntry]) -> dict[str, Any]:
     """Return the optimizer's state, by names of parameters."""
     if (undivided := params.undivided()) is not None:
         return {"of_ranks": _bound(f"{_OPTIMIZER}/of_ranks", undivided, tensors)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +12,20 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, Shapes
-from mmfsdp.checkpoint.formats.deepspeed_latest import STATES
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.layout import Chunk
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["Files", "Place", "RankState", "number", "shapes_of"]
+__all__ = ["RANK_FILE", "WHOLE_FILE", "Files", "Place", "RankState", "number", "shapes_of"]
 
-_RANK_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_(model|optim)_states\.pt", re.ASCII)
-_WHOLE_FILE = re.compile(r"mp_rank_(\d{2,9})_model_states\.pt", re.ASCII)
+RANK_FILE = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(?P<stage>\d{2,9})_(?P<kind>model|optim)_states\.pt", re.ASCII
+)
+"""The name of a rank's file of the model or of the optimizer."""
+WHOLE_FILE = re.compile(r"mp_rank_(?P<stage>\d{2,9})_model_states\.pt", re.ASCII)
+"""The name of the one file of the model."""
 _MOST_RANKS = 1_000_000  # more is damage, or malice
 
 
@@ -77,22 +80,29 @@ def number(value: Any) -> int:
 
 
 class Files:
-    """The files of one checkpoint, each read when it is asked for. It can be sent to other ranks.
+    """The files of one checkpoint, or of one stage of a pipeline, each read when it is asked for.
+
+    They can be sent to other ranks.
+
+    Args:
+        folder: The directory.
+        names: Their names.
+        stage: Number of the stage.
+        trust: Keep what is not on the list of safe names as placeholders.
 
     Raises:
-        FormatError: They are of pipeline, tensor or expert parallelism.
         CorruptCheckpointError: There are two of one rank.
     """
 
-    def __init__(self, folder: Path, *, trust: bool = False) -> None:
-        self.folder, self._trust = folder, trust
+    def __init__(self, folder: Path, names: Sequence[str], *, stage: int = 0, trust: bool = False) -> None:
+        self.folder, self.stage, self._trust = folder, stage, trust
         self.models: dict[int, Path] = {}
         """The files of the model by rank: one but for stage 3."""
         self.states: dict[int, Path] = {}
         """The files of the optimizer by rank."""
         self.is_partitioned = False
         """Whether each rank has a file of the model, as in stage 3."""
-        for name in sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(STATES)):
+        for name in names:
             self._add(name)
         self.models, self.states = dict(sorted(self.models.items())), dict(sorted(self.states.items()))
         self.zero = folder / "zero"
@@ -107,25 +117,17 @@ class Files:
 
     def _add(self, name: str) -> None:
         path = inside(self.folder, name, self.folder)
-        of_rank, whole = _RANK_FILE.fullmatch(name), _WHOLE_FILE.fullmatch(name)
-        part = of_rank[2] if of_rank else whole[1] if whole else ""
-        if not part or int(part):
-            raise FormatError(
-                f"{self.folder.name} holds {name!r}, which DeepSpeed writes for pipeline, tensor or expert "
-                "parallelism. That is not supported: save the whole model's state dict from the run, for example with "
-                "the engine's save_16bit_model.",
-                file=str(path),
-            )
-        files = self.models if whole or (of_rank and of_rank[3] == "model") else self.states
-        rank = int(of_rank[1]) if of_rank else 0
-        self.is_partitioned |= of_rank is not None and of_rank[3] == "model"
-        add_rank_file(files, rank, path)
+        of_rank = RANK_FILE.fullmatch(name)
+        of_model = of_rank is None or of_rank["kind"] == "model"
+        self.is_partitioned |= of_rank is not None and of_model
+        add_rank_file(self.models if of_model else self.states, int(of_rank[1]) if of_rank else 0, path)
 
     def model(self, rank: int | None = None) -> Mapping[str, Any]:
         """Return the content of a rank's file of the model; of the lowest rank's by default."""
         rank = min(self.models, default=0) if rank is None else rank
         if rank not in self.models:
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if rank else "mp_rank_00_model_states.pt"
+            name = f"mp_rank_{self.stage:02d}_model_states.pt"
+            name = f"zero_pp_rank_{rank}_{name}" if rank else name
             raise IncompleteCheckpointError(
                 f"{self.folder.name} lacks {name}, the file of the model.", file=str(self.folder / name)
             )
@@ -151,6 +153,8 @@ class Files:
     def _content(self, path: Path, key: str) -> Mapping[str, Any]:
         if path not in self._trees:
             tree = read_tree(path, trust=self._trust)
+            if isinstance(tree, dict) and key == "module" and tree.get(key, 0) is None:  # of a pipeline: see its layers
+                tree = {**tree, key: {}}
             if not isinstance(tree, dict) or not isinstance(tree.get(key), dict):
                 raise FormatError(
                     f"{path.name} is named as a file of DeepSpeed, but has no dict {key!r}.", file=str(path)
