@@ -13,12 +13,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from tests.console_blocks import plain, walk
+from tests.console_blocks import IS_PINNED, plain, walk
 from tests.doc_pages import PAGES, ROOT, blocks, name, outputs, script_of
 from tests.forked_scripts import run_script
 from tests.test_architecture import CHECKPOINT_LEVELS, LEVELS
 
 SECONDS = 240  # for all blocks of one page
+CHOSEN_BY_TIME = {"docs/fit.md"}  # with other releases of torch, which take other times, it only has to run
 TESTED_ELSEWHERE = {"docs/tutorial.md"}  # by test_tutorial.py
 
 # A terminal wide enough that help is neither wrapped nor cut, without colours.
@@ -44,6 +45,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     done = run_script(script, working_directory(tmp_path), {**os.environ, "PYTHONPATH": paths}, SECONDS)
     assert done.returncode == 0, f"{name(page)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     printed = outputs(page, done.stdout)
+    if not IS_PINNED and name(page) in CHOSEN_BY_TIME:
+        return
     for before, block in itertools.pairwise(blocks(page)):
         if block.language == "text" and block.illustrative is None:
             assert plain(printed[before.line]) == plain(block.text), (
