@@ -5,7 +5,8 @@
 The official index of CPU builds is tried first. Where it cannot be reached, the CUDA build is installed from pip's own
 index, without the several gigabytes of NVIDIA libraries that it links. Libraries take their place that have the same
 names and functions, but each of these functions only returns an error code, or the text of one. torch then finds no
-device and computes on the CPU. That needs gcc and readelf.
+device and computes on the CPU. That needs gcc and readelf. ``torch.version.cuda`` is None, as in a CPU build: otherwise
+torch says that triton is missing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def install(release: str) -> None:
     metadata.write_text(kept)  # otherwise, pip installs CUDA's packages with the next package that requires torch
     subprocess.run([*pip, *required], check=True)
     stand_in_for_missing(site / "torch/lib")
+    with open(site / "torch/version.py", "a") as versions:
+        versions.write("cuda = None\n")
 
 
 def without_cuda(metadata: str) -> tuple[str, list[str]]:
