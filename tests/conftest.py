@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from typing import Any
 
 import pytest
 
 # Before torch is imported, and for all processes that tests start. What tests compute is so small that a second thread
 # mostly spins: without this, tests in one process took a quarter more processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the workers, their ranks and commands from one process, which alone imports torch and the like."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["executable"]  # not what forks: what a test starts by it begins anew
+    elif "popen" in (getattr(config.option, "tx", None) or []):
+        from tests.forked_scripts import python
+
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # of what ranks print; `pytest -s` shows it
+        config.add_cleanup(capture.read_global_capture)  # else it is shown at the end
+        forked = f"popen//python={python()}"
+        capture.suspend_global_capture()
+        config.option.tx = [forked if kind == "popen" else kind for kind in config.option.tx]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["executable"] = sys.executable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

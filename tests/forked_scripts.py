@@ -3,7 +3,7 @@
 `python()` is used as `sys.executable` is, and `environ_with_commands()` puts it and the commands of this environment on
 ``PATH``. Each is a small client (forked_client.py) that has a server fork a process for it, which takes over its
 arguments, directory, environment, streams and namespaces; signals go there, and its exit code comes back. The server is
-itself forked from the process that ranks are forked from.
+itself forked from the process that ranks are forked from, and so are the workers of pytest-xdist: tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from mmfsdp.testing import run_ranks
 
 __all__ = ["environ_alone", "environ_with_commands", "python", "run_script"]
 
@@ -98,13 +94,13 @@ def _folder() -> Path:
 
 def _start() -> Path:
     """Start the server, which ends with this process, and return the folder of its clients."""
-    run_ranks(_nothing, 1)  # starts the process that all are forked from, with what tests have it import
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     for name in _COMMANDS:
         (folder / name).write_text(f"#!{sys.executable} -IS\n{_CLIENT.read_text()}")
         (folder / name).chmod(0o755)
     (folder / "executable").symlink_to(sys.executable)
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(str(folder / "socket"), theirs))
     server.start()
@@ -119,10 +115,6 @@ def _start() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
 
     return folder
-
-
-def _nothing(rank: int) -> None:
-    """Do nothing."""
 
 
 def _serve(path: str, parent: Connection) -> None:
@@ -242,6 +234,8 @@ def _set_up(environ: dict[str, str], directory: str) -> None:
     if environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore")  # clients ask for nothing else
     if environ.get("OMP_NUM_THREADS"):
+        import torch
+
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     if getattr(forkserver._forkserver, "_forkserver_authkey", b"") is not None:
         # Ranks that the process starts are forked from where it was itself. Python finds that server only in the
