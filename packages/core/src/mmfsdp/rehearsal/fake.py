@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "local_of",
     "quiet",
     "skipped",
+    "tensors_in",
     "unseen_shapes",
     "watched_resizes",
     "without_fakes",
@@ -94,6 +95,19 @@ def allocated_by_size() -> Iterator[None]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data."""
     return isinstance(tensor, FakeTensor)
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results, in order: faster than torch's trees."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value.values())
+    return found
 
 
 def is_made_in(mode: Any, tensor: torch.Tensor) -> bool:

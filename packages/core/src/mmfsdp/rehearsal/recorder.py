@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped
+from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped, tensors_in
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
@@ -171,13 +170,15 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operators on local tensors follow
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # half of all calls only ask a fake tensor for its device
         if func.namespace in _NAMESPACES:
             self._note(func, args, kwargs)
             if func.namespace == "c10d":
                 return skipped(func, args)
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        result, is_real = self.values.run(func, args, kwargs)
-        outputs = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
+        result, is_real = self.values.run(func, args, kwargs, inputs)
+        outputs = tensors_in((result,))
         made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
         if self.costs is not None and (made or any(is_made_in(self.mode, value) for value in inputs)):
             self._count(func, args, kwargs, result, inputs, outputs)
@@ -217,7 +218,7 @@ class Recorder(TorchDispatchMode):
         self.on_cpu.append(replace(held, begin=max(live.begin, moved)))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        if self.costs is None or func.namespace in (*_NAMESPACES, "prim"):  # what asks for a device runs nothing
+        if self.costs is None or func.namespace in _NAMESPACES:
             return
         places = self.places
         module, role = places.module, places.role
@@ -236,7 +237,7 @@ class Recorder(TorchDispatchMode):
             return
         ranks = group_of([*args, *kwargs.values()])
         # The whole tensor of an all-gather is what it writes, that of a reduce-scatter what it reads.
-        tensors = [[value for value in tree_leaves(part) if isinstance(value, torch.Tensor)] for part in args[:2]]
+        tensors = [tensors_in((part,)) for part in args[:2]]
         sizes = [sum(value.numel() * value.element_size() for value in part) for part in tensors]
         functional = func.namespace != "c10d"
         nbytes = max(sizes) * (len(ranks) if functional and name == "all_gather" else 1)

@@ -6,10 +6,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from mmfsdp.rehearsal.assuming import answer, finite, scalar
-from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, without_fakes
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.places import Places
 
 __all__ = ["Values"]
@@ -40,9 +39,8 @@ class Values:
         # Storages of real tensors into which values were written that a rehearsal does not have.
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Return an operator's result, and whether it ran for real."""
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, bool]:
+        """Return an operator's result, and whether it ran for real; ``inputs`` are the tensors among its arguments."""
         lifts = func._schema.name in _LIFTS
         if lifts or not inputs:
             # Before torch 2.12 DTensor makes tensors of its own while averages look at shards.
@@ -62,8 +60,7 @@ class Values:
                 shaped = func(*args, **kwargs)
             except CANNOT_BE_FAKED:  # its values are known
                 shaped = None
-            found = [value for value in tree_leaves(shaped) if isinstance(value, torch.Tensor)]
-            if any(value.numel() > _MOST or value.device.type != "cpu" for value in found):
+            if any(value.numel() > _MOST or value.device.type != "cpu" for value in tensors_in((shaped,))):
                 return shaped, False
         with without_fakes():
             return func(*args, **kwargs), True
@@ -95,8 +92,8 @@ class Values:
             if declared.alias_info is None or not declared.alias_info.is_write:
                 continue
             given = args[place] if place < len(args) else kwargs.get(declared.name)
-            for value in tree_leaves(given):
-                if isinstance(value, torch.Tensor) and not is_fake(value):
+            for value in tensors_in((given,)):
+                if not is_fake(value):
                     storage = local_of(value).untyped_storage()
                     self._note(storage)
 
