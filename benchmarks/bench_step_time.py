@@ -30,7 +30,7 @@ SAMPLES, STEPS, ROUNDS = 8, sized(8, 3), sized(5, 1)
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Measure, print the table of errors, and return it; ``arguments`` are the command line's, without the program."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=sized([1, 2], [2]))
+    parser.add_argument("--ranks", type=int, nargs="+", default=sized([1, 2], [1]))
     parser.add_argument("--families", nargs="+", default=sized([*FAMILIES], ["vit"]), choices=[*FAMILIES])
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def _measured(rank: int, name: str) -> tuple[float, float]:
     config = {"wrap": {"kind": "module_class", "classes": list(case.layer)}}
     found = measure(
         config, make(name), case.batch(SAMPLES), loss=case.loss, optimizer=optimizer_of, max_norm=1.0,
-        steps=STEPS, clock=time.process_time,
+        steps=STEPS, clock=time.process_time, budget=sized(0.01, 1e-3),
     )  # fmt: skip
     return found.predicted.seconds, found.seconds
 

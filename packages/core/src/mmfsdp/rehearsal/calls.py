@@ -66,14 +66,20 @@ def seconds_of(call: Call, clock: Callable[[], float], device: torch.device, bud
     count = max(1, min(_MOST, _FRESH // max(size, 1)))
     with torch.no_grad():
         try:
-            sets = [tree_map_only(Spec, lambda spec: spec.make(device), (call.args, call.kwargs)) for _ in range(count)]
-            first = _timed(call, sets[:1], clock, 1)
+            sets = [_made(call, device)]
+            first = _timed(call, sets, clock, 1)
         except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
             return None
-        first = max(min(first, _timed(call, sets[:1], clock, 1)), 1e-7)
+        first = max(min(first, _timed(call, sets, clock, 1)), 1e-7)
         wanted = max(1, min(int(budget / _ROUNDS / first), 2000))
-        sets = (sets * -(-wanted // count))[:wanted]
+        sets += [_made(call, device) for _ in range(min(count, wanted) - 1)]
+        sets = (sets * -(-wanted // len(sets)))[:wanted]
         return statistics.median(_timed(call, sets, clock, count) for _ in range(_ROUNDS))
+
+
+def _made(call: Call, device: torch.device) -> Any:
+    """Return the arguments of a call, with tensors of its own."""
+    return tree_map_only(Spec, lambda spec: spec.make(device), (call.args, call.kwargs))
 
 
 def _timed(call: Call, sets: list[Any], clock: Callable[[], float], most: int) -> float:
