@@ -16,7 +16,7 @@ import mmfsdp
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
-STEPS = 4
+STEPS = 3
 TOLERANCE = 1e-5
 Curve = list[tuple[float, float]]
 
@@ -141,25 +141,30 @@ def mesh_unnamed_1d() -> Any:
 MESHES = {f.__name__: f for f in (one_group, pair_of_groups, mesh_1d, mesh_2d, mesh_unnamed, mesh_unnamed_1d)}
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("mesh", ["one_group", "mesh_1d", "mesh_unnamed_1d"])
+# Which ranks a mesh has is found before an engine is asked for: the second one gets two of the six.
+@pytest.mark.parametrize(
+    ("mesh", "engine"),
+    [("one_group", "fsdp2"), ("mesh_1d", "fsdp2"), ("mesh_unnamed_1d", "fsdp2"), ("one_group", "fsdp1")],
+)
 def test_one_dimensional_meshes(engine: str, mesh: str) -> None:
     check(2, "Tied", {"engine": engine, "wrap": BLOCKS}, mesh)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("mesh", ["pair_of_groups", "mesh_2d", "mesh_unnamed"])
+@pytest.mark.parametrize(
+    ("mesh", "engine"),
+    [("pair_of_groups", "fsdp2"), ("mesh_2d", "fsdp2"), ("mesh_unnamed", "fsdp2"), ("pair_of_groups", "fsdp1")],
+)
 def test_two_dimensional_meshes(engine: str, mesh: str) -> None:
     check(4, "Tied", {"engine": engine, "sharding": "HYBRID_SHARD", "wrap": BLOCKS}, mesh)
 
 
 def replicated_over_a_grid(rank: int) -> Curve:
     model = mmfsdp.shard(build(), {"sharding": "NO_SHARD", "wrap": BLOCKS}, mesh_2d())
-    return train(model, adamw(model), steps=3)
+    return train(model, adamw(model), steps=2)
 
 
 def test_no_shard_on_a_grid() -> None:
-    assert difference(run_ranks(replicated_over_a_grid, 4)[0], reference()[:3]) <= TOLERANCE
+    assert difference(run_ranks(replicated_over_a_grid, 4)[0], reference()[:2]) <= TOLERANCE
 
 
 def norms(rank: int, engine: str) -> tuple[list[float], list[float]]:
