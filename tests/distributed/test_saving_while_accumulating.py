@@ -51,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def grown(rank: int, config: dict[str, Any], between: Callable[[nn.Module, Any], Any] | None) -> list[torch.Tensor]:
     model = mmfsdp.shard(build("Attention"), {"wrap": BLOCKS, **config})
     optimizer = adamw(model)
-    for step in range(3):
+    for step in range(2):
         for micro in range(3):
             with mmfsdp.no_sync(model) if micro < 2 else contextlib.nullcontext():
                 loss = model((X + step + micro + rank) % 10).square().mean()
