@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fork the workers, their ranks and commands from one process, which alone imports torch and the like."""
     if hasattr(config, "workerinput"):
         sys.executable = config.workerinput["executable"]  # not what forks: what a test starts by it begins anew
+        multiprocessing.set_start_method(None, force=True)  # as a process begins: MMEngine warns where it changes this
     elif "popen" in (getattr(config.option, "tx", None) or []):
         from tests.forked_scripts import python
 
