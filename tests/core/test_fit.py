@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError, RehearsalError
 from mmfsdp.rehearsal import Fit
+from mmfsdp.rehearsal.fitting.bounds import Known
 from mmfsdp.rehearsal.fitting.choices import Choice, choices_for
 from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
+from mmfsdp.rehearsal.rehearsing import rehearse_once
 from mmfsdp.rehearsal.timing.devices import device_of
 
 WIDTH, ROWS = 2048, 8192
@@ -111,6 +114,46 @@ def test_what_is_found_is_what_trying_everything_finds(whole: Prober, place: int
     assert (found.faster.choice.key if found.faster else None) == max(
         faster, key=lambda key: faster[key].seconds, default=None
     )
+
+
+def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_everything_finds() -> None:
+    model, batch = on_meta(depth=2)
+    tried = prober(model, batch)
+    shardings = [{"strategy": "FULL_SHARD"}, {"strategy": "HYBRID_SHARD", "shard_size": 2}]
+    every = [
+        Choice({"precision": "bf16", "sharding": sharding, **more}, accumulate)
+        for sharding in shardings
+        for more, accumulate in (({}, 1), ({}, 2), ({"activation_checkpointing": FULL}, 4))
+    ]
+    true = {choice.key: tried.estimate(choice) for choice in every}
+    told, carried = Known(tried.device, tried.links), 0
+    for known in every:
+        alone = Known(tried.device, tried.links)
+        for bounds in (alone, told):
+            bounds.learn(known, tried.plan(known), true[known.key])
+            for choice in every:
+                assert bounds.memory(choice, tried.plan(choice)) <= true[choice.key].nbytes, (known, choice)
+        carried += true[known.key].carried > 0
+    assert carried == 4  # those with micro-batches
+    for memory in sorted(estimate.nbytes for estimate in true.values())[1:-1:3]:
+        found = search(tried, every, memory, 1)
+        best = min(estimate.seconds for estimate in true.values() if estimate.nbytes <= memory)
+        assert best <= found.fits[0].estimate.seconds <= 1.03 * best
+        assert found.fits[0].estimate.nbytes <= memory
+
+
+def test_one_step_tells_what_the_second_of_two_tells() -> None:
+    """A parameter without a gradient has no state, which one step alone cannot know."""
+    model, batch = on_meta(depth=1)
+    idle = copy.deepcopy(model)
+    idle.register_parameter("idle", nn.Parameter(torch.empty(1000, 1000, device="meta")))
+    for given, accumulate in ((model, 2), (idle, 1)):
+        plan = mmfsdp.plan(given, {"precision": "bf16"}, mesh=RANKS)
+        options = {"optimizer": "adamw", "max_norm": 1.0, "accumulate": accumulate, "device_type": "cuda"}
+        two = mmfsdp.rehearse(plan, given, batch, **options)
+        one = rehearse_once(plan, given, batch, rank=0, **options, loss=None, assume=None, ema=None)
+        assert (one.peak.by_kind, one.device_bytes()) == (two.peak.by_kind, two.device_bytes())
+        assert one.time("h100").seconds == two.time("h100").seconds
 
 
 def test_what_is_as_good_is_found_with_the_simplest() -> None:

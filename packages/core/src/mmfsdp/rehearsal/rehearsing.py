@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError
@@ -124,10 +125,10 @@ def rehearse(
 
 
 def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> Rehearsal:
-    """Run one step instead of two, for its memory: the optimizer makes its state from gradients of zeros.
+    """Run one step instead of two: the optimizer makes its state from gradients of zeros.
 
-    Takes about half the time of `rehearse`. The step also does what only a first step does, so it has more operators;
-    a parameter that gets no gradient has state nonetheless.
+    Takes little more than half the time of `rehearse`, and records the same, unless the model or averaged weights do
+    something else in their first step. If a parameter gets no gradient, and so has no state, two steps run after all.
 
     Args:
         plan: The plan.
@@ -135,7 +136,14 @@ def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any)
         batch: See `rehearse`.
         **options: The other arguments of `rehearse`, all of them.
     """
-    return _rehearsed(plan, model, batch, **options, once=True)
+    try:
+        return _rehearsed(plan, model, batch, **options, once=True)
+    except _IdleError:
+        return _rehearsed(plan, model, batch, **options)
+
+
+class _IdleError(Exception):
+    """A parameter that may be trained gets no gradient."""
 
 
 def _rehearsed(
@@ -191,15 +199,17 @@ def _rehearsed(
                     averages = Averages(ema, module)
                     recorder.adopt_new(begin, "ema")
                 if once:
+                    _gather_once(module)
                     _make_state(module, made)
                     if averages is not None:
                         averages.update()
+                idle: list[torch.Tensor] = []
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
                     with explained(places):
                         run_step(
-                            _beginning(recorder, state),
+                            _beginning(recorder, state, idle),
                             module,
                             micro_batches,
                             loss or default_loss,
@@ -213,6 +223,8 @@ def _rehearsed(
                     recorder.adopt(_state_of(made), "optimizer state")
                     if not on_cpu and offloads is None:
                         recorder.leave_out(_counts_on_host(made))
+    if once and idle:
+        raise _IdleError
     return Rehearsal(
         rank=rank,
         mesh=str(plan.mesh),
@@ -227,6 +239,14 @@ def _rehearsed(
         operators=tuple(recorder.operators),
         calls=costs.calls,
     )
+
+
+def _gather_once(module: nn.Module) -> None:
+    """Let FSDP2 make what it keeps from step to step."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            part.reshard()
 
 
 def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -257,11 +277,17 @@ def _adopt_gradients(recorder: Recorder, gradients: Iterable[torch.Tensor]) -> N
     recorder.offload(found)
 
 
-def _beginning(recorder: Recorder, state: ShardedModel) -> Callable[[str], None]:
-    """Return what begins a phase; when backward has ended, its gradients are known."""
+def _beginning(recorder: Recorder, state: ShardedModel, idle: list[torch.Tensor]) -> Callable[[str], None]:
+    """Return what begins a phase; when backward has ended, its gradients are known.
+
+    Parameters that the optimizer finds without a gradient are added to ``idle``.
+    """
 
     def begin(phase: str) -> None:
-        whole = (param.grad for param in state.module.parameters() if param.grad is not None)
+        params = [*state.module.parameters()]
+        whole = (param.grad for param in params if param.grad is not None)
+        if phase == "optimizer":
+            idle.extend(param for param in params if param.requires_grad and param.grad is None)
         _adopt_gradients(recorder, chain(whole, *(gradients_of(group) for group in state.groups)))
         recorder.begin(phase)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.planning.records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL
 from mmfsdp.rehearsal.fitting.choices import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
@@ -40,20 +41,44 @@ class Known:
     def memory(self, choice: Choice, plan: ShardPlan) -> float:
         """Return bytes that a step needs at least.
 
-        Activations of half as many samples are at least half as large. Of two steps that gather the same, the one with
-        larger shards needs at least as much more as it keeps between steps.
+        Activations of half as many samples are at least half as large. Gradients that earlier micro-batches leave are
+        whole, and equally large however many there are. Of two steps that gather the same, the one with larger shards
+        needs at least as much more as it keeps between steps.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
         kept = 0.0 if plan.cpu_offload else plan.param_bytes() * (1 + state)
-        least = 0.0
+        carried = self._carried(choice, plan)
+        least = kept + carried
         for known, before, estimate in self._seen:
             if known.forward_settings != choice.forward_settings:
                 continue
-            least = max(least, kept + estimate.activations * min(known.accumulate / choice.accumulate, 1.0))
+            part = min(known.accumulate / choice.accumulate, 1.0)
+            most = max(estimate.activations * part, carried + estimate.forward_activations * part)
+            least = max(least, kept + most)
             if known.accumulate == choice.accumulate and _gathers(before) == _gathers(plan):
                 more = kept - before.param_bytes() * (1 + state)
                 least = max(least, estimate.peak.nbytes + more if more > 0 else 0.0)
-        return max(least, kept)
+        return least + self._beside(plan)
+
+    def _carried(self, choice: Choice, plan: ShardPlan) -> float:
+        """Return the bytes of whole gradients that the last forward finds at least."""
+        if choice.accumulate == 1:
+            return 0.0
+        alike = (
+            estimate.carried
+            for known, before, estimate in self._seen
+            if known.accumulate > 1
+            and known.kept_settings == choice.kept_settings
+            and before.engine == plan.engine
+            and (before.mesh.shard == 1) == (plan.mesh.shard == 1)
+        )
+        return min(alike, default=0.0)
+
+    def _beside(self, plan: ShardPlan) -> int:
+        """Return the bytes that a process takes of a GPU at least beside what a step holds."""
+        if self._device.name == "cpu":
+            return 0
+        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL[1] if plan.mesh.world_size > 1 else 0)
 
     def seconds(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""

@@ -46,6 +46,12 @@ class Choice:
         return _text({name: value for name, value in self.settings.items() if name not in ("sharding", "wrap")})
 
     @property
+    def kept_settings(self) -> str:
+        """The same, whatever is recomputed: equal for choices whose gradients have equal sizes."""
+        apart = ("sharding", "wrap", "activation_checkpointing")
+        return _text({name: value for name, value in self.settings.items() if name not in apart})
+
+    @property
     def plan_key(self) -> str:
         """Text that is equal for choices whose plans have equal units."""
         apart = ("activation_checkpointing", "prefetch")

@@ -16,7 +16,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fitting.choices import Choice
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
-from mmfsdp.rehearsal.rehearsing import rehearse
+from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.links import Links
@@ -24,6 +24,7 @@ from mmfsdp.rehearsal.timing.step_time import StepTime
 
 __all__ = ["Estimate", "Prober", "micro_batch", "samples_of"]
 
+_PLAIN = dict.fromkeys(("loss", "max_norm", "assume", "ema")) | {"optimizer": "adamw", "device_type": "cuda"}
 _REHEARSED = 2  # micro-batches; those after the second are as the second
 
 
@@ -37,6 +38,10 @@ class Estimate:
     """Bytes that the step takes of the device at most; see `Rehearsal.device_bytes`."""
     activations: float
     """The most bytes of the kinds that do not depend on how parameters are sharded."""
+    forward_activations: float
+    """The same while the last forward runs."""
+    carried: float
+    """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
     state: float
     """Bytes of optimizer state per byte of parameters."""
     seconds: float
@@ -138,15 +143,18 @@ class Prober:
         parts = []
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self.stacks}
-            parts.append((weight, self._run(short, choice), found))
+            parts.append((weight, self._run(short, choice, once=True), found))
         return self._from(parts, choice)
 
     def _from(
         self, parts: Sequence[tuple[float, Rehearsal, Mapping[str, tuple[int, int]]]], choice: Choice
     ) -> Estimate:
         peak = combined([(weight, highest_by_place(step, depths)) for weight, step, depths in parts])
-        activations = combined(
-            [(weight, highest_by_place(step, depths, ACTIVATIONS)) for weight, step, depths in parts]
+        places = [(weight, highest_by_place(step, depths, ACTIVATIONS)) for weight, step, depths in parts]
+        activations = combined(places)
+        last = min(choice.accumulate, _REHEARSED) - 1  # each micro-batch has two phases
+        in_forward = combined(
+            [(weight, {key: value for key, value in found.items() if key[0] == 2 * last}) for weight, found in places]
         )
         times = [(weight, step.time(self.device, self.links)) for weight, step, _ in parts]
         more = max(choice.accumulate - _REHEARSED, 0)  # micro-batches that were not rehearsed
@@ -168,6 +176,8 @@ class Prober:
             peak=peak,
             nbytes=max(round(needed), peak.nbytes),
             activations=activations.nbytes + inputs,
+            forward_activations=in_forward.nbytes + inputs,
+            carried=total(lambda step: _carried(step, 2 * last)) if last else 0.0,
             state=total(lambda step: step.static.get("optimizer state", 0))
             / max(total(lambda step: step.static.get("parameter", 0)), 1),
             seconds=timed(lambda time: time.seconds) + more * timed(_first_micro_batch),
@@ -176,11 +186,14 @@ class Prober:
             steps=tuple((weight, step) for weight, step, _ in parts),
         )
 
-    def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
+    def _run(self, model: nn.Module, choice: Choice, *, once: bool = False) -> Rehearsal:
         self.count += 1
         plan = self._planned(model, choice)
         batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
-        return rehearse(plan, model, batch, accumulate=min(choice.accumulate, _REHEARSED), **self._options)
+        options = {**_PLAIN, **self._options, "accumulate": min(choice.accumulate, _REHEARSED)}
+        if once and options["ema"] is None:  # averaged weights compute something else in their first step
+            return rehearse_once(plan, model, batch, rank=0, **options)
+        return rehearse(plan, model, batch, **options)
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
@@ -225,6 +238,13 @@ def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:
 def _needed(step: Rehearsal) -> int:
     """Return the bytes that a step takes of its device at most."""
     return step.peak.nbytes if step.device_type == "cpu" else step.device_bytes()[1]
+
+
+def _carried(step: Rehearsal, phase: int) -> int:
+    """Return the bytes of gradients that are held from the beginning of a phase to its end."""
+    begin, end = step.phases[phase][1], step.phases[phase + 1][1]
+    held = (item for item in step.allocations if item.kind == "gradient" and item.begin < begin)
+    return sum(item.nbytes for item in held if item.end is None or item.end >= end)
 
 
 def _computing(time: StepTime, phases: tuple[str, ...]) -> float:

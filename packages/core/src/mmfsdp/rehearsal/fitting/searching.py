@@ -139,7 +139,7 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
                     continue
         else:
             plan = prober.plan(choice)
-            if known.memory(choice, plan) <= memory and not _holds_more_than_a_miss(prober, choice, memory):
+            if max(known.memory(choice, plan), _most_sharded(prober, choice)) <= memory:
                 better = max(known.seconds(choice, plan), sending)
                 is_next = better <= bound * (1 + _SAME) + _SAME
                 if is_next:
@@ -159,10 +159,10 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
         result.smallest = _smallest(prober, left, known)
 
 
-def _holds_more_than_a_miss(prober: Prober, choice: Choice, memory: int) -> bool:
-    """Tell whether a step is known not to fit that shards as much as possible, and is otherwise as this one."""
+def _most_sharded(prober: Prober, choice: Choice) -> int:
+    """Return the bytes of the step that shards as much as possible, and is otherwise as this one; 0 if not known."""
     least = replace(choice, settings={**choice.settings, "sharding": {"strategy": "FULL_SHARD"}})
-    return prober.knows(least) and prober.estimate(least).nbytes > memory
+    return prober.estimate(least).nbytes if prober.knows(least) else 0
 
 
 def _near(one: float, other: float) -> bool:
@@ -242,7 +242,7 @@ def _smallest(prober: Prober, left: Sequence[_Sent], known: Known) -> Found:
         choice = left[place][0]
         if is_rehearsed:
             return _whole(prober, choice)
-        least = known.memory(choice, prober.plan(choice))
+        least = max(known.memory(choice, prober.plan(choice)), _most_sharded(prober, choice))
         is_next = least <= bound
         if is_next:
             estimate = prober.estimate(choice)
