@@ -16,6 +16,7 @@ __all__ = ["check", "plain", "walk"]
 
 # What differs from run to run, or from machine to machine.
 VARYING = [
+    (r"(?m)^\d+ %  .+ of .+\n", ""),  # progress, which a slow machine has time to print
     (r"in [\d.]+ s\b", "in # s"),
     (r"\([\d.]+ \w+/s\)", "(#/s)"),
     (r"Free on the disk: .*", "Free on the disk: #"),
