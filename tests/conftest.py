@@ -16,11 +16,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the workers, their ranks and commands from one process, which alone imports torch and the like."""
+    """Fork the workers, their ranks and commands from one process, which alone imports torch and the like.
+
+    Not if coverage is measured, which begins when Python does.
+    """
     if hasattr(config, "workerinput"):
         sys.executable = config.workerinput["executable"]  # not what forks: what a test starts by it begins anew
         multiprocessing.set_start_method(None, force=True)  # as a process begins: MMEngine warns where it changes this
-    elif "popen" in (getattr(config.option, "tx", None) or []):
+    elif "popen" in (getattr(config.option, "tx", None) or []) and "coverage" not in sys.modules:
         from tests.forked_scripts import python
 
         capture = config.pluginmanager.getplugin("capturemanager")

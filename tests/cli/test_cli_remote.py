@@ -23,7 +23,9 @@ def web(tmp_path: Path) -> Iterator[WebServer]:
 def test_commands_take_urls(name: str, web: WebServer, tmp_path: Path) -> None:
     url, out = f"{web.url}/{name}?token=hush", tmp_path / "out.safetensors"
     done = [run("inspect", url), run("convert", url, out), run("verify", url), run("diff", url, out)]
-    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 4
+    assert [one.returncode for one in done] == [0] * 4
+    said = "".join(one.stderr for one in done)
+    assert not [line for line in said.splitlines() if " %  " not in line]  # progress, on a slow machine
     assert not [one.stdout for one in done if "hush" in one.stdout]
     assert f"{web.url}/{name}?...: ok" in done[2].stdout
     assert all(request.path.endswith("?token=hush") for request in web.requests)

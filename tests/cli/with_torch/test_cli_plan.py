@@ -228,7 +228,8 @@ def test_ranks_of_torchrun_measure_together() -> None:
     environ = {**environ_with_commands(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)  # one rank prints
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # before torch 2.10
+    shown = json.loads("\n".join(printed))  # one rank prints
     found, own = shown["measured"], shown["rehearsal"]["peak"]["nbytes"]
     assert found["mesh"] == "2 ranks"
     assert found["peak"] == {"predicted": own, "measured": pytest.approx(own, rel=0.2)}  # gloo keeps copies

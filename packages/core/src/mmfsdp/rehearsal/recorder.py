@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):
             self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
-        if name == "reduce_scatter":
+        if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
