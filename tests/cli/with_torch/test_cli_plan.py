@@ -198,6 +198,10 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     assert all(getattr(read, name) == getattr(stated, name) for name in given)
     assert plan(*words[:2], "--config", pasted)[0] == 0
     assert "needs --batch" in plan("--fit", "10MiB")[2]
+    assert "needs --batch, whose samples" in plan("--batch-dim", "1")[2]
+    by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--fit", "4GiB", "--json")
+    searched = [json.loads(plan(*by_tokens, "--batch-dim", dim)[1])["considered"] for dim in (0, 1)]
+    assert searched == [2, 4]  # 1 and 2 micro-batches of two samples; 1 to 8 of eight
     assert "Give their number" in plan(*words[:-4], "--ranks", "2x2", "--fit", "10MiB")[2]
 
 

@@ -31,6 +31,7 @@ def print_fit(
     changes: dict[str, Any],
     device: str,
     assume: float | None,
+    batch_dim: int,
     *,
     as_json: bool,
 ) -> None:
@@ -46,6 +47,7 @@ def print_fit(
         changes: Single settings that stay, by their paths.
         device: The device's name.
         assume: The share of elements that masks select; None to fail where a model needs their values.
+        batch_dim: The dimension of the batch's tensors that counts samples.
         as_json: Print JSON.
 
     Raises:
@@ -78,6 +80,7 @@ def print_fit(
             max_norm=step.max_norm,
             assume=assume,
             ema=step.ema,
+            batch_dim=batch_dim,
         )
     if as_json:
         click.echo(json.dumps(found.describe(), indent=2))

@@ -99,6 +99,13 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
     help="Rehearse a step with what one rank gets: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
 )
 @option(
+    "--batch-dim",
+    section="Settings",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="The dimension of --batch that counts samples, for micro-batches: 1 for TOKENSxSAMPLES; by default 0.",
+)
+@option(
     "--device",
     section="Settings",
     metavar="NAME|FILE",
@@ -150,6 +157,7 @@ def plan_command(
     optimizer: str | None,
     optimizer_arguments: tuple[str, ...],
     batch: tuple[str, ...],
+    batch_dim: int | None,
     device: str | None,
     batch_size: str | None,
     assume: float | None,
@@ -185,6 +193,8 @@ def plan_command(
         raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
     if device is not None and not rehearses:
         raise click.BadParameter("the time of a step needs --batch.", param_hint="--device")
+    if batch_dim is not None and not batch:
+        raise click.BadParameter("needs --batch, whose samples it counts.", param_hint="--batch-dim")
     if memory is not None and not rehearses:
         raise click.BadParameter("needs --batch: steps are rehearsed.", param_hint="--fit")
     if memory is not None and (tree or chart or html is not None or other is not None):
@@ -204,7 +214,8 @@ def plan_command(
             optimizer = source.optimizer()
         ranks = ranks_at_hand(ranks) if measures else ranks or "8"
         if memory is not None and step is not None:
-            print_fit(built, source, step, memory, ranks, config, wanted, device or "h100", assume, as_json=as_json)
+            given = memory, ranks, config, wanted, device or "h100", assume, batch_dim or 0
+            print_fit(built, source, step, *given, as_json=as_json)
             return
         means = settings_of(built, source, config, wanted)
         plan = planned(built, ranks, means)
@@ -215,7 +226,11 @@ def plan_command(
             found, time = real.rehearsal, real.predicted
         elif step is not None:
             with _static_part(plan, step, as_json=as_json):
-                found = rehearsed(built, plan, step, assume) if chart else advised(built, means, ranks, step, assume)
+                found = (
+                    rehearsed(built, plan, step, assume)
+                    if chart
+                    else advised(built, means, ranks, step, assume, batch_dim or 0)
+                )
             time = None if device is None else found.time(device)
         second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
         if html is not None and step is not None and found is not None:

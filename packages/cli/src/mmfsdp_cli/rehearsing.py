@@ -87,7 +87,9 @@ def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: flo
         return rehearse(plan, model, step.batch, **step.arguments(), assume=assume)
 
 
-def advised(model: nn.Module, means: Translated, ranks: str, step: TrainingStep, assume: float | None) -> Rehearsal:
+def advised(
+    model: nn.Module, means: Translated, ranks: str, step: TrainingStep, assume: float | None, batch_dim: int
+) -> Rehearsal:
     """Return the rehearsal of a step with the changes of its settings that lower its peak most.
 
     Args:
@@ -96,6 +98,7 @@ def advised(model: nn.Module, means: Translated, ranks: str, step: TrainingStep,
         ranks: Number of ranks, or a mesh, as text.
         step: The step.
         assume: See `rehearsed`.
+        batch_dim: The dimension of the batch's tensors that counts samples.
     """
     from mmfsdp.rehearsal import advise
 
@@ -103,7 +106,13 @@ def advised(model: nn.Module, means: Translated, ranks: str, step: TrainingStep,
         return rehearsed(
             model, planned(model, ranks, means), step, assume
         )  # these are of this model, not of its copies
-    given = {**step.arguments(), "mesh": mesh_of(ranks), "policy": means.policy, "assume": assume}
+    given = {
+        **step.arguments(),
+        "mesh": mesh_of(ranks),
+        "policy": means.policy,
+        "assume": assume,
+        "batch_dim": batch_dim,
+    }
     with running_user_code():
         return advise(means.config, model, step.batch, **given)
 
