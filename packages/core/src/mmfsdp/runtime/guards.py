@@ -75,7 +75,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if state.agreement is not None:
                 state.agreement.check()
             state.before_writing()
-            if state.lost_writes is not None and not state.lost_writes.is_over:
+            if state.lost_writes is not None:
                 state.lost_writes.check()
     for group in known.mixed:
         group["foreach"] = False

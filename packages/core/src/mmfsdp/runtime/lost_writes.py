@@ -28,19 +28,17 @@ class LostWrites:
     Args:
         module: The sharded root; nothing is compared while it is in evaluation mode.
         groups: Its parameter groups.
+
+    Attributes:
+        is_over: Whether the first step was checked.
     """
 
     def __init__(self, module: nn.Module, groups: Iterable[Any]) -> None:
-        self._is_over = False
+        self.is_over = False
         self._found: list[tuple[_Sums, _Sums]] = []
         me, root = weakref.ref(self), weakref.ref(module)
         for group in groups:
             _watch(group, me, root)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the first step was checked."""
-        return self._is_over
 
     def add(self, before: _Sums, after: _Sums) -> None:
         """Note sums of parameters' values when they were gathered, and when they were freed."""
@@ -52,7 +50,7 @@ class LostWrites:
         Raises:
             ShardStateError: A parameter was written while it was gathered.
         """
-        self._is_over = True
+        self.is_over = True
         found, self._found = self._found, []
         changed = {name for before, after in found for name in _changed(before, after)}
         if changed:
