@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -121,6 +122,7 @@ def _serve(path: str, parent: Connection) -> None:
     """Fork a process for each client, until the parent is gone; end those whose client is gone."""
     _folders.append(Path(path).parent)
     gc.freeze()
+    atexit.register(weakref.finalize._exitfunc)  # from Python 3.13 on, processes of multiprocessing forget it
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
