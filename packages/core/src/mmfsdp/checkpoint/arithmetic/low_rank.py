@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.layout import (
 
 __all__ = ["LowRankSum", "transposed"]
 
-_BLOCK = 1 << 20  # bytes of the weight; in float64 they are up to eight times as many
+_ELEMENTS = 1 << 18  # per block: twice as many leave the cache; with fewer, threads wait for Python's lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class LowRankSum(ComputedEntry):
         if not self.numel:
             return
         columns, rank = math.prod(base.shape[1:]), right.shape[0]
-        rows = max(1, min(base.shape[0], _BLOCK // (columns * itemsize(base.dtype))))
+        rows = max(1, min(base.shape[0], _ELEMENTS // columns))
         streams = zip(
             tensor_blocks(files, base, rows * columns * itemsize(base.dtype)),
             tensor_blocks(files, left, rows * rank * itemsize(left.dtype)),
