@@ -31,6 +31,8 @@ class Model(nn.Module):
         self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False)
         self.small = nn.Linear(3, 5).bfloat16()
         self.twin = nn.Linear(5, 7)
+        self.register_buffer("counts", torch.arange(2))  # no parameters, as their dtype and their rows tell
+        self.register_buffer("table", torch.ones(2, 2))
         if kind == "tied":
             self.twin.weight = self.first.weight
         if kind == "frozen":

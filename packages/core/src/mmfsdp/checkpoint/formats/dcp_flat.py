@@ -110,7 +110,9 @@ def _parameters(unit: FlatUnit, values: Mapping[str, Any], known: Known, ranks: 
     """Return the parameters of a flat parameter whose names are in the state dict; none if that is not certain."""
     shapes: dict[str, tuple[int, ...]] = {}
     seen = set()
-    for name in values:
+    for name, entry in values.items():
+        if not _may_be_part(entry, unit):
+            continue
         if name in known.reference:
             chunks = known.reference[name].chunks()
             if chunks and chunks in seen:
@@ -127,10 +129,13 @@ def _parameters(unit: FlatUnit, values: Mapping[str, Any], known: Known, ranks: 
     return {}
 
 
-def _fits(entry: Any, span: Span, unit: FlatUnit) -> bool:
+def _may_be_part(entry: Any, unit: FlatUnit) -> bool:
+    """Tell whether a value may be a rank's part of a parameter; buffers and ignored parameters mostly cannot."""
+    return isinstance(entry, TensorEntry) and len(entry.shape) == 1 and entry.dtype == unit.dtype
+
+
+def _fits(entry: TensorEntry, span: Span, unit: FlatUnit) -> bool:
     """Tell whether the part of a parameter that is stored is as long as that rank's share of it."""
-    if not isinstance(entry, TensorEntry) or len(entry.shape) != 1:
-        return False
     return not entry.numel or _share(span, unit, _rank(entry.chunks()[0].file)) == entry.numel
 
 
@@ -150,7 +155,7 @@ def _tied(unit: FlatUnit, values: Mapping[str, Any], spans: Mapping[str, Span], 
     """Return the names whose stored part belongs to a parameter that has another name, too."""
     found = []
     for name, entry in values.items():
-        if name in spans or not spans or not isinstance(entry, TensorEntry) or len(entry.shape) != 1:
+        if name in spans or not spans or not _may_be_part(entry, unit):
             continue
         if known.reference:  # it names every parameter
             found += [name] if name in known.reference and known.reference[name].shape != entry.shape else []
