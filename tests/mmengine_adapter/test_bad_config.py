@@ -60,6 +60,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["StateDictError: ", "the config has {'optimizer': 'SGD'}", "load_from and resume=False"],
     ),
     "no checkpoint": ({"load_from": "config.txt"}, ["FormatError: config.txt is not a checkpoint of a known format"]),
+    "another model's checkpoint": (
+        {"load_from": "other.pth"},
+        ["StateDictError: None of the 2 keys of the checkpoint, such as 'stem.weight', is one of ToyModel's"],
+    ),
+    "weights alone": (
+        {"load_from": "published.pth", "resume": True},
+        [
+            "FormatError: Training cannot be resumed from",
+            "it has no meta['iter'], which says where training stopped. To start",
+        ],
+    ),
+    "a path to resume": (
+        {"resume": "work/epoch_2.pth"},
+        ["ConfigError: resume must be True or False, got 'work/epoch_2.pth'.", "resume=True and load_from='work/ep"],
+    ),
+    "a hook's argument": (
+        {"default_hooks": {"checkpoint": {"type": "CheckpointHook", "intervall": 1}}},
+        ["ConfigError: CheckpointHook has no argument 'intervall'. Did you mean 'interval'"],
+    ),
     "a checkpoint that is not there": (
         {"load_from": "epoch_9.pth"},
         ["CheckpointNotFoundError: There is no checkpoint at"],
@@ -89,6 +108,11 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
 def test_every_rank_stops_and_says_why(tmp_path: Path) -> None:
     run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("full")})
     (tmp_path / "config.txt").write_text("no checkpoint")
+    torch.save(
+        {"meta": {}, "state_dict": nn.ModuleDict({"stem": nn.Linear(2, 3)}).state_dict()}, tmp_path / "other.pth"
+    )
+    trained = torch.load(tmp_path / "epoch_2.pth", weights_only=False)
+    torch.save({"meta": {"version": 1}, "state_dict": trained["state_dict"]}, tmp_path / "published.pth")
     before = content(tmp_path)
     assert {"epoch_1.pth", "epoch_2.pth", "last_checkpoint"} <= {*before}
     for found in run_ranks(fail, 2, tmp_path):

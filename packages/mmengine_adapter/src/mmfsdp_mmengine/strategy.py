@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,11 +21,17 @@ from mmfsdp.runtime import find_sharded_model
 from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
 from mmfsdp_mmengine.configs.agreement import check_alike
-from mmfsdp_mmengine.configs.arguments import activation_arguments, copied, plain, state_dict_settings
+from mmfsdp_mmengine.configs.arguments import (
+    activation_arguments,
+    copied,
+    plain,
+    refuse_unknown,
+    state_dict_settings,
+)
 from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import check_known
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
-from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
+from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, check_optimizer_named, optim_wrappers_of
 from mmfsdp_mmengine.optimizers.structure import structure_of
 from mmfsdp_mmengine.processes.distributed import start_alone, start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
@@ -53,7 +60,7 @@ class FSDPStrategy(CheckpointingStrategy):
         **kwargs: Arguments of MMEngine's DDPStrategy.
 
     Raises:
-        ConfigError: A setting has a value that is not accepted.
+        ConfigError: A setting is unknown or has a value that is not accepted.
     """
 
     model: nn.Module
@@ -69,6 +76,7 @@ class FSDPStrategy(CheckpointingStrategy):
         activation_checkpointing: Any = None,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown("FSDPStrategy", kwargs, _known_arguments(), "strategy")
         settings = state_dict_settings(state_dict_cfg)
         super().__init__(settings.kind, model_wrapper=model_wrapper, **kwargs)
         if not isinstance(skip_init_weights, bool):
@@ -177,7 +185,11 @@ class FSDPStrategy(CheckpointingStrategy):
         Args:
             optim_wrapper: An optimizer, an optimizer wrapper, several by name, or a config of these. Not changed.
             model: The model, not sharded yet.
+
+        Raises:
+            ConfigError: The config names no optimizer and no constructor.
         """
+        check_optimizer_named(optim_wrapper)
         if isinstance(optim_wrapper, Optimizer):
             return OptimWrapper(optim_wrapper)
         if isinstance(optim_wrapper, BaseOptimWrapper):
@@ -235,6 +247,12 @@ class FSDPStrategy(CheckpointingStrategy):
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: dict[str, Any]) -> Any:
         # MMEngine removes values from the dict, which several optimizers share.
         return super()._build_param_scheduler(scheduler, optim_wrapper, dict(default_args))
+
+
+def _known_arguments() -> list[str]:
+    """Return the names of the arguments of the strategy and of the classes that it derives from."""
+    parameters = [item for cls in FSDPStrategy.__mro__ for item in inspect.signature(cls.__init__).parameters.values()]
+    return [item.name for item in dict.fromkeys(parameters) if item.kind is item.KEYWORD_ONLY]
 
 
 replace_stock(STRATEGIES, FSDPStrategy)

@@ -13,13 +13,15 @@ from mmengine.utils import get_git_hash
 
 from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.collective import on_all_ranks, scope_of
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import write_checkpoint
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.content import (
     describe_mismatch,
     load_content,
     load_optimizer_content,
+    nothing_fits,
     optimizer_content,
     revised_keys,
     with_own_counters,
@@ -78,10 +80,13 @@ class CheckpointingStrategy(DDPStrategy):
             revise_keys: ``(pattern, replacement)`` pairs that change the keys first.
 
         Raises:
-            StateDictError: With ``strict``, keys or shapes do not match; raised on every rank.
+            StateDictError: With ``strict``, keys or shapes do not match; or no key is one of the model's, which
+                MMEngine only logs. Raised on every rank.
         """
         offered = with_own_counters(self.model, revised_keys(state_dict, revise_keys))
         report = load_model_state_dict(self.model, offered, strict=strict, read_once=True)
+        if report.missing and report.unexpected and len(report.unexpected) == len(offered):
+            raise StateDictError(nothing_fits(report, type(find_sharded_model(self.model).module).__name__))
         if not report.clean:
             self.logger.warning(describe_mismatch(report))
         if self._pending is not None:

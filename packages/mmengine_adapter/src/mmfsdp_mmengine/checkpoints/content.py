@@ -27,6 +27,7 @@ __all__ = [
     "describe_mismatch",
     "load_content",
     "load_optimizer_content",
+    "nothing_fits",
     "optimizer_content",
     "read_content",
     "revised_keys",
@@ -212,6 +213,15 @@ def describe_mismatch(report: LoadReport) -> str:
     if report.missing:
         lines.append(f"missing keys in source state_dict: {', '.join(report.missing)}\n")
     return "\n".join(lines)
+
+
+def nothing_fits(report: LoadReport, model: str) -> str:
+    """Return the message for a state dict of which no key is one of the model's."""
+    return (
+        f"None of the {len(report.unexpected)} keys of the checkpoint, such as {report.unexpected[0]!r}, is one of "
+        f"{model}'s, such as {report.missing[0]!r}: nothing would be loaded. It may be of another model. If it is of a "
+        "part of this model, name it in the part's init_cfg=dict(type='Pretrained', checkpoint=...)."
+    )
 
 
 def _location(map_location: Any) -> Any:

@@ -40,12 +40,13 @@ def check_resumable(content: Mapping[str, Any], filename: str, own: Mapping[str,
         own: What `optimizer_classes` returns for the config, or an empty mapping to accept any optimizer.
 
     Raises:
-        FormatError: The checkpoint lacks ``meta``.
+        FormatError: The checkpoint lacks ``meta``, or the iteration in it.
         StateDictError: It was saved with other optimizers.
     """
-    if "meta" not in content:
+    if "iter" not in (content.get("meta") or {}):
+        lacks = "meta['iter']" if content.get("meta") else "'meta'"
         raise FormatError(
-            f"Training cannot be resumed from {filename}: it has no 'meta', which says where training stopped. "
+            f"Training cannot be resumed from {filename}: it has no {lacks}, which says where training stopped. "
             "To start from its weights, use load_from without resume.",
             file=str(filename),
         )

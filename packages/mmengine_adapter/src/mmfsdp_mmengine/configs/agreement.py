@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mmfsdp.collective import Scope, all_equal, broadcast_object, on_all_ranks, scope_of
-from mmfsdp.errors import RankMismatchError
+from mmfsdp.errors import ConfigError, RankMismatchError
 from mmfsdp_mmengine.configs.arguments import named
 
 __all__ = ["check_alike", "check_runner"]
@@ -52,7 +53,14 @@ def check_runner(runner: Any) -> None:
         runner: A FlexibleRunner or Runner.
 
     Raises:
+        ConfigError: ``resume`` is a path, which MMEngine would take for True.
         RankMismatchError: See `check_alike`.
     """
+    if isinstance(runner._resume, str | Path):
+        raise ConfigError(
+            f"resume must be True or False, got {runner._resume!r}. To resume from a certain checkpoint, write "
+            f"resume=True and load_from={str(runner._resume)!r}.",
+            config="resume",
+        )
     settings = {"work_dir": runner.work_dir, "load_from": runner._load_from, "resume": runner._resume}
     check_alike(settings, scope_of(None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -11,13 +12,13 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from mmengine.config import ConfigDict
-from mmengine.device import get_device
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
+from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
+from mmfsdp_mmengine.configs.meshes import build_mesh
 
 __all__ = [
     "StateDictSettings",
@@ -28,6 +29,16 @@ __all__ = [
     "state_dict_settings",
     "wrapper_arguments",
 ]
+
+_OF_REPLICAS = {
+    **dict.fromkeys(
+        inspect.signature(DistributedDataParallel).parameters,
+        "It belongs to MMDistributedDataParallel; sharding does not need it. Remove it.",
+    ),
+    "find_unused_parameters": "It belongs to MMDistributedDataParallel. Here, parameters that a step does not use may "
+    "differ from step to step and from rank to rank. Remove it.",
+}
+"""What to say of arguments that belong to DistributedDataParallel."""
 
 _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
 
@@ -64,7 +75,9 @@ def named(value: Any) -> Any:
     return str(value)
 
 
-def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], config: str) -> None:
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Collection[str], config: str, others: Mapping[str, str] | None = None
+) -> None:
     """Raise for the first argument that a class does not accept.
 
     Args:
@@ -72,12 +85,15 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], con
         given: Names of arguments.
         known: Names of the arguments that the class accepts.
         config: Dotted path of the setting that holds the arguments.
+        others: What to say of arguments that belong elsewhere, by name: a sentence.
 
     Raises:
-        ConfigError: An argument is unknown; the error suggests the nearest names.
+        ConfigError: An argument is unknown; the error suggests the nearest names, or says where it belongs.
     """
     for name in given:
         if name not in known:
+            if others and name in others:
+                raise ConfigError(f"{owner} has no argument {name!r}. {others[name]}", config=f"{config}.{name}")
             raise ConfigError(
                 f"{owner} has no argument {name!r}.{closest(name, known)} Accepted: {', '.join(known) or 'none'}.",
                 config=f"{config}.{name}",
@@ -97,7 +113,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         PolicyNotFoundError: No function has the given name.
         ConfigError: An argument is unknown or has a value that is not accepted.
     """
-    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper")
+    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper", _OF_REPLICAS)
     arguments: dict[str, Any] = plain(given)
     for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy"):
         if name in arguments:
@@ -115,8 +131,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
             arguments["mixed_precision"]["ignore_classes"] = list(ignored)
     arguments["process_group"] = _process_group(arguments.get("process_group"))
     if isinstance(arguments.get("device_mesh"), dict):
-        mesh = {"device_type": get_device(), **arguments["device_mesh"]}
-        arguments["device_mesh"] = init_device_mesh(**mesh)
+        arguments["device_mesh"] = build_mesh(arguments["device_mesh"])
     return arguments
 
 

@@ -165,6 +165,14 @@ def _bind(target: Callable[..., Any], arguments: dict[str, Any], argument: str) 
     """Call a class, or bind the arguments to a function."""
     name = getattr(target, "__name__", repr(target))
     signature = inspect.signature(target)
+    known = signature.parameters
+    if not any(item.kind is item.VAR_KEYWORD for item in known.values()):
+        for key in arguments:
+            if key not in known:
+                raise ConfigError(
+                    f"{argument}: {name}{signature} got an unexpected keyword argument {key!r}.{closest(key, known)}",
+                    config=f"{argument}.{key}",
+                )
     try:
         if isinstance(target, type):
             signature.bind(**arguments)

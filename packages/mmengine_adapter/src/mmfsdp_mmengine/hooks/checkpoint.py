@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 
 from mmfsdp_mmengine.checkpoints.publishing import publish
+from mmfsdp_mmengine.configs.arguments import refuse_unknown
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
 __all__ = ["CheckpointHook"]
@@ -32,7 +34,15 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         self._meta: dict[str, Any] | None = None
 
     def before_train(self, runner: Any) -> None:
-        """Choose the output directory and create it."""
+        """Choose the output directory and create it.
+
+        Raises:
+            ConfigError: The hook was given an argument that neither it nor ``runner.save_checkpoint`` has.
+        """
+        if self.args:  # MMEngine passes them on, and fails when it saves for the first time
+            stock = inspect.signature(mmengine.hooks.CheckpointHook).parameters
+            accepted = {*stock, *inspect.signature(runner.save_checkpoint).parameters} - {"kwargs"}
+            refuse_unknown("CheckpointHook", self.args, sorted(accepted), "default_hooks.checkpoint")
         super().before_train(runner)
         if is_main_process() and "://" not in str(self.out_dir):
             Path(self.out_dir).mkdir(parents=True, exist_ok=True)

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import BaseOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIMIZERS
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.optimizers.clipping import clip_globally
 
-__all__ = ["OptimizerBinding", "optim_wrappers_of", "waiting_gradients"]
+__all__ = ["OptimizerBinding", "check_optimizer_named", "optim_wrappers_of", "waiting_gradients"]
 
 
 def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
@@ -21,6 +22,27 @@ def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
     if isinstance(optim_wrapper, OptimWrapperDict):
         return dict(optim_wrapper.items())
     return {"": optim_wrapper}
+
+
+def check_optimizer_named(optim_wrapper: Any) -> None:
+    """Raise if a config of an optimizer wrapper names no optimizer and no constructor of several.
+
+    Raises:
+        ConfigError: It does not; the error says what to write.
+    """
+    if not isinstance(optim_wrapper, Mapping) or "constructor" in optim_wrapper or "optimizer" in optim_wrapper:
+        return
+    given = {name: value for name, value in optim_wrapper.items() if not isinstance(value, BaseOptimWrapper)}
+    if not given:  # several wrappers that were built already
+        return
+    kind = optim_wrapper.get("type")
+    if isinstance(kind, str) and kind in OPTIMIZERS:
+        write = f"optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type={kind!r}, ...))"
+        what = "is the config of an optimizer"
+    else:
+        write = "optim_wrapper = dict(optimizer=dict(type='SGD', lr=...)), or for several optimizers constructor=..."
+        what = f"has {', '.join(map(repr, given))} and no 'optimizer'"
+    raise ConfigError(f"optim_wrapper {what}. Write {write}.", config="optim_wrapper")
 
 
 def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:

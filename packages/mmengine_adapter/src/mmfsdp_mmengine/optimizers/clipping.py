@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp import clip_grad_norm_
+from mmfsdp.errors import ConfigError
 from mmfsdp.runtime import check_finite_norm, find_sharded_model
+from mmfsdp_mmengine.configs.arguments import refuse_unknown
 
 __all__ = ["clip_globally"]
 
@@ -25,9 +28,14 @@ def clip_globally(wrapper: Any, model: nn.Module) -> None:
     Args:
         wrapper: An optimizer wrapper, bound to the sharded parameters. Changed.
         model: The sharded model.
+
+    Raises:
+        ConfigError: ``clip_grad`` has an argument that torch's function does not accept, or lacks one.
     """
     if not getattr(wrapper, "clip_grad_kwargs", None):
         return
+    if wrapper.clip_func in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        _check_arguments(wrapper.clip_func, wrapper.clip_grad_kwargs)
     if wrapper.clip_func is torch.nn.utils.clip_grad_value_:
         wrapper.clip_func = _clip_value
         return
@@ -49,6 +57,18 @@ def clip_globally(wrapper: Any, model: nn.Module) -> None:
             wrapper.message_hub.update_scalar(f"train/{wrapper.grad_name}", float(norm))
 
         wrapper._clip_grad = clip_grad
+
+
+def _check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    _, *known = inspect.signature(function).parameters.values()
+    refuse_unknown("clip_grad", given, [item.name for item in known], "optim_wrapper.clip_grad")
+    for item in known:
+        if item.default is item.empty and item.name not in given:
+            raise ConfigError(
+                f"clip_grad lacks {item.name!r}, which {function.__name__} needs. Write "
+                f"clip_grad=dict({item.name}=...).",
+                config="optim_wrapper.clip_grad",
+            )
 
 
 def _clip_value(params: Iterable[torch.Tensor], clip_value: float, **_: Any) -> None:

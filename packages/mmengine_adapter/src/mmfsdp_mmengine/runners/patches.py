@@ -41,6 +41,7 @@ from mmfsdp_mmengine.configs.lookup import UnknownNameError, check_known, unknow
 from mmfsdp_mmengine.processes.distributed import start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
+from mmfsdp_mmengine.runners.ignored import warn_of_ignored
 from mmfsdp_mmengine.runners.runner import let_shard
 
 __all__ = ["patch_mmengine"]
@@ -84,6 +85,7 @@ def _setup_env(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def wrap_model(self: Runner, model_wrapper_cfg: Any, model: nn.Module) -> nn.Module:
+        warn_of_ignored(self)
         name = ours_for((model_wrapper_cfg or {}).get("type"))
         if self.distributed:
             check_known(model_wrapper_cfg, MODEL_WRAPPERS, "model_wrapper_cfg")
@@ -108,6 +110,7 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("cfg") is not None:
             kwargs.setdefault("compile", kwargs["cfg"].get("compile", False))
         stock(self, *args, **kwargs)
+        warn_of_ignored(self)
         if isinstance(self.strategy, CheckpointingStrategy):
             check_runner(self)
         elif (ours := ours_for(type(self.strategy))) is not type(self.strategy):

@@ -10,6 +10,7 @@ from mmengine.runner import BaseLoop, FlexibleRunner, Runner
 
 from mmfsdp_mmengine.checkpoints.randomness import kept_randomness
 from mmfsdp_mmengine.configs.arguments import plain
+from mmfsdp_mmengine.optimizers.binding import check_optimizer_named
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
 __all__ = ["ShardingRunner", "let_shard"]
@@ -54,6 +55,7 @@ class ShardingRunner(Runner):
         strategy, trains = self.strategy, isinstance(self._train_loop, BaseLoop)
         if self.optim_wrapper is not None:
             # Training may follow a validation, and the optimizer constructor needs the whole model.
+            check_optimizer_named(self.optim_wrapper)
             self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         strategy.prepare(
             self.model,

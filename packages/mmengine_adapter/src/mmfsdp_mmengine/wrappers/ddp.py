@@ -11,12 +11,16 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.runtime import LossReach
+from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.arguments import refuse_unknown
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
 from mmfsdp_mmengine.wrappers.steps import forward_batch, forwards_reach, overrides
 
 __all__ = ["MMDistributedDataParallel"]
+
+
+_OF_SHARDS = dict.fromkeys(ARGUMENTS, "It belongs to the wrapper with type='MMFullyShardedDataParallel'.")
 
 
 class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
@@ -36,7 +40,7 @@ class MMDistributedDataParallel(mmengine.model.MMDistributedDataParallel):
 
     def __init__(self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any) -> None:
         known = [*inspect.signature(DistributedDataParallel).parameters, "detect_anomalous_params"]
-        refuse_unknown("MMDistributedDataParallel", kwargs, known, "model_wrapper")
+        refuse_unknown("MMDistributedDataParallel", kwargs, known, "model_wrapper", _OF_SHARDS)
         if not torch.cuda.is_available():
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
         super().__init__(module=module, detect_anomalous_params=detect_anomalous_params, **kwargs)

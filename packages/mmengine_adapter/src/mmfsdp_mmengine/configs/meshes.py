@@ -1,0 +1,54 @@
+"""Builds the device mesh that a config describes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from mmengine.device import get_device
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mmfsdp.errors import ConfigError, MeshError, closest
+
+__all__ = ["build_mesh"]
+
+
+def build_mesh(given: Mapping[str, Any]) -> DeviceMesh:
+    """Return the mesh of a config. Collective: every rank of the world.
+
+    Args:
+        given: Arguments of ``torch.distributed.init_device_mesh``. ``device_type`` is by default the device that
+            MMEngine trains on. Not changed.
+
+    Raises:
+        ConfigError: An argument is unknown or has a value that is not accepted.
+        MeshError: The mesh has more or fewer places than the world has ranks.
+    """
+    known = [*inspect.signature(init_device_mesh).parameters]
+    for name in given:
+        if name not in known:
+            hint = closest(name, known) or f" Accepted: {', '.join(known)}."
+            raise ConfigError(f"device_mesh has no argument {name!r}.{hint}", config=f"device_mesh.{name}")
+    shape, names = given.get("mesh_shape"), given.get("mesh_dim_names")
+    if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ConfigError(
+            f"device_mesh.mesh_shape must be a tuple of numbers of ranks, such as (2, 8), got {shape!r}.",
+            config="device_mesh.mesh_shape",
+        )
+    if names is not None and len(names) != len(shape):
+        raise ConfigError(
+            f"device_mesh.mesh_dim_names must name the {len(shape)} dimensions of mesh_shape {tuple(shape)}, got "
+            f"{names!r}.",
+            config="device_mesh.mesh_dim_names",
+        )
+    ranks = dist.get_world_size()
+    if math.prod(shape) != ranks:
+        raise MeshError(
+            f"device_mesh.mesh_shape {tuple(shape)} has places for {math.prod(shape)} ranks, but {ranks} were started. "
+            f"Start as many, or write a shape for {ranks}: ({ranks},), or (replicas, shards) for HYBRID_SHARD.",
+            config="device_mesh.mesh_shape",
+        )
+    return init_device_mesh(**{"device_type": get_device(), **given, "mesh_shape": tuple(shape)})
