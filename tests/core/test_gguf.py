@@ -229,6 +229,11 @@ def test_codes_of_float8_become_blocks_in_one_step(kind: str, tmp_path: Path) ->
     convert(codes, tmp_path / "dcp", to="dcp", ranks=3)
     convert(tmp_path / "dcp", tmp_path / "sharded.gguf", like=codes, quantize="q8_0")
     assert (tmp_path / "sharded.gguf").read_bytes() == (tmp_path / "one0.gguf").read_bytes()
+    # An average of codes and numbers, which is restored first without being told, too.
+    average_checkpoints([codes, source], tmp_path / "mean.gguf", like=codes, quantize="q8_0")
+    average_checkpoints([numbers, source], tmp_path / "mean.safetensors")
+    convert(tmp_path / "mean.safetensors", tmp_path / "mean2.gguf", like=codes, quantize="q8_0")
+    assert (tmp_path / "mean.gguf").read_bytes() == (tmp_path / "mean2.gguf").read_bytes()
     # Weights trained from such a folder are numbers, though its config still says otherwise.
     convert(source, tmp_path / "trained.gguf", like=codes, quantize="q8_0")
     convert(source, tmp_path / "plain.gguf", quantize="q8_0")

@@ -103,7 +103,12 @@ def test_averages_and_merges_take_restored_weights(tmp_path: Path) -> None:
     settings = {"quantize": "none", "dtype": "bf16"}
     average_checkpoints([sources[0], numbers[1]], tmp_path / "average1.safetensors", **settings)
     merge_lora(sources[0], adapter, tmp_path / "merged1.safetensors", **settings)
-    for result in ("average", "merged"):
+    # New codes are made of restored weights.
+    average_checkpoints(numbers, tmp_path / "codes2.safetensors", quantize="fp8_channel")
+    average_checkpoints(sources, tmp_path / "codes1.safetensors", quantize="fp8_channel")
+    merge_lora(numbers[0], adapter, tmp_path / "coded2.safetensors", quantize="fp8")
+    merge_lora(sources[0], adapter, tmp_path / "coded1.safetensors", quantize="fp8")
+    for result in ("average", "merged", "codes", "coded"):
         assert same(tmp_path / f"{result}1.safetensors", tmp_path / f"{result}2.safetensors")
     # A difference of codes is that of the numbers: less than a sixteenth of them, and none to what was restored.
     given = sources[0].with_suffix(".tmp")

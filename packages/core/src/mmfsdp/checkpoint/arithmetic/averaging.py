@@ -10,10 +10,9 @@ from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights
+from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.files.dequantizing import restored_sources
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
@@ -79,9 +78,7 @@ def average_checkpoints(
     layouts = [
         opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format) for source in sources
     ]
-    if chosen.quantize == "none":
-        layouts = restored_sources(layouts)
-    layout, notes = _averaged(layouts, factors, total)
+    layout, notes = _averaged(restored_for(layouts, target, chosen), factors, total)
     report = convert(layout, target, chosen, dry_run=dry_run, progress=progress)
     return replace(report, notes=(*notes, *report.notes))
 
@@ -131,7 +128,7 @@ def _refuse_codes(layout: Layout) -> None:
         if is_floating_point(weights[name].dtype):
             raise ConfigError(
                 f"{name!r} is {weights[name].dtype} in units of {scale!r}, and such numbers cannot be averaged. Add "
-                "quantize='none', which restores the weights first.",
+                "quantize='none', which restores the weights first, or a kind for the result, such as quantize='fp8'.",
                 file=str(layout.path),
             )
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
+from mmfsdp.checkpoint.files.dequantizing import dequantized, restored_sources
+from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.errors import ConfigError
 
-__all__ = ["for_weights", "matched_weights", "refuse_settings"]
+__all__ = ["for_weights", "matched_weights", "refuse_settings", "restored_for"]
 
 
 def for_weights(conversion: Conversion, command: str) -> Conversion:
@@ -30,6 +34,26 @@ def for_weights(conversion: Conversion, command: str) -> Conversion:
     if conversion.use_ema:
         raise ConfigError(f"{command} works on 'state_dict'; convert each checkpoint with 'use_ema' first.")
     return conversion.changed({"keep": "model"})
+
+
+def restored_for(layouts: Sequence[Layout], target: str | os.PathLike[str], conversion: Conversion) -> Sequence[Layout]:
+    """Return checkpoints with their 8-bit codes restored, if the result is not meant to hold codes as they are.
+
+    It is not if ``quantize`` is set, which restores them (``'none'``) or makes new ones, or if a GGUF file is written.
+
+    Args:
+        layouts: The checkpoints.
+        target: The path to write.
+        conversion: The settings of the result.
+
+    Raises:
+        ConfigError: ``quantize`` is ``'none'``, and none of them is quantised, or not as is read here.
+    """
+    if conversion.quantize == "none":
+        return restored_sources(layouts)
+    if not conversion.quantize and target_format(place(target, to_write=True), conversion).name != "gguf":
+        return layouts
+    return [dequantized(layout) if scales_of(part_tensors(layout, "model")) else layout for layout in layouts]
 
 
 def refuse_settings(conversion: Conversion, names: Sequence[str], why: str) -> None:

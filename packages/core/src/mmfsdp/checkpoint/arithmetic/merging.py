@@ -11,11 +11,10 @@ from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
-from mmfsdp.checkpoint.arithmetic.matching import for_weights
+from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import CastEntry
-from mmfsdp.checkpoint.files.dequantizing import dequantized
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress
@@ -71,8 +70,7 @@ def merge_lora(
     require_numpy("Merging an adapter")
     chosen = for_weights((conversion or Conversion()).changed(settings), "Merging an adapter")
     layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    if chosen.quantize == "none":
-        layout = dequantized(layout)
+    [layout] = restored_for([layout], target, chosen)
     merged, notes = _merged(layout, read_adapter(adapter), prefix)
     report = convert(merged, target, chosen, dry_run=dry_run, progress=progress)
     return replace(report, notes=(*notes, *report.notes))
@@ -172,7 +170,8 @@ def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, pref
     if (name := next((name for name in scales if name in changing), None)) is not None:
         raise ConfigError(
             f"{name!r} of the base is {base.tensors[names[name]].dtype} in units of {scales[name]!r}, and nothing can "
-            "be added to such numbers. Add quantize='none', which restores the weights first.",
+            "be added to such numbers. Add quantize='none', which restores the weights first, or a kind for the result, "
+            "such as quantize='fp8'.",
             file=str(base.path),
         )
 
