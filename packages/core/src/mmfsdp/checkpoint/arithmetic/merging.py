@@ -170,8 +170,8 @@ def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, pref
     if (name := next((name for name in scales if name in changing), None)) is not None:
         raise ConfigError(
             f"{name!r} of the base is {base.tensors[names[name]].dtype} in units of {scales[name]!r}, and nothing can "
-            "be added to such numbers. Add quantize='none', which restores the weights first, or a kind for the result, "
-            "such as quantize='fp8'.",
+            "be added to such numbers. Add quantize='none', which restores the weights first, or a kind for the "
+            "result, such as quantize='fp8'.",
             file=str(base.path),
         )
 
