@@ -108,6 +108,15 @@ def test_operators_read_and_write_bytes(step: Rehearsal) -> None:
     assert sent == [item.name for item in step.collectives]
 
 
+def test_copies_around_a_gather_count_what_they_copy(step: Rehearsal) -> None:
+    """Into the buffer goes the rank's shard, out of it the whole unit."""
+    copies = {item.name: item.nbytes for item in step.operators if item.role == "gather" and item.unit == "layers.0"}
+    whole = next(item.nbytes for item in step.collectives if item.name == "all_gather" and item.unit == "layers.0")
+    ranks = step.plan.mesh.shard
+    assert copies["fsdp::all_gather_copy_in"] == 2 * whole / ranks
+    assert copies["fsdp::split_with_sizes_copy"] == 2 * whole
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
 def test_times_add_up(engine: str, step: Rehearsal) -> None:
     found = step if engine == "fsdp2" else rehearse(engine)

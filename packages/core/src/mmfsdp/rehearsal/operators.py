@@ -19,6 +19,10 @@ _ADDS_ROWS = {"aten::scatter_add", "aten::index_put", "aten::index_add", "aten::
 
 _WRITES_NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
 
+_OF_FSDP = "fsdp::"
+_COPY_IN = "fsdp::all_gather_copy_in"
+"""Copies the rank's shards into their place in a buffer of the whole unit, which is its last tensor."""
+
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 _LIKE = {  # attention on the CPU, which torch counts from 2.15 on
@@ -120,6 +124,10 @@ def _moved(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
     """Return the bytes that an operator reads and writes."""
     plain = name.rstrip("_")
     written = sum(map(_held, outputs))
+    if name == _COPY_IN:
+        return 2 * sum(map(_held, inputs[:-1]))
+    if not outputs and name.startswith(_OF_FSDP):  # the results are among its arguments
+        return sum(map(_held, inputs))
     if not outputs:  # it writes into its arguments: foreach operators, which read and write the first of them
         return sum(map(_held, inputs)) + (0 if not inputs else _held(inputs[0]))
     if plain in _READS_ROWS:

@@ -30,6 +30,9 @@ weights."""
 COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
 """Operators that copy a unit's shards from CPU memory, and its gradients to it, with ``cpu_offload``."""
 
+_BEFORE_GATHERING = ("aten::_foreach_copy_", "fsdp::all_gather_copy_in")
+"""Operators that copy a rank's shards, to the dtype that is sent and into the buffer that is gathered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -95,7 +98,8 @@ class Operator:
     @property
     def is_of_shards(self) -> bool:
         """Whether it reads and writes the rank's shards only: it takes half as long on twice as many ranks."""
-        return self.phase not in ("forward", "backward") or self.name in COPIES
+        copies = self.name in COPIES or (self.role == "gather" and self.name in _BEFORE_GATHERING)
+        return copies or self.phase not in ("forward", "backward")
 
     @property
     def signature(self) -> str:

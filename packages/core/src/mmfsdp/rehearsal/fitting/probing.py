@@ -143,7 +143,7 @@ class Prober:
         parts = []
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self.stacks}
-            parts.append((weight, self._run(short, choice, once=True), found))
+            parts.append((weight, self._run(short, choice), found))
         return self._from(parts, choice)
 
     def _from(
@@ -186,14 +186,14 @@ class Prober:
             steps=tuple((weight, step) for weight, step, _ in parts),
         )
 
-    def _run(self, model: nn.Module, choice: Choice, *, once: bool = False) -> Rehearsal:
+    def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
         self.count += 1
         plan = self._planned(model, choice)
         batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
         options = {**_PLAIN, **self._options, "accumulate": min(choice.accumulate, _REHEARSED)}
-        if once and options["ema"] is None:  # averaged weights compute something else in their first step
-            return rehearse_once(plan, model, batch, rank=0, **options)
-        return rehearse(plan, model, batch, **options)
+        if options["ema"] is not None:  # averaged weights compute something else in their first step
+            return rehearse(plan, model, batch, **options)
+        return rehearse_once(plan, model, batch, rank=0, **options)
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:

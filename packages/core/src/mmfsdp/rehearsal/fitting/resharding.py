@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mmfsdp.planning.records import MeshSpec
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
@@ -28,8 +29,8 @@ def can_reshard(known: ShardPlan, wanted: ShardPlan) -> bool:
 def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device, links: Links) -> float:
     """Return the seconds of a step in which the ranks are arranged as another plan says.
 
-    Messages go to other ranks, gradients are averaged over replicas if there are any, and clipping and the optimizer
-    work on shards of another size; all else stays.
+    Messages go to other ranks, gradients are averaged over replicas if there are any, and shards have another size
+    where they are copied to be gathered, in clipping and in the optimizer; all else stays.
 
     Args:
         step: A step of a plan from which that of ``wanted`` follows; see `can_reshard`.
@@ -56,12 +57,29 @@ def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, C
         if message is None:
             yield replace(item, nbytes=round(item.nbytes * ratio)) if item.is_of_shards else item, None
         elif message.unit is None:
-            yield item, message
+            yield from ((item, changed) for changed in _outside_of_units(item, message, step.plan.mesh, wanted.mesh))
         elif message.name in ("all_gather", "reduce_scatter"):
             yield item, replace(message, ranks=shard, stride=1)
             if message.name == "reduce_scatter" and replicate > 1:
                 average = replace(message, name="all_reduce", nbytes=message.nbytes // shard, ranks=replicate)
                 yield replace(item, name="all_reduce"), replace(average, stride=shard)
+
+
+def _outside_of_units(item: Operator, message: Collective, known: MeshSpec, wanted: MeshSpec) -> Iterator[Collective]:
+    """Yield what is sent in place of a message that belongs to no unit.
+
+    Clipping adds up the norms of shards. When backward ends, ranks tell each other along every dimension of the mesh
+    which gradients they have. What modules send goes where it went.
+    """
+    over_shards = replace(message, ranks=wanted.shard, stride=1)
+    if item.phase == "clipping":
+        yield over_shards
+    elif item.phase != "backward" or item.module:
+        yield message
+    elif (message.ranks, message.stride) == (known.shard, 1):
+        if wanted.replicate > 1:
+            yield replace(message, ranks=wanted.replicate, stride=wanted.shard)
+        yield over_shards
 
 
 def _gathers_again(plan: ShardPlan) -> bool:
