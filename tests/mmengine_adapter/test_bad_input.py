@@ -204,6 +204,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         ConfigError,
         ["mesh_dim_names must name the 2 dimensions of mesh_shape (1, 2), got ('replicate',)."],
     ),
+    "process_group without a rank": (
+        {"process_group": {"ranks": [0]}},
+        {},
+        MeshError,
+        ["process_group has no place for the ranks [1], which were started too. Remove process_group"],
+    ),
     "clip_grad's misspelt argument": (
         {},
         {"optim": {**SGD, "clip_grad": {"max_norm": 1, "nrom_type": 1}}},

@@ -123,3 +123,10 @@ class TestWhatIsMissing:
             monkeypatch.setenv(name, value.format(rank=0))
         with pytest.raises(ConfigError, match=message):
             start_process_group(launcher)
+
+    @pytest.mark.parametrize("backend", ["ncll", "cpu:gloo,cuda:ncll"])
+    def test_unknown_backend(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=r"'ncll' is no backend of torch. Did you mean 'nccl'.* Write 'nccl'"):
+            start_process_group("pytorch", backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from tests.mmengine_adapter.test_training import check_equal
-from tests.mmengine_adapter.toy import POLICY, History, config
+from tests.mmengine_adapter.toy import POLICY, History, ToyModel, config
 
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import MMFullyShardedDataParallel
@@ -87,6 +88,21 @@ class TestRunner:
         # Back in the unsharded runner, and from it.
         [back] = run_ranks(train, 1, tmp_path / "back", 1, None, again)
         assert back["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+
+
+@MODELS.register_module(force=True)
+class SlowlyBuilt(ToyModel):
+    """Takes longer to build than the names of directories tell apart."""
+
+    def __init__(self) -> None:
+        time.sleep(1.1)
+        super().__init__()
+
+
+def test_logs_are_in_one_directory(tmp_path: Path) -> None:
+    run_ranks(train, 2, tmp_path, 2, FSDP2, {"model": {"type": "SlowlyBuilt"}})
+    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert [folder.name for folder in folders] == [path.stem for folder in folders for path in folder.glob("*.log")]
 
 
 def validate_then_train(rank: int, folder: Path, wrapper: dict[str, Any]) -> dict[str, Any]:

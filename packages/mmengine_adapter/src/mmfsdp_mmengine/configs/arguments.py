@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from mmengine.config import ConfigDict
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
-from mmfsdp_mmengine.configs.meshes import build_mesh
+from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
 
 __all__ = [
     "StateDictSettings",
@@ -112,6 +111,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
     Raises:
         PolicyNotFoundError: No function has the given name.
         ConfigError: An argument is unknown or has a value that is not accepted.
+        MeshError: ``process_group`` or ``device_mesh`` does not fit the ranks that were started.
     """
     refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper", _OF_REPLICAS)
     arguments: dict[str, Any] = plain(given)
@@ -129,7 +129,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         ignored = arguments["mixed_precision"].pop("_module_classes_to_ignore", None)
         if ignored is not None:
             arguments["mixed_precision"]["ignore_classes"] = list(ignored)
-    arguments["process_group"] = _process_group(arguments.get("process_group"))
+    arguments["process_group"] = build_group(arguments.get("process_group"))
     if isinstance(arguments.get("device_mesh"), dict):
         arguments["device_mesh"] = build_mesh(arguments["device_mesh"])
     return arguments
@@ -244,14 +244,4 @@ def _without_type(value: dict[str, Any], expected: str, argument: str) -> dict[s
     name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
     if name.rpartition(".")[2] != expected:
         raise ConfigError(f"{argument} must be a {expected}, got a {name!r}.", config=argument)
-    return value
-
-
-def _process_group(value: Any) -> Any:
-    """Turn a dict into a group, with the function that ``type`` names or with ``torch.distributed.new_group``."""
-    if isinstance(value, dict):
-        group = build_function({"type": dist.new_group, **value}, "process_group")
-        return None if group is None else group()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(_process_group(item) for item in value)
     return value

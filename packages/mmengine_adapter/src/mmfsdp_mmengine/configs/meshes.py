@@ -1,4 +1,4 @@
-"""Builds the device mesh that a config describes."""
+"""Builds the process groups and the device mesh that a config describes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,40 @@ from mmengine.device import get_device
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.errors import ConfigError, MeshError, closest
+from mmfsdp_mmengine.configs.functions import build_function
 
-__all__ = ["build_mesh"]
+__all__ = ["build_group", "build_mesh"]
+
+
+def build_group(given: Any) -> Any:
+    """Return the group, or groups, of a config. Collective if there is a dict: every rank of the world.
+
+    Args:
+        given: A dict of arguments of ``torch.distributed.new_group``, or of the function that ``type`` names; a
+            sequence of such; anything else is returned as it is. Not changed.
+
+    Raises:
+        MeshError: A single dict names ranks, but not all.
+    """
+    ranks = given.get("ranks") if isinstance(given, Mapping) else None
+    missing = [] if ranks is None else [rank for rank in range(dist.get_world_size()) if rank not in ranks]
+    if missing:
+        raise MeshError(
+            f"process_group has no place for the ranks {missing}, which were started too. Remove process_group; to "
+            "shard in groups of n ranks, write sharding_strategy='HYBRID_SHARD' and "
+            "device_mesh=dict(mesh_shape=(replicas, n)).",
+            config="process_group.ranks",
+        )
+    if isinstance(given, list | tuple):
+        return tuple(_group(item) for item in given)
+    return _group(given)
+
+
+def _group(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    function = build_function({"type": dist.new_group, **given}, "process_group")
+    return None if function is None else function()
 
 
 def build_mesh(given: Mapping[str, Any]) -> DeviceMesh:

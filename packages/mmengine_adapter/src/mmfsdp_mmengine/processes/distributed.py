@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mmengine.device import get_device
 from mmengine.dist import init_dist
 
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, closest
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 
 __all__ = ["pick_backend", "start_alone", "start_process_group"]
@@ -29,9 +29,21 @@ _PER_MACHINE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def pick_backend(asked: str | None) -> str:
-    """Return the backend to use: the one given, or gloo if NCCL was given and there is no GPU."""
+    """Return the backend to use: the one given, or gloo if NCCL was given and there is no GPU.
+
+    Raises:
+        ConfigError: torch knows no such backend.
+    """
     if asked in (None, "nccl", _BOTH):
         return _BOTH if torch.cuda.is_available() else "gloo"
+    known = dist.Backend.backend_list
+    for name in (part.rpartition(":")[2] for part in asked.split(",")):
+        if name.lower() not in known:
+            raise ConfigError(
+                f"{name!r} is no backend of torch.{closest(name, known)} Write 'nccl' for GPUs, which becomes 'gloo' "
+                "where there is none.",
+                config="env_cfg.dist_cfg.backend",
+            )
     return asked
 
 
@@ -45,7 +57,7 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
             ``torch.distributed.init_process_group``.
 
     Raises:
-        ConfigError: The launcher is unknown, or one of its environment variables is not set.
+        ConfigError: The launcher or the backend is unknown, or an environment variable of the launcher is not set.
     """
     if get_device() not in ("cpu", "cuda"):
         init_dist(launcher, backend or "nccl", **kwargs)

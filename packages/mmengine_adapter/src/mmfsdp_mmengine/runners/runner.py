@@ -80,6 +80,16 @@ def _length(loader: Any) -> int | None:
 
 
 class _Strategy(FSDPStrategy):
+    """Shares the runner's directory of logs: its own would have a later time as name, and stay empty."""
+
+    def __init__(self, timestamp: str, **kwargs: Any) -> None:
+        self._of_runner = timestamp
+        super().__init__(**kwargs)
+
+    def _setup_env(self, **kwargs: Any) -> None:
+        super()._setup_env(**kwargs)
+        self._timestamp = self._of_runner
+
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Return the runner's logger."""
         return MMLogger.get_current_instance()
@@ -99,6 +109,7 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     base_seed = runner.seed - (runner.rank if randomness.get("diff_rank_seed") else 0)
     with kept_randomness():  # the runner has seeded and used the generators already
         runner.strategy = _Strategy(
+            runner.timestamp,
             work_dir=runner.work_dir,
             model_wrapper=plain(model_wrapper),
             state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
