@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.files.scales import scales_of
+from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage, cut
@@ -124,13 +124,12 @@ def _averaged(layouts: Sequence[Layout], factors: tuple[float, ...], total: floa
 
 
 def _refuse_codes(layout: Layout) -> None:
-    for name, scale in scales_of(weights := part_tensors(layout, "model")).items():
-        if is_floating_point(weights[name].dtype):
-            raise ConfigError(
-                f"{name!r} is {weights[name].dtype} in units of {scale!r}, and such numbers cannot be averaged. Add "
-                "quantize='none', which restores the weights first, or a kind for the result, such as quantize='fp8'.",
-                file=str(layout.path),
-            )
+    for name, scale in codes_in_units(weights := part_tensors(layout, "model")).items():
+        raise ConfigError(
+            f"{name!r} is {weights[name].dtype} in units of {scale!r}, and such numbers cannot be averaged. "
+            + how_to_restore(name, weights),
+            file=str(layout.path),
+        )
 
 
 def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry]) -> bool:

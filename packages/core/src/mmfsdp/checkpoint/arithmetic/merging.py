@@ -16,12 +16,12 @@ from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
-from mmfsdp.checkpoint.files.scales import scales_of
+from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import named_tensors, weights_of
+from mmfsdp.checkpoint.tree import named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 
 __all__ = ["merge_lora"]
@@ -170,8 +170,7 @@ def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, pref
     if (name := next((name for name in scales if name in changing), None)) is not None:
         raise ConfigError(
             f"{name!r} of the base is {base.tensors[names[name]].dtype} in units of {scales[name]!r}, and nothing can "
-            "be added to such numbers. Add quantize='none', which restores the weights first, or a kind for the "
-            "result, such as quantize='fp8'.",
+            "be added to such numbers. Add quantize='none', which restores the weights first.",
             file=str(base.path),
         )
 
@@ -183,7 +182,8 @@ def _described(entry: TensorEntry) -> str:
 def _another_base(base: Layout, adapter: Adapter, problems: list[str], hint: str = "") -> ConfigError:
     named = f" It was trained on {adapter.base_name!r}." if adapter.base_name else ""
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+    others = f" {codes}" if (codes := not_restored(part_tensors(base, "model"))) else ""
     return ConfigError(
-        f"The adapter does not fit {str(base.path)!r}: {'; '.join(problems[:8])}{more}.{named}{hint}",
+        f"The adapter does not fit {str(base.path)!r}: {'; '.join(problems[:8])}{more}.{named}{hint or others}",
         file=str(adapter.layout.path),
     )

@@ -13,6 +13,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
@@ -241,10 +242,17 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
     ]
     if problems:
         hint = closest(unexpected[0], missing) if unexpected else ""
+        codes = not_restored(kept)
+        if not codes and scales_of(kept):
+            codes = "Its weights are codes of 8 bits. Add quantize='none', which restores them."
         raise ConfigError(
-            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}.{hint} Use a 'recipe', "
-            "'strip_prefix' or 'rename' for other names and 'exclude' for what is too much. If the model has changed "
-            "on purpose, give a folder without weights as 'like'.",
+            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}."
+            + (
+                f" {codes}"
+                if codes
+                else f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
+                "much. If the model has changed on purpose, give a folder without weights as 'like'."
+            ),
             config="like",
         )
 

@@ -18,6 +18,7 @@ from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.formats.registry import Content, Format
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
@@ -230,7 +231,15 @@ def _chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, Tensor
             raise ConfigError(f"dtype pattern {pattern!r} matches no floating point tensor.{hint}")
         for name in matched:
             chosen.setdefault(name, dtypes[pattern])
-    return {name: dtype for name, dtype in chosen.items() if dtype != tensors[name].dtype}
+    chosen = {name: dtype for name, dtype in chosen.items() if dtype != tensors[name].dtype}
+    for name, scale in codes_in_units(tensors).items():
+        if name in chosen:
+            raise ConfigError(
+                f"{name!r} is {tensors[name].dtype} in units of {scale!r}, and a cast would take codes for numbers. "
+                + how_to_restore(name, tensors),
+                config="dtype",
+            )
+    return chosen
 
 
 def _with_states(selection: Selection, layout: Layout, target: Format) -> Selection:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
-from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
+from mmfsdp.checkpoint.files.scales import BLOCK, not_restored, scales_of
 from mmfsdp.checkpoint.geometry import check_coverage, cut
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import part_tensors
@@ -21,9 +19,7 @@ from mmfsdp.errors import ConfigError
 __all__ = ["dequantized", "restored_sources"]
 
 _READ = 1 << 20  # bytes of codes at a time, or one row
-# Scales of inputs, which were measured for codes; and what holds codes of other formats.
-_OF_INPUTS = ".input_scale"
-_OTHERS = re.compile(r".+\.(weight_packed|weight_zero_point|qweight|qzeros|weight_global_scale|SCB)")
+_OF_INPUTS = ".input_scale"  # scales that were measured for codes
 
 
 def dequantized(layout: Layout) -> Layout:
@@ -44,13 +40,8 @@ def dequantized(layout: Layout) -> Layout:
     """
     require_numpy("Restoring quantised weights")
     given = part_tensors(layout, "model")
-    if others := [name for name in given if _OTHERS.fullmatch(name)]:
-        raise ConfigError(
-            f"{name_list(others, 3)}: quantised in a way that mmfsdp does not read. It restores codes of 8 bits with "
-            "scales alone, named '*.weight' and '*.weight_scale' or '*.weight_scale_inv'. Load the model with the "
-            "library that wrote it, and save it unquantised.",
-            config="quantize",
-        )
+    if others := not_restored(given):
+        raise ConfigError(others, config="quantize")
     found = scales_of(given)
     scales = {name: given[scale] for name, scale in found.items()}
     if not scales and layout.origins:

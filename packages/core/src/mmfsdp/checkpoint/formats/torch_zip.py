@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, simplified_strides
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle, shown
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
@@ -306,7 +306,12 @@ class TensorBuilder:
         # A tensor with Python attributes, or of a subclass: the data counts, the attributes do not.
         tensor = function(*args) if isinstance(function, StandIn) else None
         if not isinstance(tensor, PickledTensor):
-            raise FormatError(f"{self._path.name} holds a tensor of an unknown kind.", file=str(self._path))
+            named = f"{kind.module}.{name}" if name else "of an unknown kind"
+            raise FormatError(
+                f"{self._path.name} holds a tensor that is not a plain one: {shown(named)}. Save plain tensors, "
+                "such as what dequantize() of quantised ones returns.",
+                file=str(self._path),
+            )
         return tensor
 
     def _view(

@@ -284,6 +284,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unsafe(file: Path, full_name: str) -> UnsafePickleError:
+    if full_name.startswith("torchao."):
+        return UnsafePickleError(
+            f"{file.name} holds {shown(full_name)}: weights quantised by torchao, which mmfsdp does not read. Load the "
+            "model with torchao, and save its weights after dequantize().",
+            file=str(file),
+        )
     return UnsafePickleError(
         f"{file.name} wants to import {shown(full_name)}, which is not on the list of safe names; nothing was "
         "imported. If you know where the file comes from, read it with trust=True: then it is kept as an opaque "
