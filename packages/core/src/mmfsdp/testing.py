@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,9 @@ class _Pool:
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
+        # Not atexit: a child of multiprocessing runs none of it, or what was registered after the fork, and would then
+        # wait for paused ranks. A finalizer runs before that wait, once, and in this process only.
+        self.close = Finalize(None, self._close, exitpriority=1)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[_Answer]:
         self._idle = False
@@ -199,7 +202,7 @@ class _Pool:
             raise RankError(f"{function.__name__}: rank {rank} died.", rank=rank) from None
         return answer
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Ask idle ranks to end, so that coverage can save its data, and kill the others."""
         if self._idle:
             self._signal("SIGCONT")
@@ -273,6 +276,3 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-atexit.register(close_ranks)
