@@ -102,6 +102,39 @@ def test_tied_names_change_together(tmp_path: Path) -> None:
     assert any(note.endswith("merged too: 'state_dict/lm_head.weight'") for note in report.notes), report.notes
 
 
+def test_a_head_that_no_file_holds(tmp_path: Path) -> None:
+    """peft merges factors of the embedding into the head, too, but unties a head from an embedding that it replaces."""
+    (tmp_path / "base").mkdir()
+    embedding, change = torch.randn(6, 4), {"A": torch.randn(2, 6), "B": torch.randn(4, 2)}
+    base = {"model.embed_tokens.weight": embedding, "model.q_proj.weight": torch.randn(4, 4)}
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    (folder := tmp_path / "adapter").mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    factors = {f"lora_embedding_{side}": factor for side, factor in change.items()}
+    always = {
+        f"base_model.model.model.q_proj.lora_{side}.weight": torch.ones(*shape)
+        for side, shape in (("A", (2, 4)), ("B", (4, 2)))
+    }
+    for tied in (True, False):
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+        module = "base_model.model.model.embed_tokens"
+        held = {f"{module}.{name}": factor for name, factor in factors.items()}
+        held[f"{module}.base_layer.weight"] = embedding  # peft saves it beside them
+        save_file(held, folder / "adapter_model.safetensors")
+        report = merge_lora(tmp_path / "base", folder, tmp_path / f"{tied}.safetensors")
+        note = "Merged into the head, too, which config.json ties to it: 'model.embed_tokens.weight'"
+        assert (note in report.notes) == tied
+        save_file({f"{module}.weight": embedding + 1, **always}, folder / "adapter_model.safetensors")
+        if not tied:
+            merge_lora(tmp_path / "base", folder, tmp_path / "replaced.safetensors")
+            continue
+        with pytest.raises(ConfigError, match=r"replaces 'model\.embed_tokens\.weight', and config\.json of base ties"):
+            merge_lora(tmp_path / "base", folder, tmp_path / "replaced.safetensors")
+        head = {"base_model.model.lm_head.weight": embedding + 1, f"{module}.weight": (embedding + 1).clone()}
+        save_file({**head, **always}, folder / "adapter_model.safetensors")  # as with ensure_weight_tying
+        merge_lora(tmp_path / "base", folder, tmp_path / "both.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["flat", "nested"])
 def test_a_new_head_is_added(kind: str, tmp_path: Path) -> None:
     base = load_file(GOLDEN / "plain" / "base.safetensors")

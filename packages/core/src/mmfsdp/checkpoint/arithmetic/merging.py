@@ -13,6 +13,7 @@ from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
+from mmfsdp.checkpoint.conversion.model_folders import CONFIG, also_the_head
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
@@ -105,9 +106,11 @@ def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[
     if wrong:
         raise _another_base(base, adapter, wrong)
     tied = _tied(base, names, changed)
+    shared = _with_missing_head(base, names, adapter, prefix)
     resized = [name for name, entry in changed.items() if entry.shape != base.tensors[name].shape]
     facts = {
         "Tied to a weight that is merged, and so merged too": [*tied],
+        "Merged into the head, too, which config.json ties to it": [shared] if shared else [],
         "Of another shape than in the base, which config.json must say": resized,
         "Added, because only the adapter has it": [*added],
     }
@@ -129,6 +132,25 @@ def _with(base: Layout, added: Iterable[str]) -> dict[Any, Any]:
             above = above[key]
         tree = {**above, found.where[depth - 1]: tree}
     return tree
+
+
+def _with_missing_head(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> str | None:
+    """Return a weight that factors change and that is the head, too; raise if the adapter replaces it.
+
+    The head was not replaced while the adapter was trained, unless it says so.
+    """
+    folder = base.path if base.path.is_dir() else base.path.parent
+    merged = [f"{prefix}{module}.weight" for module in adapter.factors]
+    kept = {*names, *(prefix + name for name in adapter.replaced)}
+    replaced = [prefix + name for name in adapter.replaced if prefix + name not in merged]
+    if (name := also_the_head(folder, kept, replaced)) is not None:
+        raise ConfigError(
+            f"The adapter replaces {name!r}, and {CONFIG} of {folder.name} ties the head to it, which the adapter was "
+            "trained with as it is in the base: merged, the two differ. Merge it with peft, which unties them, or "
+            "train with ensure_weight_tying=True.",
+            file=str(folder / CONFIG),
+        )
+    return also_the_head(folder, kept, merged)
 
 
 def _ignore(_: int) -> None:

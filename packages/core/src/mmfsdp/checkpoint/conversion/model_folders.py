@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Ties", "check_names", "companions", "dtype_notes", "like_folder", "quantized_config", "without_ties"]
+__all__ = [
+    "CONFIG",
+    "Ties",
+    "also_the_head",
+    "check_names",
+    "companions",
+    "dtype_notes",
+    "like_folder",
+    "quantized_config",
+    "without_ties",
+]
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
@@ -170,6 +180,21 @@ class Ties:
                 f'folder would lose the first. Set "tie_word_embeddings" to false in its {CONFIG}.',
                 file=str(self.like / CONFIG),
             )
+
+
+def also_the_head(folder: Path, names: Collection[str], changed: Iterable[str]) -> str | None:
+    """Return a weight that changes and that the model of a folder uses as its head, too, as no file holds one.
+
+    Args:
+        folder: The folder, which need not have a config.
+        names: The names of all weights.
+        changed: The names of those that change.
+    """
+    head, inputs = _TIES[0]
+    if any(re.fullmatch(head, name) for name in names) or not (folder / CONFIG).is_file():
+        return None
+    tied = _config(folder).get("tie_word_embeddings") is True
+    return next((name for name in changed if tied and re.fullmatch(inputs, name)), None)
 
 
 def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path, quantize: str | None) -> list[str]:
