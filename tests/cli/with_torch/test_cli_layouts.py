@@ -52,3 +52,21 @@ def test_inspect_prints_what_it_was_asked_for(tmp_path: Path) -> None:
     done = invoke("inspect", tmp_path / "many.pth", "--limit", "3")
     assert len(done.output.splitlines()) < 14, done.output
     assert "... and 48 more (--limit 0 shows all)" in done.output
+
+
+def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
+    """MMEngine keeps the whole config in a checkpoint."""
+    lines = [f"setting_{number} = {number}" for number in range(500)]
+    for name, epochs in (("a.pth", 2), ("b.pth", 3)):
+        config = "\n".join([*lines[:250], f"max_epochs = {epochs}", *lines[250:]])
+        torch.save({"state_dict": {"weight": torch.ones(2)}, "meta": {"cfg": config, "epoch": epochs}}, tmp_path / name)
+    done = invoke("diff", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert done.exit_code == 1
+    assert "meta/epoch: 2 and 3" in done.output
+    (line,) = (line for line in done.output.splitlines() if "meta/cfg" in line)
+    assert "max_epochs = 2" in line
+    assert "max_epochs = 3" in line
+    assert "--json has both" in line
+    assert len(line) < 300
+    full = invoke("diff", tmp_path / "a.pth", tmp_path / "b.pth", "--json")
+    assert "setting_499 = 499" in full.output

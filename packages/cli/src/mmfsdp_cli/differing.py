@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["diff_command"]
 
+_LONG, _AROUND = 200, 40  # characters
 _EQUAL = "What counts as equal"
 
 
@@ -126,7 +127,7 @@ def _print(report: DiffReport, limit: int) -> None:
         for item in report.values
     ]
     say_list("Values", values, limit)
-    say_list("Not tensors", [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other], limit)
+    say_list("Not tensors", [f"{item.name}: {_both(item.a, item.b)}" for item in report.other], limit)
     beside = report.only_in_a or report.only_in_b or report.other
     if report.scope == "all" and report.compared and beside and not (report.shapes or report.dtypes or report.values):
         say("  What both have is the same: to compare the weights alone, add --keep model.")
@@ -134,3 +135,17 @@ def _print(report: DiffReport, limit: int) -> None:
         say(f"Not compared: {', '.join(report.left_out)}.")
     verdict, colour = ("the same", "green") if report.same else ("different", "red")
     say(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.", colour=colour)
+
+
+def _both(a: object, b: object) -> str:
+    """Return two values as text; of long ones, such as whole configs, only what is around the first difference."""
+    one, other = repr(a), repr(b)
+    if max(len(one), len(other)) <= _LONG:
+        return f"{one} and {other}"
+    differs = next((place for place, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+    begin = max(0, differs - _AROUND)
+    parts = [
+        text[begin : differs + _AROUND] + ("..." if len(text) > differs + _AROUND else "") for text in (one, other)
+    ]
+    before = "..." if begin else ""
+    return f"{before}{parts[0]} and {before}{parts[1]} (--json has both, of {len(one)} and {len(other)} characters)"
