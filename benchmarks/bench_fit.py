@@ -23,10 +23,10 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Search and return the processor seconds; ``arguments`` are the command line's, without the program."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=sized(32, 8))
-    parser.add_argument("--samples", type=int, default=sized(8, 2), help="of 4,096 tokens, on each rank")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--memory", default="40GiB")
+    parser.add_argument("--layers", type=int, default=sized(32, 2))
+    parser.add_argument("--samples", type=int, default=sized(8, 1), help="of 4,096 tokens, on each rank")
+    parser.add_argument("--ranks", type=int, default=sized(64, 2))
+    parser.add_argument("--memory", default=sized("40GiB", "80GiB"))
     parser.add_argument("--count", type=int, default=sized(3, 1), help="settings to find")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most, which slows all")
     options = parser.parse_args(arguments)

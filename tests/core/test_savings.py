@@ -13,6 +13,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal import Rehearsal, advise, report
+from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 WIDTH, WORDS = 256, 20_000
 BLOCKS = {"kind": "module_class", "classes": "Block"}
@@ -84,6 +85,22 @@ def test_a_fused_optimizer_follows_from_the_record() -> None:
 
     true = mmfsdp.rehearse(config, model, batch[:, :1], optimizer=fused)
     assert step.peak.nbytes - saving.nbytes == pytest.approx(true.peak.nbytes, abs=64)  # it counts steps on the device
+
+
+def test_shards_in_cpu_memory_are_a_saving_if_they_are_most_of_the_peak() -> None:
+    model, batch = on_meta(depth=2)
+    config = {"wrap": BLOCKS, "precision": "bf16"}
+    step = advise(config, model, batch[:, :1], mesh=2)
+    saving = step.savings[0]
+    assert saving.settings == {"cpu_offload": {"enabled": True}}
+    true = mmfsdp.rehearse({**config, **saving.settings}, model, batch[:, :1], mesh=2)
+    assert step.peak.nbytes - saving.nbytes == true.peak.nbytes
+    before, after = (human_seconds(found.time("h100").seconds) for found in (step, true))
+    assert saving.what.endswith(f"with steps of {after} in place of {before} on h100")
+    for shards in (True, False):  # half of the parameters are kept whole, or activations are what is held
+        settings = {**config, "sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}} if shards else config
+        found = advise(settings, model, batch[:, :1] if shards else batch, mesh=4, count=4).savings
+        assert not any("cpu_offload" in saving.settings for saving in found)
 
 
 def test_short_copies_that_fail_are_not_used() -> None:

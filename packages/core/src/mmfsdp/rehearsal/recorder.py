@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped, tensors_in
+from mmfsdp.rehearsal.foreach import on_shards
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
 from mmfsdp.rehearsal.records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
@@ -169,7 +170,11 @@ class Recorder(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operators on local tensors follow
+            local = on_shards(func, args)
+            if local is None:
+                return NotImplemented  # its own operators on local tensors follow
+            self.__torch_dispatch__(func, (), local, kwargs)
+            return args[0] if func._schema.returns else None
         if func.namespace == "prim":
             return func(*args, **kwargs)  # half of all calls only ask a fake tensor for its device
         if func.namespace in _NAMESPACES:

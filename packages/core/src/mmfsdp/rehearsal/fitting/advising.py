@@ -25,11 +25,13 @@ from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.step import LossFn
+from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 __all__ = ["advise"]
 
 _TRIED = 4  # changes that are rehearsed; each takes about a fifth of the time of the step of a model with 32 layers
 _WORTHWHILE = 0.01  # of the peak
+_DEVICE = "h100"  # whose steps tell what offloading costs
 
 
 def advise(
@@ -53,10 +55,11 @@ def advise(
     """Rehearse a step as `rehearse` does, and find the changes of its settings that lower its peak most.
 
     Only changes that concern what is held at the peak are tried: activation checkpointing, sharding over more ranks,
-    freeing units after forward, large embeddings and heads or parts of blocks as units, precision, prefetching, and
-    smaller micro-batches. At most four are rehearsed, with copies of the model that have fewer layers where these tell
-    the step's own peak to the byte, with the whole model otherwise. What a fused optimizer would save follows from the
-    record. Not collective; see `rehearse`.
+    freeing units after forward, large embeddings and heads or parts of blocks as units, precision, prefetching,
+    smaller micro-batches, and shards in CPU memory if these are most of the peak; as that makes steps much longer, the
+    saving says how long they take on an H100, before and after. At most four are rehearsed, with copies of the model
+    that have fewer layers where these tell the step's own peak to the byte, with the whole model otherwise. What a
+    fused optimizer would save follows from the record. Not collective; see `rehearse`.
 
     Args:
         config: The settings. A plan cannot be changed by its settings, so it is not taken.
@@ -132,21 +135,23 @@ class _Peaks:
     def check(self, given: Mapping[str, Any], step: Rehearsal) -> None:
         """Use the whole model from now on if short copies do not tell the peak of the step, as it was rehearsed."""
         try:
-            if self._short and self.of(given) != step.peak.nbytes:
+            if self._short and self.of(given)[0] != step.peak.nbytes:
                 self._short = []
         except MmfsdpError:  # the model depends on how many layers it has
             self._short = []
 
-    def of(self, settings: Mapping[str, Any], divides: int = 1) -> int:
-        """Return the bytes at the peak of a step."""
+    def of(self, settings: Mapping[str, Any], divides: int = 1) -> tuple[int, float]:
+        """Return the bytes at the peak of a step, and its seconds."""
         if not self._short:
-            return rehearse(*self._arguments(self._model, settings, divides), **self._rest(divides)).peak.nbytes
-        parts = []
+            step = rehearse(*self._arguments(self._model, settings, divides), **self._rest(divides))
+            return step.peak.nbytes, step.time(_DEVICE).seconds
+        parts, seconds = [], 0.0
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self._stacks}
             step = rehearse_once(*self._arguments(short, settings, divides), **self._rest(divides))
             parts.append((weight, highest_by_place(step, found)))
-        return combined(parts).nbytes
+            seconds += weight * step.time(_DEVICE).seconds
+        return combined(parts).nbytes, seconds
 
     def _arguments(
         self, model: nn.Module, settings: Mapping[str, Any], divides: int
@@ -160,11 +165,15 @@ class _Peaks:
 
 def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks: _Peaks) -> Iterator[Saving]:
     try:
-        nbytes = peaks.of({**given, **change.settings}, change.divides)
+        nbytes, seconds = peaks.of({**given, **change.settings}, change.divides)
     except MmfsdpError:  # such as activation checkpointing of a model that does not bear it
         return
+    what = change.what
+    if "cpu_offload" in change.settings:
+        now = step.time(_DEVICE).seconds
+        what += f", with steps of {human_seconds(seconds)} in place of {human_seconds(now)} on {_DEVICE}"
     elsewhere = "" if change.settings else f"accumulate={change.divides}, or the same in the training loop"
-    yield Saving(step.peak.nbytes - nbytes, change.what, change.settings, elsewhere)
+    yield Saving(step.peak.nbytes - nbytes, what, change.settings, elsewhere)
 
 
 def _fused(step: Rehearsal, optimizer: str | OptimizerFn) -> Iterator[Saving]:

@@ -49,6 +49,7 @@ def changes_of(step: Rehearsal, given: Mapping[str, Any], samples: int, *, wraps
         *_sharding(config, step, held),
         *_computing(config, step.plan, held),
         *_prefetching(config, step, held),
+        *_offloading(config, step, held),
         *(_wrapping(given, step) if wraps else ()),
     ]
     if samples % 2 == 0:
@@ -120,6 +121,18 @@ def _sharding(config: ShardConfig, step: Rehearsal, held: Mapping[str, int]) -> 
     gathered = held["gathered"] if keeps else 0
     what = f"all of it sharded over {world} ranks" if unsharded else "units freed between forward and backward"
     yield Change(what, kept * unsharded + gathered, settings)
+
+
+def _offloading(config: ShardConfig, step: Rehearsal, held: Mapping[str, int]) -> Iterator[Change]:
+    """Yield that shards move to CPU memory, if they are as small as they can be and still most of what is held."""
+    mesh = step.plan.mesh
+    if step.engine == "fsdp1" or step.device_type == "cpu" or step.plan.cpu_offload or mesh.shard != mesh.world_size:
+        return
+    stated = config.cpu_offload.model_dump(mode="json", exclude_unset=True)
+    concerned = sum(held[kind] for kind in ("parameter", "optimizer state", "gradient", "ema"))
+    if concerned > step.peak.nbytes / 2:
+        what = "parameters, gradients and the optimizer in CPU memory"
+        yield Change(what, concerned, {"cpu_offload": {**stated, "enabled": True}})
 
 
 def _computing(config: ShardConfig, plan: ShardPlan, held: Mapping[str, int]) -> Iterator[Change]:
