@@ -17,7 +17,7 @@ from tests.distributed.models import BLOCKS, Block, build
 from torch import nn
 
 import mmfsdp
-from mmfsdp.errors import LostRankError, MmfsdpError, RankMismatchError
+from mmfsdp.errors import LostRankError, MmfsdpError, RankMismatchError, ShardStateError
 from mmfsdp.sharding import agreement
 from mmfsdp.testing import close_ranks, run_ranks
 
@@ -74,6 +74,24 @@ def test_a_rank_that_differs_is_named_on_all_before_anything_changes(what: str, 
     text, unchanged = results[0]
     assert message in text
     assert unchanged
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_an_optimizer_of_before_sharding_on_one_rank_is_an_error_on_all(strategy: str, kind: str) -> None:
+    own, other = run_ranks(old_optimizer, 2, strategy, kind, timeout=60)
+    assert own.startswith("AdamW holds 2 of the parameters that the model had before it was sharded.")
+    assert other.startswith("Rank 0 failed: AdamW holds 2 of the parameters")
+
+
+def old_optimizer(rank: int, strategy: str, kind: Any) -> str:
+    model = nn.Linear(4, 4)
+    old = torch.optim.AdamW(model.parameters())
+    mmfsdp.shard(model, {"wrap": {"kind": "size", "min_num_params": 1}, "sharding": strategy})
+    optimizer = old if rank == 0 else torch.optim.AdamW(model.parameters())
+    with pytest.raises(ShardStateError) as caught:
+        mmfsdp.optim_state_dict(model, optimizer, kind)
+    return str(caught.value)
 
 
 def test_devices_do_not_count_where_the_cpu_is_asked_for() -> None:

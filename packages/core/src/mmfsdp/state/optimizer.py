@@ -70,12 +70,12 @@ def optim_state_dict(
 
     Raises:
         StateDictError: ``kind`` is neither ``'full'`` nor ``'sharded'``.
-        ShardStateError: The optimizer was built before the model was sharded.
+        ShardStateError: On some rank, the optimizer was built before the model was sharded, or for another model.
     """
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
-    state.check_trainable(_params(optimizer), type(optimizer).__name__)
+    on_all_ranks(lambda: _check_own(state, optimizer), scope_of(state.mesh))
     if by_name:
         sharded = sharded_by_name(state, optimizer)
     else:
@@ -227,15 +227,21 @@ def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    name = type(optimizer).__name__
+    _check_own(state, optimizer)
     names = {id(param): fqn for fqn, param in state.module.named_parameters()}
+    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
+    """Check that an optimizer's parameters are the sharded model's."""
+    name = type(optimizer).__name__
     state.check_trainable(_params(optimizer), name)
-    if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in names]:
+    own = {id(param) for param in state.module.parameters()}
+    if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in own]:
         raise ShardStateError(
             f"{name} holds parameters that {type(state.module).__name__} does not have, of the shapes {strange[:3]}. "
             "Give the optimizer that was built from this model's parameters()."
         )
-    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_form(state_dict: Any) -> None:
