@@ -91,9 +91,19 @@ def test_equal_checkpoints(tmp_path: Path) -> None:
 
 def test_is_written_whole_and_replaced_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_page("one", path)
+    write_page("<p>one", path)
     with pytest.raises(TargetExistsError):
-        write_page("two", path)
-    write_page("two", path, overwrite=True)
-    assert path.read_text() == "two"
+        write_page("<p>two", path)
+    write_page("<p>two", path, overwrite=True)
+    assert path.read_text() == "<p>two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_replaces_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "epoch_1").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "epoch_1" / "model.safetensors")
+    before = (tmp_path / "epoch_1" / "model.safetensors").read_bytes()
+    for path, kind in ((tmp_path / "epoch_1", "directory"), (tmp_path / "epoch_1" / "model.safetensors", "file")):
+        with pytest.raises(TargetExistsError, match=f"is a {kind}, and only another page would be replaced"):
+            write_page("<p>", path, overwrite=True)
+    assert (tmp_path / "epoch_1" / "model.safetensors").read_bytes() == before

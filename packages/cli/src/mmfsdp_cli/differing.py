@@ -26,6 +26,7 @@ from mmfsdp_cli.options import (
     trust,
 )
 from mmfsdp_cli.progress import count_progress
+from mmfsdp_cli.reporting import free_target
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import DiffReport
@@ -77,6 +78,8 @@ def diff_command(
 
     Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
     """
+    if html is not None:
+        free_target(html, overwrite=overwrite)
     with reporting_errors():
         from mmfsdp.checkpoint import diff
 

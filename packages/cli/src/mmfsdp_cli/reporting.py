@@ -1,4 +1,4 @@
-"""Writes the page of HTML of ``mmfsdp-cli plan --html``."""
+"""Writes pages of HTML: those of ``mmfsdp-cli plan --html``, and of ``diff`` as far as the file is concerned."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ __all__ = ["free_target", "write_report"]
 
 
 def free_target(path: Path, *, overwrite: bool) -> None:
-    """Reject a path that cannot be written, before the rehearsals that the page shows.
+    """Reject a path that cannot be written, before the work that the page shows.
 
     Raises:
-        BadParameter: The file exists and is not to be replaced, or its directory is missing.
+        BadParameter: The file exists and is not to be replaced, or is a directory, or its directory is missing.
     """
     if not path.parent.is_dir():
         raise click.BadParameter(f"the directory {str(path.parent)!r} does not exist.", param_hint="--html")
+    if path.is_dir():
+        example = str(path / "report.html")
+        raise click.BadParameter(
+            f"{str(path)!r} is a directory. Give a file, such as {example!r}.", param_hint="--html"
+        )
     if path.exists() and not overwrite:
         raise click.BadParameter(f"{str(path)!r} exists already. Add --force to replace it.", param_hint="--html")
 

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from mmfsdp.basics.pages import html_page
-from mmfsdp.checkpoint.files.atomic import atomic_output
+from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output
 from mmfsdp.checkpoint.files.disk import refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference
 from mmfsdp.checkpoint.inspection.difference import DiffReport
@@ -74,16 +74,31 @@ def write_page(page: str, path: str | os.PathLike[str], *, overwrite: bool = Fal
     Args:
         page: What `diff_page` returned.
         path: The file.
-        overwrite: Replace it if it exists.
+        overwrite: Replace it if it exists and is a page.
 
     Raises:
-        TargetExistsError: The file exists, and ``overwrite`` is false.
+        TargetExistsError: The file exists, and ``overwrite`` is false, or it is not a page, but a checkpoint, say.
         CheckpointError: It cannot be written.
     """
     target = Path(path)
     refuse_missing_parent(target)
+    with write_errors(target):
+        _refuse_others(target)
     with write_errors(target), atomic_output(target, overwrite=overwrite) as temporary:
         temporary.write_text(page, encoding="utf-8")
+
+
+def _refuse_others(target: Path) -> None:
+    if target.is_file():
+        with target.open("rb") as file:
+            if file.read(1) in (b"", b"<"):
+                return
+    if target.exists():
+        kind = "directory" if target.is_dir() else "file"
+        raise TargetExistsError(
+            f"{str(target)!r} is a {kind}, and only another page would be replaced. Choose another path.",
+            file=str(target),
+        )
 
 
 @dataclass
