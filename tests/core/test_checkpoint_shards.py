@@ -121,6 +121,11 @@ def test_missing_and_misplaced_shards(tmp_path: Path, kind: str) -> None:
     (directory / index).write_text(json.dumps(content))
     with pytest.raises(CorruptCheckpointError, match=f"{re.escape(two.name)} holds tensor 'b.count', which the index"):
         open_layout(directory)
+    kept = one.read_bytes()
+    one.write_bytes(b"")  # as a full disk leaves it
+    with pytest.raises(CorruptCheckpointError, match=rf"{re.escape(one.name)} is (empty|truncated)"):
+        open_layout(directory)
+    one.write_bytes(kept)
     two.write_bytes(one.read_bytes())  # a shard of another save, or twice the same
     with pytest.raises(
         CorruptCheckpointError, match=r"holds tensor 'a\.weight', which the index does not expect there"

@@ -52,6 +52,14 @@ def test_how_much_differs(checkpoint: Path) -> None:
     assert run("diff", checkpoint, other, "--atol", "10").returncode == 0
 
 
+def test_a_page_does_not_replace_a_directory(checkpoint: Path) -> None:
+    (folder := checkpoint.with_name("work_dirs")).mkdir()
+    done = run("diff", checkpoint, damaged(checkpoint), "--html", folder, "--force")
+    assert done.returncode == 2
+    assert f"is a directory. Give a file, such as '{folder / 'report.html'}'" in done.stderr
+    assert folder.is_dir()
+
+
 def test_dtypes_that_are_ignored(tmp_path: Path) -> None:
     one = write_safetensors(tmp_path / "a.safetensors", {"w": [1.0, 2.0]})
     two = write_safetensors(tmp_path / "b.safetensors", {"w": [1.0, 2.0]}, "F64")

@@ -179,7 +179,8 @@ def with_options(message: str) -> str:
     """Return a message of the library with the options of the command that runs in place of the settings."""
     names = _option_names()
     message = message.replace("layout_of_model(model) as 'reference'", "--model")
-    pattern = r"Conversion\.(\w+)|'(\w+)'|\b(\w+)=(?:True|False)\b|\b(\w+)=(?=['\d])"
+    # What is suggested instead of a word is one for the same place, such as a key in a file.
+    pattern = r"Conversion\.(\w+)|(?<!Did you mean )'(\w+)'|\b(\w+)=(?:True|False)\b|\b(\w+)=(?=['\d])"
 
     def option(match: re.Match[str]) -> str:
         name = names.get(next(filter(None, match.groups())))

@@ -41,10 +41,15 @@ def read(source: Source) -> Layout:
     """
     files = _read_index(_index(source, ".safetensors"))
     first = next(iter(files.values()), None)
-    if not source.chosen and (first is None or not looks_like_safetensors(Source(first).head)):
+    if not source.chosen and (first is None or not _is_safetensors(first)):
         return _read_torch(source, files)
     held = {file: safetensors.read(Source(file)) for file in dict.fromkeys(files.values())}
     return _combined(source.path, "safetensors_index", files, held)
+
+
+def _is_safetensors(file: Path) -> bool:
+    """Tell whether a file is one by its content, or by its name, so that damage is reported as damage."""
+    return file.name.endswith(".safetensors") or looks_like_safetensors(Source(file).head)
 
 
 def read_torch(source: Source) -> Layout:
@@ -65,6 +70,8 @@ def _torch_file(source: Source) -> Layout:
     for kind in map(find_format, ("torch_zip", "torch_legacy")):
         if kind.sniff is not None and kind.sniff(source):
             return kind.read(source)
+    if not source.head:
+        raise CorruptCheckpointError(f"{source.path.name} is empty.", file=str(source.path))
     raise FormatError(
         f"{source.path.name} is not a file of torch.save: it begins with {source.head[:8]!r}.", file=str(source.path)
     )
