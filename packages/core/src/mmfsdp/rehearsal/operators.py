@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfsdp.rehearsal.calls import Call, call_of
 
-__all__ = ["Costs"]
+__all__ = ["GROUPED_PRODUCT", "Costs"]
 
 _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"}
 """Operators that read as much of their first tensor as they write."""
@@ -18,6 +18,9 @@ _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::ga
 _ADDS_ROWS = {"aten::scatter_add", "aten::index_put", "aten::index_add", "aten::embedding_dense_backward"}
 
 _WRITES_NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
+
+GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Matrix products of groups of rows, whose FLOPs torch does not count (2.9 to 2.15)."""
 
 _OF_FSDP = "fsdp::"
 _COPY_IN = "fsdp::all_gather_copy_in"
@@ -96,6 +99,8 @@ class Costs:
         dtype = self.dtype_of(inputs or outputs)
         formula = flop_registry.get(_LIKE.get(func.overloadpacket, func.overloadpacket))
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        if func._schema.name == GROUPED_PRODUCT:
+            flops = _grouped_flops(*args[:2])
         if flops and self._is_causal(func, args, kwargs):
             flops //= 2
         if flops and dtype == "float32":
@@ -118,6 +123,16 @@ class Costs:
             known = any(alias is not None and not alias.is_write for alias in aliases)
             known = self._views[func] = known or func._schema.name in _WRITES_NOTHING
         return known
+
+
+def _grouped_flops(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Return the FLOPs of the products of groups of rows with a matrix for each, as experts compute them.
+
+    Groups are told apart along a dimension of the matrices, or have a dimension of their own in three.
+    """
+    if one.dim() > other.dim():
+        return 2 * one.shape[-2] * other.numel()
+    return 2 * one.numel() * other.shape[-1]
 
 
 def _moved(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
