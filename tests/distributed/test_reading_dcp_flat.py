@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 import mmfsdp
 from mmfsdp.checkpoint import convert, layout_of_model, open_layout, verify
-from mmfsdp.errors import IncompleteCheckpointError
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.testing import run_ranks, single_rank
 
 KINDS = ("plain", "tied", "frozen")
@@ -57,6 +57,14 @@ def save(rank: int, directory: Path, original: bool) -> None:
             state = FullyShardedDataParallel.optim_state_dict(whole, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=directory / kind)
         dcp.save(weights, checkpoint_id=directory / f"{kind}_alone")
+        if kind == "plain":
+            with FullyShardedDataParallel.state_dict_type(whole, StateDictType.SHARDED_STATE_DICT):
+                sharded = whole.state_dict()
+            contents = {"local": {"model": weights, "optimizer": state}, "bare": weights, "sharded": sharded}
+            for name, content in contents.items():
+                folder = directory / f"{name}_of_ranks"
+                folder.mkdir(exist_ok=True)
+                torch.save(content, folder / f"model_rank_{rank}.pt")
         with FullyShardedDataParallel.state_dict_type(whole, StateDictType.FULL_STATE_DICT):
             full = whole.state_dict()
         buffers = [full[name].float() for name in full if "running" in name]
@@ -64,6 +72,23 @@ def save(rank: int, directory: Path, original: bool) -> None:
             dist.broadcast(buffer, 0)
         if rank == 0:
             torch.save(full, directory / f"{kind}.pth")
+
+
+def files_of_ranks(folder: Path, target: Path) -> None:
+    """The same state dicts by torch.save on each rank, which torch itself loads on as many ranks only."""
+    full, start = folder / "plain.pth", folder / "start_of_ranks.pth"
+    torch.save(Model("plain").state_dict(), start)
+    check(folder / "local_of_ranks", full, target)
+    check(folder / "sharded_of_ranks", full, target)
+    check(folder / "bare_of_ranks", full, target, reference=start)
+    with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of "):
+        open_layout(folder / "bare_of_ranks")
+    (folder / "sharded_of_ranks" / "model_rank_0.pt").rename(folder / "sharded_of_ranks" / "model_rank_7.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"model_rank_7\.pt holds the part of rank 0 of"):
+        open_layout(folder / "sharded_of_ranks")
+    (folder / "local_of_ranks" / "model_rank_1.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"was saved by \d ranks, but model_rank_1\.pt"):
+        open_layout(folder / "local_of_ranks")
 
 
 def wrapped(module: nn.Module, original: bool) -> FullyShardedDataParallel:
@@ -103,6 +128,7 @@ def test_equals_what_torch_gathers(tmp_path: Path, original: bool, ranks: int) -
             open_layout(tmp_path / "tied")
         with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of '_flat_param'"):
             open_layout(tmp_path / "frozen")
+    files_of_ranks(tmp_path, target)
     metadata = pickle.loads((tmp_path / "plain" / ".metadata").read_bytes())
     held = [index for index in metadata.storage_data if index.fqn.endswith("_flat_param")]
     metadata.storage_data.pop(held[0])

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,12 @@ def read_files(source: Source, files: Mapping[int, Path]) -> Layout:
 def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
     """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint."""
     if not any(files.first.tensors for files in kinds.values()):
+        [*some] = kinds.values()
+        if len(some) == 1 and any(find_leaves(some[0].first.tree, PickledShards)):
+            of_fsdp1 = import_module("mmfsdp.checkpoint.formats.mmengine_local")
+            files = of_fsdp1.RankFiles(source.path, trust=source.trust, paths=some[0].paths)
+            layout: Layout = of_fsdp1.read_stock_files(files, source)
+            return layout
         path = next(iter(kinds.values())).first.path
         raise FormatError(
             f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. Save the model "

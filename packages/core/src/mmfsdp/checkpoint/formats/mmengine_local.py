@@ -1,14 +1,16 @@
-"""Reads ``local`` checkpoints of stock MMEngine 0.8 to 0.10: one ``rank{i}.pth`` per rank, written from FSDP1.
+"""Reads ``local`` checkpoints of stock MMEngine 0.8 to 0.10, one ``rank{i}.pth`` per rank, and others from FSDP1.
 
 Each file holds what ``FSDP.state_dict`` and ``FSDP.optim_state_dict`` return under ``LOCAL_STATE_DICT``
 (mmengine/_strategy/fsdp.py): this rank's part of each flat parameter, and optimizer state in shards of its true shape.
-The files say the shapes of parameters only through the optimizer's state: without it, they come from a reference.
+Scripts save the same, or what ``SHARDED_STATE_DICT`` gives, under other names. The files say the shapes of parameters
+only through the optimizer's state: without it, they come from a reference.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,15 +32,22 @@ __all__ = ["RankFiles", "read", "read_stock_files"]
 class RankFiles:
     """The files of a directory whose names are those of rank files.
 
+    Args:
+        directory: The directory.
+        trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
+        paths: Rank to file, in order, if the names are others than MMEngine's.
+
     Raises:
         CheckpointNotFoundError: There is none.
         FormatError: One is a link out of the directory, or not a file.
         CorruptCheckpointError: Two belong to the same rank.
     """
 
-    def __init__(self, directory: Path, *, trust: bool = False) -> None:
+    def __init__(self, directory: Path, *, trust: bool = False, paths: Mapping[int, Path] | None = None) -> None:
         self.directory = directory
-        self.paths: Mapping[int, Path] = _found(directory)
+        self.of_mmengine = paths is None
+        """Whether the files have MMEngine's names, and so its content."""
+        self.paths: Mapping[int, Path] = _found(directory) if paths is None else paths
         """Rank to file, in order."""
         self.trust = trust
         """Whether unknown pickled objects are kept."""
@@ -94,7 +103,7 @@ def read(source: Source) -> Layout:
 
 
 def read_stock_files(files: RankFiles, source: Source) -> Layout:
-    """Read the layout of rank files by stock MMEngine.
+    """Read the layout of rank files by stock MMEngine, or of other state dicts that ranks saved from FSDP1.
 
     Args:
         files: The files.
@@ -108,10 +117,15 @@ def read_stock_files(files: RankFiles, source: Source) -> Layout:
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     ranks = _read_ranks(files)
-    known = known_shapes(ranks[0].tree.get("optimizer"), source.reference())
+    first = ranks[0].tree
+    known = known_shapes(first.get("optimizer", first), source.reference())
     tree: dict[Any, Any] = {}
-    for key, value in ranks[0].tree.items():
-        tree[key] = _resolved(key, value, ranks, known) if _is_section(value) else value
+    if _is_section(first):
+        tree = _resolved("state dict", first, [rank.tree for rank in ranks], ranks, known)
+    else:
+        for key, value in first.items():
+            parts = [rank.tree.get(key) for rank in ranks]
+            tree[key] = _resolved(key, value, parts, ranks, known) if _is_section(value) else value
 
     tensors: dict[str, TensorEntry] = {}
 
@@ -134,7 +148,7 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
     ranks = []
     world_size = None
     for number in present:
-        rank = _rank(present[number], files.read(number))
+        rank = _rank(present[number], files.read(number), files)
         ranks.append(rank)
         for name, held in rank.shards.items():
             world_size = held.world_size if world_size is None else world_size
@@ -145,7 +159,9 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
                     file=str(rank.path),
                 )
     expected = len(present) if world_size is None else world_size
-    absent = [f"rank{number}.pth" for number in range(min(expected, len(present) + 8)) if number not in present]
+    like = next(iter(present.values())).name
+    numbers = range(min(expected, len(present) + 8))
+    absent = [re.sub(r"\d+(?=\D*$)", str(number), like) for number in numbers if number not in present]
     if absent:
         raise IncompleteCheckpointError(
             f"{directory.name} was saved by {expected} ranks, but {missing(absent)}.",
@@ -156,8 +172,10 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
     return ranks
 
 
-def _rank(path: Path, tree: Any) -> _Rank:
-    if not isinstance(tree, dict) or "mmfsdp" in tree or not isinstance(tree.get("state_dict"), dict):
+def _rank(path: Path, tree: Any, files: RankFiles) -> _Rank:
+    if not isinstance(tree, dict) or (
+        files.of_mmengine and ("mmfsdp" in tree or not isinstance(tree.get("state_dict"), dict))
+    ):
         raise FormatError(
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
         )
@@ -181,9 +199,8 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(key, str) and key.endswith(FLAT) for key in value)
 
 
-def _resolved(key: Any, value: dict[Any, Any], ranks: list[_Rank], known: Known) -> dict[Any, Any]:
-    """Return a state dict of the model with its flat parameters taken apart."""
-    parts: list[Any] = [rank.tree.get(key) for rank in ranks]
+def _resolved(key: Any, value: dict[Any, Any], parts: list[Any], ranks: list[_Rank], known: Known) -> dict[Any, Any]:
+    """Return a state dict of the model, of which each rank has a part, with its flat parameters taken apart."""
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, dict) or {*part} != {*value}:
             raise CorruptCheckpointError(

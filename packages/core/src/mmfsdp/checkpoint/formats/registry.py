@@ -309,7 +309,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "mmengine_local",
-        "a directory with a file per rank as stock MMEngine 0.8 to 0.10 saves it from FSDP1",
+        "a directory with a file of torch.save per rank from FSDP1, as stock MMEngine 0.8 to 0.10 saves it",
         "mmengine_local",
         directory=True,
     ),
