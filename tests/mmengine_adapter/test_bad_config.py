@@ -64,6 +64,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"load_from": "other.pth"},
         ["StateDictError: None of the 2 keys of the checkpoint, such as 'stem.weight', is one of ToyModel's"],
     ),
+    "another model's checkpoint, with batch norm": (
+        {"load_from": "other.pth", "model": {"type": "ToyModel", "batch_norm": True}},
+        ["StateDictError: None of the 2 keys of the checkpoint, such as 'stem.weight', is one of ToyModel's"],
+    ),
     "weights alone": (
         {"load_from": "published.pth", "resume": True},
         [

@@ -16,6 +16,7 @@ from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import write_checkpoint
+from mmfsdp_mmengine.checkpoints.adapting import adapted
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.content import (
     describe_mismatch,
@@ -85,7 +86,7 @@ class CheckpointingStrategy(DDPStrategy):
         """
         offered = with_own_counters(self.model, revised_keys(state_dict, revise_keys))
         report = load_model_state_dict(self.model, offered, strict=strict, read_once=True)
-        if report.missing and report.unexpected and len(report.unexpected) == len(offered):
+        if report.missing and state_dict and len(report.unexpected) == len(state_dict):
             raise StateDictError(nothing_fits(report, type(find_sharded_model(self.model).module).__name__))
         if not report.clean:
             self.logger.warning(describe_mismatch(report))
@@ -127,7 +128,11 @@ class CheckpointingStrategy(DDPStrategy):
         content = load_content(str(filename), map_location, self.model, scope)
         if callback is not None:
             on_all_ranks(lambda: callback(content), scope)
-        self.load_model_state_dict(content.pop("state_dict"), strict=strict, revise_keys=revise_keys)
+        own = find_sharded_model(self.model)
+        weights = revised_keys(content.pop("state_dict"), revise_keys)
+        if not own.is_fsdp1:  # FSDP1 hides the shapes of parameters from the model's code
+            weights = adapted(own.module, weights, scope)
+        self.load_model_state_dict(weights, strict=strict, revise_keys=())
         return content
 
     def resume(
