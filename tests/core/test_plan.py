@@ -264,6 +264,14 @@ class TestUnits:
         ]
         assert "temperature" not in owned(result)[""]
 
+    def test_parameters_without_elements_stay_whole(self) -> None:
+        model = Net()
+        model.blocks[0].none = nn.Embedding(0, 3)
+        result = plan(model, MLPS, 4)
+        assert [param.fqn for param in result.ignored_params] == ["blocks.0.none.weight"]
+        text = "a parameter without elements, whose gradient torch cannot reduce: held by every rank."
+        assert notes(result, "empty") == [(("blocks.0.none.weight",), text)]
+
     def test_a_module_without_parameters_is_no_unit(self) -> None:
         assert fqns(plan(nn.Sequential(nn.ReLU(), Mlp()), {}, 2, policy=always_wrap_policy))[-2:] == [("1.fc2",), ("",)]
 

@@ -75,6 +75,63 @@ def test_control_torch_alone_lets_them_drift() -> None:
     assert not torch.equal(first, second)
 
 
+class Narrow(nn.Module):
+    """A head with a part of no width, as MobileBERT's where embeddings are as wide as the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.part = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return torch.cat([self.head(x), F.linear(x, self.part)], 1)
+
+
+def narrow_losses(model: nn.Module, *parts: torch.Tensor) -> list[float]:
+    optimizer = adamw(model)
+    found = []
+    for _ in range(3):
+        loss = torch.stack([model(part).square().mean() for part in parts]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def train_narrow(rank: int, engine: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    model, x = Narrow(), torch.randn(4, 8)
+    model = mmfsdp.shard(model, {"engine": engine, "wrap": {"kind": "module_class", "classes": "Linear"}})
+    curve = narrow_losses(model, x.chunk(2)[rank])
+    mmfsdp.clip_grad_norm_(model, 1.0)
+    return curve, mmfsdp.model_state_dict(model)
+
+
+def control_narrow(rank: int) -> str:
+    model = Narrow()
+    fully_shard(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 8)).mean().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_parameters_without_elements(engine: str) -> None:
+    torch.manual_seed(3)
+    single, x = Narrow(), torch.randn(4, 8)
+    reference = narrow_losses(single, *x.chunk(2))
+    (first, state), (second, _) = run_ranks(train_narrow, 2, engine)
+    assert [sum(pair) / 2 for pair in zip(first, second, strict=True)] == pytest.approx(reference)
+    assert state.keys() == single.state_dict().keys()
+    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in single.state_dict().items())
+
+
+def test_control_torch_alone_fails_without_elements() -> None:
+    assert "non-empty" in run_ranks(control_narrow, 2)[0]
+
+
 class Spy(torch.optim.SGD):
     """Remembers whether its step was to be computed over all parameters at once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch.nn as nn
 
@@ -16,6 +16,17 @@ from mmfsdp.planning.records import Note
 __all__ = ["Ignored", "ignored_states"]
 
 _T = TypeVar("_T")
+
+_UNSHARDABLE: dict[Literal["scalar", "empty"], tuple[str, Callable[[nn.Parameter], bool]]] = {
+    "scalar": (
+        "a scalar has no dimension to shard: held whole on every rank, gradients averaged.",
+        lambda param: param.dim() == 0,
+    ),
+    "empty": (
+        "a parameter without elements, whose gradient torch cannot reduce: held by every rank.",
+        lambda param: param.numel() == 0,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ def ignored_states(
     modules: Iterable[nn.Module],
     params: Iterable[nn.Parameter],
     *,
-    scalars: bool,
+    whole: bool,
 ) -> Ignored:
     """Collect the ignored modules and parameters.
 
@@ -42,7 +53,7 @@ def ignored_states(
         sharding: Settings with FQN patterns.
         modules: Module objects; all their parameters are ignored.
         params: Parameter objects.
-        scalars: Whether to ignore 0-dimensional parameters too, which have no dimension to shard.
+        whole: Whether to ignore scalars and parameters without elements, too, which cannot be sharded.
 
     Raises:
         PolicyError: A pattern matches nothing.
@@ -64,21 +75,15 @@ def ignored_states(
     chosen |= {id(param) for param in _checked(params, named_params.values, "ignored_params")}
     chosen |= {id(param) for module in chosen_modules for param in module.parameters()}
     notes = []
-    if scalars:
-        zero_dim = {
+    for kind, (text, unshardable) in _UNSHARDABLE.items() if whole else ():
+        found = {
             id(param): fqn
             for fqn, param in reversed(named_params.items())
-            if param.dim() == 0 and id(param) not in chosen
+            if id(param) not in chosen and unshardable(param)
         }
-        if zero_dim:
-            chosen |= zero_dim.keys()
-            notes.append(
-                Note(
-                    kind="scalar",
-                    text="a scalar has no dimension to shard: held whole on every rank, gradients averaged.",
-                    fqns=tuple(reversed(zero_dim.values())),
-                )
-            )
+        if found:
+            chosen |= found.keys()
+            notes.append(Note(kind=kind, text=text, fqns=tuple(reversed(found.values()))))
     ignored = {id(param): param for param in named_params.values() if id(param) in chosen}
     return Ignored(chosen_modules, list(ignored.values()), notes)
 

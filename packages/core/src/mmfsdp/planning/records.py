@@ -165,6 +165,7 @@ class Note(Record):
         "container",
         "tied",
         "scalar",
+        "empty",
         "dtype",
         "precision",
         "ignored",

@@ -71,7 +71,7 @@ def plan(
         mesh, config.sharding if engine != "replicate" else config.sharding.model_copy(update={"strategy": "NO_SHARD"})
     )
     entries = _param_entries(model, config.precision.storage_dtype)
-    ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, scalars=True)
+    ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, whole=True)
     notes = [*_engine_notes(config, engine), *ignored.notes]
 
     wanted = config.wrap if policy is None else policy
