@@ -226,6 +226,26 @@ def test_averaged_weights_of_mmengine(tmp_path: Path) -> None:
     assert load_file(tmp_path / "plain.safetensors")["w"].tolist() == [0, 0]
 
 
+def test_averaged_weights_of_lightning(tmp_path: Path) -> None:
+    # Its WeightAveraging callback swaps the two before saving, too, under names of its own.
+    model = torch.nn.Linear(2, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    torch.nn.init.zeros_(model.weight)
+    state = average.state_dict()
+    checkpoint = {
+        "state_dict": {name[7:]: value for name, value in state.items() if name.startswith("module.")},
+        "current_model_state": model.state_dict(),
+        "averaging_state": {"n_averaged": state["n_averaged"]},
+        "pytorch-lightning_version": "2.6.6",
+    }
+    torch.save(checkpoint, tmp_path / "in.ckpt")
+    report = convert(tmp_path / "in.ckpt", tmp_path / "out.safetensors", use_ema=True)
+    assert load_file(tmp_path / "out.safetensors")["weight"].equal(state["module.weight"])
+    assert "WeightAveraging saves the averaged weights under 'state_dict' already" in report.notes[0]
+    convert(tmp_path / "in.ckpt", tmp_path / "plain.safetensors", keep="current_model_state")
+    assert load_file(tmp_path / "plain.safetensors")["weight"].tolist() == [[0, 0]]
+
+
 def test_publishing(source: Path) -> None:
     report = convert(source, source.with_name("model.pth"), publish=True)
     path = Path(report.path)

@@ -312,9 +312,15 @@ def select(layout: Layout, keep: str, drop: Sequence[str], rules: NameRules, *, 
 
 
 _WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by FlexibleRunner
+_WRITTEN_BY_LIGHTNING = {"state_dict", "current_model_state", "averaging_state"}  # by its callback WeightAveraging
 
 
 def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    if layout.tree.keys() >= _WRITTEN_BY_LIGHTNING:
+        return weights, (
+            "Lightning's WeightAveraging saves the averaged weights under 'state_dict' already, and the plain ones "
+            "under 'current_model_state': 'state_dict' was taken",
+        )
     averaged = layout.tree.get("ema_state_dict")
     if not isinstance(averaged, dict):
         raise FormatError(
