@@ -18,7 +18,7 @@ FAMILY, RANKS, SAMPLES, STEPS = "llama", 2, 2, 2
 CASE = FAMILIES[FAMILY]
 CONFIG = {"precision": "fp32", "wrap": {"kind": "module_class", "classes": [*CASE.layer]}}
 CHOICES: dict[str, list[Any]] = {
-    "sharding": [{"strategy": "SHARD_GRAD_OP"}, {"strategy": "FULL_SHARD"}],
+    "sharding": [{"strategy": "SHARD_GRAD_OP"}],
     "activation_checkpointing": [{"mode": "full"}],
     "accumulate": [1, 2],
 }

@@ -39,6 +39,7 @@ __all__ = [
     "fake_tensors",
     "forward_place",
     "group_of",
+    "is_accumulating",
     "is_backward",
     "is_fake",
     "is_made_in",
@@ -225,6 +226,14 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 def is_backward() -> bool:
     """Return whether autograd runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_accumulating() -> bool:
+    """Return whether what is added up now may be gradients of a tensor that is used several times.
+
+    Only formulas of backward may add as well; what is recomputed records what it does.
+    """
+    return is_backward() and not torch.is_grad_enabled()
 
 
 def forward_place() -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.rehearsal.fake import group_of, is_made_in, local_of, skipped, tensors_in
+from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_made_in, local_of, skipped, tensors_in
 from mmfsdp.rehearsal.foreach import on_shards
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.places import Places
@@ -86,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self.moment = 0
         self._live: dict[int, _Live] = {}
         self._is_paused = False
+        self._added: tuple[int, int] | None = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Recorder(TorchDispatchMode):
             if storage.nbytes():
                 self._add(storage, self.places.kind, self.places.module)
         elif known.nbytes != storage.nbytes():
-            self._end(known)
+            self._end(known, id(storage))
             unit = self.places.unit
             if storage.nbytes() and unit is not None and unit in self._whole and self.places.gathers:
                 share = storage.nbytes() / self._whole[unit]
@@ -185,12 +186,14 @@ class Recorder(TorchDispatchMode):
         result, is_real = self.values.run(func, args, kwargs, inputs)
         outputs = tensors_in((result,))
         made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
+        adds = bool(made) and func is torch.ops.aten.add.Tensor and is_accumulating() and _is_whole(args[0])
         if self.costs is not None and (made or any(is_made_in(self.mode, value) for value in inputs)):
             self._count(func, args, kwargs, result, inputs, outputs)
         for value in made:
             storage = value.untyped_storage()
             if id(storage) not in self._live:
                 self._add(storage, self.places.kind, self.places.module)
+        self._added = (id(args[0].untyped_storage()), self.moment) if adds else None
         if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
@@ -201,12 +204,14 @@ class Recorder(TorchDispatchMode):
         key = id(storage)
 
         def gone(_: Any) -> None:
-            self._end(self._live.pop(key))
+            self._end(self._live.pop(key), key)
 
         self._live[key] = _Live(weakref.ref(storage, gone), storage.nbytes(), kind, module, self.moment)
 
-    def _end(self, live: _Live) -> None:
-        if live.nbytes:
+    def _end(self, live: _Live, key: int) -> None:
+        if self._added == (key, self.moment):  # nothing else held it, so on real tensors autograd adds in place
+            self._note_end(live, self.moment)
+        elif live.nbytes:
             self.moment += 1
             self._note_end(live, self.moment)
 
@@ -270,6 +275,11 @@ class Recorder(TorchDispatchMode):
         if self.costs is not None:
             phase, role = self.places.phase, self.places.role
             self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor fills its storage, and repeats nothing."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _spelt(operator: str) -> str | None:
