@@ -252,8 +252,8 @@ def test_damage_and_foreign_files_are_named(step: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*_consolidated_16bit_state_dict.*not save_16bit_model"),
-        ("layer_00-model_01-model_states.pt", "tensor parallelism.*_consolidated_16bit_state_dict.*not save_16bit_model"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*_consolidated_16bit_state_dict"),
+        ("layer_00-model_01-model_states.pt", "tensor parallelism.*_consolidated_16bit_state_dict"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "expert parallelism.*keep='module', and each layer_"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert parallelism"),
     ],

@@ -153,8 +153,8 @@ def _refuse(folder: Path, name: str) -> None:
         what = "tensor parallelism"
         way_out = (
             "Save the whole model's state dict from the run. With AutoTP, every rank calls the engine's "
-            "_consolidated_16bit_state_dict(), and rank 0 saves what it returns; not save_16bit_model, which writes only "
-            "the first rank's shards."
+            "_consolidated_16bit_state_dict(), and rank 0 saves what it returns; not save_16bit_model, which writes "
+            "only the first rank's shards."
         )
     raise FormatError(
         f"{folder.name} holds {name!r}, which DeepSpeed writes for {what}. That is not supported. {way_out}",
