@@ -38,4 +38,4 @@ def test_ranks_of_a_child_end_with_it(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, script, method], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout, done.stderr) == ("[0, 2]\n", "0\n")
+    assert (done.stdout.splitlines()[-1:], done.stderr) == (["[0, 2]"], "0\n")  # gloo of torch 2.9 prints, too
