@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from mmfsdp.rehearsal.calls import Call, call_of
+from mmfsdp.rehearsal.records import COPY_IN
 
 __all__ = ["GROUPED_PRODUCT", "Costs"]
 
@@ -23,8 +24,6 @@ GROUPED_PRODUCT = "aten::_grouped_mm"
 """Matrix products of groups of rows, whose FLOPs torch does not count (2.9 to 2.15)."""
 
 _OF_FSDP = "fsdp::"
-_COPY_IN = "fsdp::all_gather_copy_in"
-"""Copies the rank's shards into their place in a buffer of the whole unit, which is its last tensor."""
 
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
@@ -139,7 +138,7 @@ def _moved(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Te
     """Return the bytes that an operator reads and writes."""
     plain = name.rstrip("_")
     written = sum(map(_held, outputs))
-    if name == _COPY_IN:
+    if name == COPY_IN:
         return 2 * sum(map(_held, inputs[:-1]))
     if not outputs and name.startswith(_OF_FSDP):  # the results are among its arguments
         return sum(map(_held, inputs))

@@ -30,7 +30,10 @@ weights."""
 COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
 """Operators that copy a unit's shards from CPU memory, and its gradients to it, with ``cpu_offload``."""
 
-_BEFORE_GATHERING = ("aten::_foreach_copy_", "fsdp::all_gather_copy_in")
+COPY_IN = "fsdp::all_gather_copy_in"
+"""Copies the rank's shards into their place in a buffer of the whole unit, which is its last tensor."""
+
+_BEFORE_GATHERING = ("aten::_foreach_copy_", COPY_IN)
 """Operators that copy a rank's shards, to the dtype that is sent and into the buffer that is gathered."""
 
 

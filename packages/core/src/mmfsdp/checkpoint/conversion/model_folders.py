@@ -266,19 +266,17 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
         *(f"{name!r} has shape {[*kept[name].shape]} (expected {[*expected[name].shape]})" for name in shapes[:2]),
     ]
     if problems:
-        hint = closest(unexpected[0], missing) if unexpected else ""
-        codes = not_restored(kept)
-        if not codes and scales_of(kept):
-            codes = "Its weights are codes of 8 bits. Add quantize='none', which restores them."
-        raise ConfigError(
-            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}."
-            + (
-                f" {codes}"
-                if codes
-                else f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
+        remedy = f" {codes}" if (codes := not_restored(kept)) else ""
+        if not remedy and scales_of(kept):
+            remedy = " Its weights are codes of 8 bits. Add quantize='none', which restores them."
+        if not remedy:
+            hint = closest(unexpected[0], missing) if unexpected else ""
+            remedy = (
+                f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
                 "much. If the model has changed on purpose, give a folder without weights as 'like'."
-            ),
-            config="like",
+            )
+        raise ConfigError(
+            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}.{remedy}", config="like"
         )
 
 
