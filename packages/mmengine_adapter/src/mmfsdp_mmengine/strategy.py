@@ -25,11 +25,11 @@ from mmfsdp_mmengine.configs.arguments import (
     activation_arguments,
     copied,
     plain,
-    refuse_unknown,
     state_dict_settings,
 )
 from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import check_known
+from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, check_optimizer_named, optim_wrappers_of
 from mmfsdp_mmengine.optimizers.structure import structure_of

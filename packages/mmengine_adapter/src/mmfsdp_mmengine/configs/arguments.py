@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
+from mmfsdp_mmengine.configs.unknown import refuse_unknown
 
 __all__ = [
     "StateDictSettings",
@@ -72,31 +73,6 @@ def named(value: Any) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)
-
-
-def refuse_unknown(
-    owner: str, given: Iterable[str], known: Collection[str], config: str, others: Mapping[str, str] | None = None
-) -> None:
-    """Raise for the first argument that a class does not accept.
-
-    Args:
-        owner: The name of the class, for the message.
-        given: Names of arguments.
-        known: Names of the arguments that the class accepts.
-        config: Dotted path of the setting that holds the arguments.
-        others: What to say of arguments that belong elsewhere, by name: a sentence.
-
-    Raises:
-        ConfigError: An argument is unknown; the error suggests the nearest names, or says where it belongs.
-    """
-    for name in given:
-        if name not in known:
-            if others and name in others:
-                raise ConfigError(f"{owner} has no argument {name!r}. {others[name]}", config=f"{config}.{name}")
-            raise ConfigError(
-                f"{owner} has no argument {name!r}.{closest(name, known)} Accepted: {', '.join(known) or 'none'}.",
-                config=f"{config}.{name}",
-            )
 
 
 def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from mmengine.device import get_device
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.errors import ConfigError, MeshError, closest
+from mmfsdp.errors import ConfigError, MeshError
 from mmfsdp_mmengine.configs.functions import build_function
+from mmfsdp_mmengine.configs.unknown import refuse_unknown
 
 __all__ = ["build_group", "build_mesh"]
 
@@ -60,10 +61,7 @@ def build_mesh(given: Mapping[str, Any]) -> DeviceMesh:
         MeshError: The mesh has more or fewer places than the world has ranks.
     """
     known = [*inspect.signature(init_device_mesh).parameters]
-    for name in given:
-        if name not in known:
-            hint = closest(name, known) or f" Accepted: {', '.join(known)}."
-            raise ConfigError(f"device_mesh has no argument {name!r}.{hint}", config=f"device_mesh.{name}")
+    refuse_unknown("device_mesh", given, known, "device_mesh")
     shape, names = given.get("mesh_shape"), given.get("mesh_dim_names")
     if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise ConfigError(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp import clip_grad_norm_
 from mmfsdp.errors import ConfigError
 from mmfsdp.runtime import check_finite_norm, find_sharded_model
-from mmfsdp_mmengine.configs.arguments import refuse_unknown
+from mmfsdp_mmengine.configs.unknown import refuse_unknown
 
 __all__ = ["clip_globally"]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.runtime import LossReach
 from mmfsdp.torch_style import ARGUMENTS
-from mmfsdp_mmengine.configs.arguments import refuse_unknown
+from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
 from mmfsdp_mmengine.wrappers.steps import forward_batch, forwards_reach, overrides

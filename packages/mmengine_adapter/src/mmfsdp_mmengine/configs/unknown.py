@@ -1,0 +1,34 @@
+"""Refuses arguments in configs that nothing accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["refuse_unknown"]
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Collection[str], config: str, others: Mapping[str, str] | None = None
+) -> None:
+    """Raise for the first argument that a class does not accept.
+
+    Args:
+        owner: The name of the class, for the message.
+        given: Names of arguments.
+        known: Names of the arguments that the class accepts.
+        config: Dotted path of the setting that holds the arguments.
+        others: What to say of arguments that belong elsewhere, by name: a sentence.
+
+    Raises:
+        ConfigError: An argument is unknown; the error suggests the nearest names, or says where it belongs.
+    """
+    for name in given:
+        if name not in known:
+            if others and name in others:
+                raise ConfigError(f"{owner} has no argument {name!r}. {others[name]}", config=f"{config}.{name}")
+            raise ConfigError(
+                f"{owner} has no argument {name!r}.{closest(name, known)} Accepted: {', '.join(known) or 'none'}.",
+                config=f"{config}.{name}",
+            )
