@@ -179,6 +179,76 @@ def test_weights_are_restored(kind: str, tmp_path: Path) -> None:
         assert (whole[name] - weights()[name].float()).abs().max() < 0.05 * weights()[name].abs().max()
 
 
+KINDS = ["fp8", "fp8_tensor", "fp8_channel"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", KINDS)
+def test_codes_become_codes_of_another_kind(given: str, kind: str, dtype: str | None, tmp_path: Path) -> None:
+    """In one step, byte for byte as in two, and as torch computes it."""
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file(weights(), like / "model.safetensors", metadata={"format": "pt"})
+    (like / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+    convert(like, tmp_path / "codes", to="hf", quantize=given)
+    convert(tmp_path / "codes", tmp_path / "dcp", to="dcp", ranks=3)
+    convert(tmp_path / "codes", tmp_path / "numbers", to="hf", quantize="none", dtype=dtype)
+    convert(tmp_path / "numbers", tmp_path / "two", to="hf", quantize=kind)
+    settings = {"to": "hf", "quantize": kind, "dtype": dtype, "verify_output": True}
+    report = convert(tmp_path / "codes", tmp_path / "one", **settings)
+    assert report.notes[0] == "2 weights were codes of 8 bits, and are restored"
+    convert(tmp_path / "dcp", tmp_path / "sharded", like=tmp_path / "codes", jobs=2, **settings)
+    for name in ("model.safetensors", "config.json"):
+        expected = (tmp_path / "two" / name).read_bytes()
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "sharded" / name).read_bytes() == expected
+    codes, found = load_file(tmp_path / "codes/model.safetensors"), load_file(tmp_path / "one/model.safetensors")
+    for name in LINEAR:
+        exact = restored(codes, name) if given == "fp8" else codes[name].double() * codes[f"{name}_scale"].double()
+        numbers = exact.to(torch.bfloat16 if dtype else torch.float32)
+        scales = found.get(f"{name}_scale")
+        expected, divisors = reference(numbers) if scales is None else (numbers.float() / scales.float(), scales)
+        assert torch.equal(found[name].view(torch.uint8), expected.to(torch.float8_e4m3fn).view(torch.uint8))
+        assert torch.equal(found[f"{name}_scale_inv"] if scales is None else scales, divisors)
+        assert scales is None or scales.dtype == numbers.dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_element_that_is_too_large_counts_once(kind: str, tmp_path: Path) -> None:
+    weight = torch.ones(4, 300)
+    weight[1, 2], weight[3, 299] = 1e6, -1e9
+    save_file({"fc.weight": weight, "out.weight": weight * 2}, tmp_path / "model.safetensors")
+    report = convert(tmp_path / "model.safetensors", tmp_path / "out.safetensors", quantize=kind, dtype="fp16")
+    assert report.overflowed == {"fc.weight": 2, "out.weight": 2}
+
+
+@pytest.mark.parametrize("wrapped", ["ordered", "app", "bare"])
+@pytest.mark.parametrize("kind", ["none", "fp8_channel"])
+def test_what_lies_beside_codes_is_not_lost(kind: str, wrapped: str, tmp_path: Path) -> None:
+    state = torch.nn.Sequential(torch.nn.Linear(256, 2)).state_dict()
+    state["0.weight"], state["0.weight_scale_inv"] = state["0.weight"].to(torch.float8_e4m3fn), torch.ones(1, 2)
+    state["0.input_scale"] = torch.ones(())
+    beside = {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}, "meta": {"epoch": 3}}
+    source = {"state_dict": state, **beside}
+    contents = {"ordered": source, "app": {"app": source}, "bare": {**state, **beside}}
+    torch.save(contents[wrapped], tmp_path / "source.pth")
+    if kind == "none":
+        convert(tmp_path / "source.pth", tmp_path / "all.pth", keep="all", quantize=kind)
+        found = torch.load(tmp_path / "all.pth", weights_only=True)
+        part = found["app"] if wrapped == "app" else found
+        restored_state = part if wrapped == "bare" else part["state_dict"]
+        assert torch.equal(restored_state["0.weight"], state["0.weight"].float())
+        assert not {"0.weight_scale_inv", "0.input_scale"} & {*restored_state}
+        assert torch.equal(part["optimizer"]["state"][0]["exp_avg"], torch.ones(3))
+        assert part["meta"] == {"epoch": 3}
+        assert wrapped == "bare" or restored_state._metadata == state._metadata
+        report = convert(tmp_path / "source.pth", tmp_path / "model.pth", quantize=kind)
+        assert torch.load(tmp_path / "model.pth", weights_only=True)["meta"] == {"epoch": 3}
+    else:
+        report = convert(tmp_path / "source.pth", tmp_path / "out.safetensors", quantize=kind, exclude=["*.bias"])
+    assert ("app/" if wrapped == "app" else "") + "optimizer" in report.dropped
+
+
 class TestErrors:
     def refused(self, folder: Path, state: dict[str, torch.Tensor], message: str, **settings: object) -> None:
         save_file(state, folder / "model.safetensors")

@@ -26,7 +26,7 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
-from mmfsdp.checkpoint.tree import part_tensors
+from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
@@ -127,9 +127,7 @@ def convert(
     target = place(target, to_write=True)
     kind = target_format(target, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
-    codes = scales_of(part_tensors(layout, "model")) if kind.name == "gguf" and chosen.quantize != "none" else {}
-    if codes or chosen.quantize == "none":
-        layout = import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout)
+    layout, restored = _numbers(layout, kind, chosen)
     is_remote = isinstance(target, RemoteLike)
     if not is_remote:
         with write_errors(target):
@@ -193,11 +191,23 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=(f"{len(codes)} weights were codes of 8 bits, and are restored",) * bool(codes) + intent.notes,
+        notes=restored + intent.notes,
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
     )
+
+
+def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, tuple[str, ...]]:
+    """Return the source with its 8-bit codes restored if what is written is made of numbers, and a note of that."""
+    codes: Mapping[str, str] = {}
+    if chosen.quantize != "none":
+        found = find_weights(layout.tree, is_ref) if chosen.quantize or kind.name == "gguf" else None
+        codes = scales_of(part_tensors(layout, "model")) if found else {}
+        if not codes:
+            return layout, ()
+    notes = (f"{len(codes)} weights were codes of 8 bits, and are restored",) if codes else ()
+    return import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout), notes
 
 
 def _folders() -> Any:

@@ -70,8 +70,8 @@ class Conversion:
     ``'fp8_tensor'`` and ``'fp8_channel'``: the same with a scale for each tensor or output, in the layout of
     compressed-tensors. All three are for safetensors and Hugging Face folders, whose ``config.json`` gets a
     ``quantization_config``. ``'q8_0'``, for ``gguf``: write every matrix in blocks of 32 signed bytes with a float16
-    scale. ``'none'``: restore weights that such scales lie beside, before anything else is done; ``gguf`` always does.
-    Needs numpy."""
+    scale. ``'none'``: restore weights that such scales lie beside, before anything else is done; the other kinds and
+    ``gguf`` do so too. Needs numpy."""
     use_ema: bool = False
     """Write the averaged weights as the model's weights."""
     publish: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +13,8 @@ from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, value
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import BLOCK, not_restored, scales_of
 from mmfsdp.checkpoint.geometry import check_coverage, cut
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import part_tensors
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
+from mmfsdp.checkpoint.tree import is_ref, named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 
 __all__ = ["dequantized", "restored_sources"]
@@ -23,7 +24,7 @@ _OF_INPUTS = ".input_scale"  # scales that were measured for codes
 
 
 def dequantized(layout: Layout) -> Layout:
-    """Return the weights of a checkpoint as numbers: each code times its scale, exact or rounded once.
+    """Return a checkpoint with its weights as numbers: each code times its scale, exact or rounded once.
 
     A scale may be that of a tensor, of a row, or of a block of 128 x 128, and its name ends with ``weight_scale`` or
     ``weight_scale_inv``. Tensors without one stay. Scales of inputs are left out.
@@ -32,7 +33,7 @@ def dequantized(layout: Layout) -> Layout:
         layout: The checkpoint.
 
     Returns:
-        A layout of the weights alone; what was quantised is float32.
+        Its layout, in which what was quantised is float32. What lies beside the weights is as it was.
 
     Raises:
         ConfigError: Nothing is quantised, a scale does not fit, or the codes are of another kind; the message names
@@ -55,14 +56,27 @@ def dequantized(layout: Layout) -> Layout:
     check_coverage(layout, [scale.name for scale in scales.values()])
     gone = {*found.values()}
     gone |= {name for name in given if name.endswith(_OF_INPUTS) and name[: -len(_OF_INPUTS)] + ".weight" in scales}
-    tensors = {
-        name: _Restored.of(replace(entry, name=name), scales[name]) if name in scales else replace(entry, name=name)
-        for name, entry in given.items()
-        if name not in gone
-    }
-    tree = {name: TensorRef(name) for name in tensors}
-    origins = layout.origins or (layout,)
-    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=origins)
+    part = weights_of(layout)
+    stored = named_tensors(part.weights)
+    left_out = {stored[name] for name in gone}
+    tensors = {name: entry for name, entry in layout.tensors.items() if name not in left_out}
+    for name, scale in scales.items():
+        tensors[stored[name]] = _Restored.of(given[name], scale)
+    tree = _pruned(layout.tree, part.where, left_out)
+    return replace(layout, tensors=tensors, tree=tree, origins=layout.origins or (layout,))
+
+
+def _pruned(tree: Mapping[Any, Any], where: Sequence[Any], names: Container[str]) -> dict[Any, Any]:
+    """Return content without some tensors of its weights, which the keys of ``where`` lead to; the rest is shared."""
+    if where:
+        return {**tree, where[0]: _pruned(tree[where[0]], where[1:], names)}
+    kept: dict[Any, Any] = collections.OrderedDict() if isinstance(tree, collections.OrderedDict) else {}
+    for key, value in tree.items():
+        if not (is_ref(value) and value.name in names):
+            kept[key] = _pruned(value, (), names) if isinstance(value, dict) else value
+    if isinstance(tree, collections.OrderedDict):
+        vars(kept).update(vars(tree))  # such as `_metadata` of a module's state dict
+    return kept
 
 
 def restored_sources(layouts: Sequence[Layout]) -> list[Layout]:
