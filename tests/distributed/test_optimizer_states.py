@@ -230,6 +230,8 @@ def mistakes(rank: int, name: str) -> None:
         FSDP.scatter_full_optim_state_dict(full if rank else None, model, optim=optimizer)
     with pytest.raises(UnsupportedCallError, match="is_named_optimizer"):
         FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
+    with pytest.raises(UnsupportedCallError, match=r"takes \(model, optim, .* and got \(dict, AdamW, .*\)"):
+        FSDP.optim_state_dict_to_load(full, optimizer, model)
     alone = dist.new_group([0])
     if rank == 0 and name != "replicate":  # where each rank has a shard group of its own
         with pytest.raises(StateDictError, match=r"The group has the ranks \[0\], but .* over \[0, 1\]"):

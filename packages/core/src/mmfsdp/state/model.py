@@ -20,9 +20,10 @@ from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
 from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.flat_load import fill_piece, piece_box
-from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_value
+from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.replicas import Replicas, replicas_of
 from mmfsdp.state.report import LoadReport, agree, compare_shapes
+from mmfsdp.state.sending import check_whole
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
@@ -84,10 +85,10 @@ def load_model_state_dict(
         The keys and shapes that did not match; the same on every rank.
 
     Raises:
-        StateDictError: With ``strict``, a key or a shape did not match.
+        StateDictError: With ``strict``, a key or a shape did not match; or, with ``from_rank0``, a tensor is a shard.
     """
     state = find_sharded_model(model)
-    on_all_ranks(lambda: _check_form(state_dict, needed=not from_rank0 or is_first_rank(state)), scope_of(state.mesh))
+    on_all_ranks(lambda: _check_form(state_dict, state, from_rank0), scope_of(state.mesh))
     own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
     pieces: dict[str, FlatPiece] = {}
     if state.is_fsdp1 and not own_shards:
@@ -95,10 +96,11 @@ def load_model_state_dict(
         pieces = flat_pieces(state.module)
     target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
     offered = _offered(state_dict, state, from_rank0)
-    shapes = {name: _shape(into) for name, into in target.items()}
+    shapes = {name: _shape(name, into) for name, into in target.items()}
     found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
+    extra = {name: value for name, value in state_dict.items() if _is_extra(name)}
     scope = scope_of(state.mesh)
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
@@ -111,7 +113,8 @@ def load_model_state_dict(
             replicas = _replicas(stored, target, state)
         mine = [name for name in given if name not in replicas or replicas[name].reads]
         boxes = {name: _held(target[name]) for name in mine}
-        locate([(state_dict[name], boxes.get(name)) for name in given], scope)
+        whole_extra = [(value, whole_box(value)) for value in extra.values() if isinstance(value, LazyTensor)]
+        locate([*((state_dict[name], boxes.get(name)) for name in given), *whole_extra], scope)
         if by_torch:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
@@ -124,16 +127,20 @@ def load_model_state_dict(
             on_all_ranks(fill, scope)  # a disk may fail on one rank
             for name, sharers in replicas.items():
                 sharers.send(_local(target[name]))
-    _load_extra_states(state, state_dict, from_rank0)
+    _load_extra_states(state, extra, from_rank0)
     return report
 
 
-def _check_form(state_dict: Any, *, needed: bool) -> None:
-    if needed and not isinstance(state_dict, Mapping):
+def _check_form(state_dict: Any, state: ShardedModel, from_rank0: bool) -> None:
+    if from_rank0 and not is_first_rank(state):
+        return
+    if not isinstance(state_dict, Mapping):
         raise StateDictError(
             f"A state dict must be a mapping of names to tensors, got a {type(state_dict).__name__}. If only the first "
             "rank has read it, pass from_rank0=True on every rank."
         )
+    for name, value in state_dict.items() if from_rank0 else ():
+        check_whole(name, value)
 
 
 def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
@@ -147,11 +154,6 @@ def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
 def is_first_rank(state: ShardedModel) -> bool:
     """Return whether this rank is the first of the model's mesh."""
     return place_in(state.mesh) == 0
-
-
-def send_from_first(value: torch.Tensor, state: ShardedModel) -> None:
-    """Broadcast from the mesh's first rank, in place. Collective: every rank."""
-    broadcast_tensor(value, state.mesh)
 
 
 @torch.no_grad()
@@ -220,7 +222,7 @@ def _fill_from_first(
         if any_of(scope, failure is not None):
             break
         assert value is not None
-        send_from_first(value, state)
+        broadcast_tensor(value, state.mesh)
         try:
             _fill(target[name], value)
         except Exception as error:
@@ -285,28 +287,40 @@ def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
 
 def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: bool) -> dict[str, _Offer]:
     """Return shape and dtype by key; None and an empty string for values that are not tensors."""
-    mine = {name: (_shape(value), _dtype(value)) for name, value in state_dict.items()}
+    mine = {name: (_shape(name, value), _dtype(value)) for name, value in state_dict.items()}
     if not from_rank0:
         return mine
     return broadcast_object(scope_of(state.mesh), mine)
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, (torch.Tensor, LazyTensor, FlatPiece)) else None
+def _shape(name: str, value: Any) -> tuple[int, ...] | None:
+    """Return the shape that a value must have; None if it may have any, or is not a tensor."""
+    is_tensor = isinstance(value, (torch.Tensor, LazyTensor, FlatPiece)) and not _is_extra(name)
+    return tuple(value.shape) if is_tensor else None
 
 
 def _dtype(value: Any) -> str:
     return str(getattr(value, "dtype", "")).removeprefix("torch.")
 
 
-def _load_extra_states(state: ShardedModel, state_dict: Mapping[str, Any], from_rank0: bool) -> None:
-    """Give each module its extra state back, which it saved with ``get_extra_state``."""
-    extra = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE}
+def _is_extra(name: Any) -> bool:
+    """Return whether a key is that of an extra state, which a module saved with ``get_extra_state``."""
+    return str(name).rpartition(".")[2] == _EXTRA_STATE
+
+
+def _load_extra_states(state: ShardedModel, extra: Mapping[str, Any], from_rank0: bool) -> None:
+    """Give each module its extra state back. Collective: every rank."""
+    scope = scope_of(state.mesh)
+    values = on_all_ranks(lambda: {name: whole_value(value) for name, value in extra.items()}, scope)
     if from_rank0:
-        extra = broadcast_object(scope_of(state.mesh), extra)
+        values = broadcast_object(scope, values)
     # A module and FSDP1's wrapper around it have the same name; the module comes last.
     modules = {clean_fqn(f"{fqn}.").lstrip("."): module for fqn, module in state.module.named_modules()}
-    for name, value in extra.items():
-        owner = name.removesuffix(_EXTRA_STATE)
-        if owner in modules:
-            modules[owner].set_extra_state(value)
+
+    def give_back() -> None:
+        for name, value in values.items():
+            owner = name.removesuffix(_EXTRA_STATE)
+            if owner in modules:
+                modules[owner].set_extra_state(value)
+
+    on_all_ranks(give_back, scope)

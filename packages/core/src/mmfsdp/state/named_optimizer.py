@@ -12,9 +12,10 @@ from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflat
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import StateDictError, closest
 
-__all__ = ["by_name", "by_place", "renamed", "with_names"]
+__all__ = ["REBUILD", "by_name", "by_place", "renamed", "with_names"]
 
-_REBUILD = "Build the optimizer as it was built when the state was saved."
+REBUILD = "Build the optimizer as it was built when the state was saved."
+"""What to do if a state does not fit an optimizer."""
 
 
 def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _check_names(own: Sequence[str], said: Mapping[str, Any]) -> None:
     ):
         if names:
             hint = closest(names[0], missing if names is unexpected else unexpected, count=1)
-            raise StateDictError(f"{text.format(name_list(names, 1))}{hint} {_REBUILD}", fqn=names[0])
+            raise StateDictError(f"{text.format(name_list(names, 1))}{hint} {REBUILD}", fqn=names[0])
 
 
 def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, first: str) -> None:
@@ -140,6 +141,6 @@ def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, fir
         if one.get(key) != other.get(key):
             raise StateDictError(
                 f"{first!r} and {name!r} are in one param group of the optimizer, but the state has {key}="
-                f"{other.get(key)!r} for the first and {one.get(key)!r} for the second. {_REBUILD}",
+                f"{other.get(key)!r} for the first and {one.get(key)!r} for the second. {REBUILD}",
                 fqn=name,
             )

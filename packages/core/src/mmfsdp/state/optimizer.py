@@ -31,6 +31,7 @@ from mmfsdp.state.flat_optimizer import (
 )
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
+from mmfsdp.state.named_optimizer import REBUILD
 from mmfsdp.state.sending import send_optim_state
 
 __all__ = [
@@ -41,8 +42,6 @@ __all__ = [
     "prepare_optim_load",
     "sharded_by_name",
 ]
-
-_REBUILD = "Build the optimizer as it was built when the state was saved."
 
 
 def optim_state_dict(
@@ -75,10 +74,10 @@ def optim_state_dict(
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
-    on_all_ranks(lambda: _check_own(state, optimizer), scope_of(state.mesh))
     if by_name:
         sharded = sharded_by_name(state, optimizer)
     else:
+        _check_own(state, optimizer)
         sharded = state_by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
         if param_names:
             sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
@@ -96,7 +95,11 @@ def sharded_by_name(
         state: The model's state.
         optimizer: Built from the model's parameters.
         own_form: What ``optimizer.state_dict()`` returned. Default: its current state.
+
+    Raises:
+        ShardStateError: See `optim_state_dict`.
     """
+    _check_own(state, optimizer)
     if state.is_fsdp1:
         return state_by_name(state, optimizer, own_form)
     own_form = optimizer.state_dict() if own_form is None else own_form
@@ -134,7 +137,9 @@ def load_optim_state_dict(
         from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
 
     Raises:
-        StateDictError: Param groups, parameters or shapes do not fit; raised on every rank, and nothing is changed.
+        StateDictError: Param groups, parameters or shapes do not fit, or with ``from_rank0`` a tensor is a shard;
+            raised on every rank, and nothing is changed.
+        ShardStateError: See `optim_state_dict`; raised on every rank.
     """
     state = find_sharded_model(model)
     if from_rank0:
@@ -164,6 +169,7 @@ def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: M
 
     Raises:
         StateDictError: Param groups, parameters or shapes do not fit; raised on every rank.
+        ShardStateError: See `optim_state_dict`; raised on every rank.
     """
     fitting = _fitting(state, optimizer, state_dict)
     if state.is_fsdp1:
@@ -175,6 +181,7 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
     """Return a state by position that is known to fit; ranks know where to read what is stored. Collective."""
     # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
+    _check_own(state, optimizer)
     groups = _groups_of(state, optimizer)
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
 
@@ -227,21 +234,24 @@ def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    _check_own(state, optimizer)
     names = {id(param): fqn for fqn, param in state.module.named_parameters()}
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
-    """Check that an optimizer's parameters are the sharded model's."""
-    name = type(optimizer).__name__
-    state.check_trainable(_params(optimizer), name)
-    own = {id(param) for param in state.module.parameters()}
-    if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in own]:
-        raise ShardStateError(
-            f"{name} holds parameters that {type(state.module).__name__} does not have, of the shapes {strange[:3]}. "
-            "Give the optimizer that was built from this model's parameters()."
-        )
+    """Check on every rank that an optimizer's parameters are the sharded model's. Collective: every rank."""
+
+    def check() -> None:
+        name = type(optimizer).__name__
+        state.check_trainable(_params(optimizer), name)
+        own = {id(param) for param in state.module.parameters()}
+        if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in own]:
+            raise ShardStateError(
+                f"{name} holds parameters that {type(state.module).__name__} does not have, of the shapes "
+                f"{strange[:3]}. Give the optimizer that was built from this model's parameters()."
+            )
+
+    on_all_ranks(check, scope_of(state.mesh))
 
 
 def _check_form(state_dict: Any) -> None:
@@ -265,14 +275,14 @@ def _placed(value: Any, param: torch.Tensor) -> Any:
 def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     mine, theirs = [len(group) for group in groups], [len(group["params"]) for group in state_dict["param_groups"]]
     if mine != theirs:
-        raise StateDictError(f"The optimizer has param groups of {mine} parameters, the state has {theirs}. {_REBUILD}")
+        raise StateDictError(f"The optimizer has param groups of {mine} parameters, the state has {theirs}. {REBUILD}")
     names = [name for group in groups for name in group]
     order = [place for group in state_dict["param_groups"] for place in group["params"]]
     places = dict(zip(order, names, strict=True))
     for place, entries in state_dict["state"].items():
         if place not in places:
             raise StateDictError(
-                f"The state is for parameter {place!r}, but the optimizer has {len(names)} parameters. {_REBUILD}"
+                f"The state is for parameter {place!r}, but the optimizer has {len(names)} parameters. {REBUILD}"
             )
         shape = shapes[places[place]]
         for name, value in entries.items():

@@ -6,45 +6,68 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.optimizer_forms import STATE, unflattened
+from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.state.model import is_first_rank, send_from_first
+from mmfsdp.state.lazy_tensors import LazyTensor, whole_value
 
-__all__ = ["send_optim_state"]
+__all__ = ["check_whole", "send_optim_state"]
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Check that the first rank has all of a value that it shall send. Not collective.
+
+    Args:
+        name: What the state dict calls it, for the message.
+        value: The value.
+
+    Raises:
+        StateDictError: It is a DTensor, of which other ranks hold parts.
+    """
+    if isinstance(value, DTensor):
+        raise StateDictError(
+            f"from_rank0=True sends whole tensors, and {name!r} is a shard. Leave out from_rank0, and pass each rank's "
+            "own state dict."
+        )
 
 
 def send_optim_state(state_dict: Any, state: ShardedModel) -> dict[str, Any]:
     """Return the first rank's state on every rank. Collective: every rank.
 
     Args:
-        state_dict: An optimizer's state in any form, with whole tensors; ignored on other ranks. Not changed.
+        state_dict: An optimizer's state in any form, with whole or lazy tensors; ignored on other ranks. Not changed.
         state: The model's state.
 
     Raises:
-        StateDictError: The first rank's ``state_dict`` is not an optimizer's state; raised on every rank.
+        StateDictError: The first rank's ``state_dict`` is not an optimizer's state, or holds shards; raised on every
+            rank.
+        CheckpointError: The first rank cannot read a lazy tensor; raised on every rank.
     """
-    first, scope = is_first_rank(state), scope_of(state.mesh)
-    structure, mine = on_all_ranks(lambda: _taken_apart(state_dict) if first else ({}, {}), scope)
+    scope = scope_of(state.mesh)
+    structure, mine = on_all_ranks(lambda: _taken_apart(state_dict) if scope.is_first else ({}, {}), scope)
     skeleton = broadcast_object(scope, structure)
     device = next(iter(state.module.parameters())).device if state.mesh.device_type != "cpu" else torch.device("cpu")
-    received: dict[Any, dict[str, Any]] = {}
-    for place, entries in skeleton[STATE].items():
-        received[place] = {}
-        for name, value in entries.items():
-            if isinstance(value, _Sent):
-                tensor = (
-                    mine[place, name].to(device).contiguous()
-                    if first
-                    else torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
-                )
-                send_from_first(tensor, state)
-                received[place][name] = tensor
-            else:
-                received[place][name] = value
+
+    def send(place: Any, name: str, sent: _Sent) -> torch.Tensor:
+        def prepare() -> torch.Tensor:
+            if scope.is_first:
+                value: torch.Tensor = whole_value(mine[place, name])
+                return value.to(device).contiguous()
+            return torch.empty(sent.shape, dtype=getattr(torch, sent.dtype), device=device)
+
+        tensor = on_all_ranks(prepare, scope)  # a disk may fail, or memory run out, on one rank
+        broadcast_tensor(tensor, state.mesh)
+        return tensor
+
+    received = {
+        place: {name: send(place, name, entry) if isinstance(entry, _Sent) else entry for name, entry in own.items()}
+        for place, own in skeleton[STATE].items()
+    }
     return {**skeleton, STATE: received}
 
 
@@ -55,19 +78,20 @@ class _Sent:
         self.shape, self.dtype = shape, dtype
 
 
-def _taken_apart(state_dict: Any) -> tuple[dict[str, Any], dict[tuple[Any, str], torch.Tensor]]:
+def _taken_apart(state_dict: Any) -> tuple[dict[str, Any], dict[tuple[Any, str], torch.Tensor | LazyTensor]]:
     """Return a state whose tensors are replaced, and the tensors."""
     if not isinstance(state_dict, Mapping) or STATE not in (state_dict := unflattened(state_dict)):
         raise StateDictError(
             f"The first rank must pass an optimizer's state with 'state' and 'param_groups', got a "
             f"{type(state_dict).__name__} without them."
         )
-    tensors: dict[tuple[Any, str], torch.Tensor] = {}
+    tensors: dict[tuple[Any, str], torch.Tensor | LazyTensor] = {}
     skeleton: dict[str, Any] = {**state_dict, STATE: {}}
     for place, entries in state_dict[STATE].items():
         skeleton[STATE][place] = {}
         for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
+            check_whole(f"{place}.{name}", value)
+            if isinstance(value, torch.Tensor | LazyTensor):
                 tensors[place, name] = value
                 value = _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch."))
             skeleton[STATE][place][name] = value

@@ -118,12 +118,16 @@ def optim_state_dict_to_load(
 
     Raises:
         StateDictError: The state does not fit the optimizer, or ``group`` is not the model's.
-        UnsupportedCallError: ``is_named_optimizer`` is True.
+        UnsupportedCallError: ``is_named_optimizer`` is True, or the arguments are in neither order.
     """
+    given = (model, optim, optim_state_dict)
     if isinstance(model, Mapping):
         model, optim, optim_state_dict = optim, optim_state_dict, model  # type: ignore[assignment]
-    assert isinstance(model, nn.Module)
-    assert isinstance(optim, Optimizer)
+    if not isinstance(model, nn.Module) or not isinstance(optim, Optimizer):
+        raise UnsupportedCallError(
+            "optim_state_dict_to_load() takes (model, optim, optim_state_dict), or in torch 2.0's order "
+            f"(optim_state_dict, model, optim), and got ({', '.join(type(value).__name__ for value in given)})."
+        )
     if is_named_optimizer:
         raise UnsupportedCallError(
             "States of optimizers that are keyed by name (is_named_optimizer=True) are not supported. Load them with "
