@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mmfsdp
@@ -27,6 +27,18 @@ __all__ = ["SETTINGS", "measure", "optimizer_of", "rehearsed"]
 
 MARK = "the step that is measured"
 
+COLLECTIVES = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "broadcast_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+)
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"activation_checkpointing": {"mode": "full"}},
@@ -35,40 +47,53 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Issued(TorchDispatchMode):
-    """Notes each collective: operator, bytes of its whole tensor, ranks of its group."""
+class Issued:
+    """Notes each collective while it is entered: operator, bytes of its whole tensor, ranks of its group.
+
+    It takes the place of the operators themselves. Under a dispatch mode torch would not add gradients up in place, and
+    the step would need more memory than the one that users run.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.found: list[tuple[str, int, list[int]]] = []
         self._thread = ThreadPoolExecutor(1)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [sum(t.nbytes for t in tree_leaves(part) if isinstance(t, torch.Tensor)) for part in args[:2]]
-            group = next(
-                dist.ProcessGroup.unbox(value)
-                for value in args
-                if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value)
-            )
-            self.found.append((func._schema.name, max(sizes), dist.get_process_group_ranks(group)))
-            tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
-            before = [tensor._use_count() for tensor in tensors]
-            # The profiler sees what this thread allocates and frees. Gloo copies tensors here and frees the copies in a
-            # thread of its own, so it runs in another one. Wait until it has dropped what it sent.
-            self._thread.submit(_send, [(func, args, kwargs or {})]).result()
-            deadline = time.monotonic() + 5
-            while any(t._use_count() > count for t, count in zip(tensors, before, strict=True)):
-                assert time.monotonic() < deadline, "gloo keeps the tensors"
-                time.sleep(0.0005)
-            return args[0], FakeWork().boxed()
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Issued:
+        self._library = torch.library.Library("c10d", "IMPL")
+        for name in COLLECTIVES:
+            operator = getattr(torch.ops.c10d, name).default
+            self._library.impl(name, partial(self._issue, operator), "AutogradCPU")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._library._destroy()
+
+    def _issue(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = [sum(t.nbytes for t in tree_leaves(part) if isinstance(t, torch.Tensor)) for part in args[:2]]
+        group = next(
+            dist.ProcessGroup.unbox(value)
+            for value in args
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value)
+        )
+        self.found.append((operator._schema.name, max(sizes), dist.get_process_group_ranks(group)))
+        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+        before = [tensor._use_count() for tensor in tensors]
+        # The profiler sees what this thread allocates and frees. Gloo copies tensors here and frees the copies in a
+        # thread of its own, so it runs in another one. Wait until it has dropped what it sent.
+        self._thread.submit(_send, [(operator, args, kwargs)]).result()
+        deadline = time.monotonic() + 5
+        while any(t._use_count() > count for t, count in zip(tensors, before, strict=True)):
+            assert time.monotonic() < deadline, "gloo keeps the tensors"
+            time.sleep(0.0005)
+        work = FakeWork().boxed()
+        return work if len(operator._schema.returns) == 1 else (args[0], work)
 
 
 def _send(call: list[Any]) -> None:
-    func, args, kwargs = call.pop()  # this thread keeps nothing, not even its own arguments
-    with torch.no_grad():
-        dist.Work.unbox(func(*args, **kwargs)[-1]).wait()
+    operator, args, kwargs = call.pop()  # this thread keeps nothing, not even its own arguments
+    with torch._C._AutoDispatchBelowAutograd():  # below `Issued`
+        found = operator(*args, **kwargs)
+    dist.Work.unbox(found[-1] if isinstance(found, tuple) else found).wait()
 
 
 def optimizer_of(params: Any) -> torch.optim.Optimizer:
@@ -82,7 +107,8 @@ def measure(
     case = FAMILIES[family]
     issued = Issued()
     gc.collect()  # what is freed later would count as negative
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # Also what `shard` sends: of what gloo copies for it, the profiler would see the allocation alone.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, issued:
         model = mmfsdp.shard(make(family), config)
         optimizer = optimizer_of(model.parameters())
         view = LocalView(model)
@@ -90,7 +116,7 @@ def measure(
         batches = [case.batch(samples) for _ in range(accumulate)]
         for step in range(2):
             issued.found.clear()
-            with record_function(MARK) if step else contextlib.nullcontext(), issued:
+            with record_function(MARK) if step else contextlib.nullcontext():
                 for place, batch in enumerate(batches):
                     with mmfsdp.no_sync(model) if place < accumulate - 1 else contextlib.nullcontext():
                         loss = case.loss(model, batch)
@@ -104,8 +130,7 @@ def measure(
                     averaged.update_parameters(view.tree())
                 optimizer.zero_grad()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = next(event.start_ns() for event in events if event.name() == MARK)
-    end = next(event.end_ns() for event in events if event.name() == MARK)
+    begin, end = next((event.start_ns(), event.end_ns()) for event in events if event.name() == MARK)
     held = peak = 0
     for event in events:
         if event.name() == "[memory]":
