@@ -14,7 +14,7 @@ from mmfsdp.basics.torch_releases import counted_groups, counts_every_group
 from mmfsdp.collective.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
 from mmfsdp.errors import ShardStateError
 
-__all__ = ["Scope", "World", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of"]
+__all__ = ["Scope", "World", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of", "spanned_rows"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,18 @@ def is_group_pair(given: Any) -> bool:
     return isinstance(given, Sequence) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
 
 
+def spanned_rows(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> list[list[int]]:
+    """Return the mesh that two groups span: for each rank of the outer group, its inner group. Collective: its ranks.
+
+    Raises:
+        LostRankError: A rank does not take part.
+    """
+    rows: list[Any] = [None] * dist.get_world_size(outer)
+    with naming_lost_ranks("the ranks compared the groups they are in"):
+        dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
+    return rows
+
+
 def place_in(mesh: DeviceMesh) -> int:
     """Return this rank's place in the mesh, in row-major order; the first is 0."""
     place = 0
@@ -135,13 +147,5 @@ def _ranks_of(given: Any) -> tuple[int, ...]:
     if isinstance(given, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(given))
     if is_group_pair(given):
-        return _spanned(*given)
+        return tuple(sorted(rank for row in spanned_rows(*given) for rank in row))
     return tuple(range(dist.get_world_size()))
-
-
-def _spanned(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of the mesh that two groups span: all members of the inner groups of the outer group's ranks."""
-    rows: list[Any] = [None] * dist.get_world_size(outer)
-    with naming_lost_ranks("the ranks compared the groups they are in"):
-        dist.all_gather_object(rows, dist.get_process_group_ranks(inner), group=outer)
-    return tuple(sorted(rank for row in rows for rank in row))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmfsdp.collective.scopes import count_groups_alike, is_group_pair
+from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
 from mmfsdp.errors import MeshError
 from mmfsdp.planning.records import MeshSpec
 
@@ -98,9 +98,8 @@ def mesh_from_groups(given: Any, device_type: str) -> DeviceMesh:
     if isinstance(given, dist.ProcessGroup):
         return DeviceMesh.from_group(given, device_type, mesh_dim_names=("shard",))
     replicate, shard = given
-    rows: list[Any] = [None] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
+    ranks = torch.tensor(spanned_rows(replicate, shard))
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=_NAMES)
 
 
 def shape_of(given: Any) -> Any:
