@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.distributed.test_state_dicts import HYBRID, equal, optimizer_of
 
 import mmfsdp
 from mmfsdp import errors
+from mmfsdp.saving.background import PendingSave
 from mmfsdp.testing import run_ranks
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -101,6 +104,19 @@ def failing(rank: int, folder: str) -> list[tuple[type, str]]:
     assert mmfsdp.load_checkpoint(f"{folder}/there", model)[0] == {"odd": None}
     save("there", overwrite=True).result()
     return found
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_save() -> None:
+    future: Future[None] = Future()
+    save = PendingSave(future)
+    threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        save.result()
+    threading.Timer(0.2, future.set_exception, [errors.CheckpointError("the disk is full")]).start()
+    for ends in (save.settle, save.result):  # the next save of these ranks waits for it
+        with pytest.raises(errors.CheckpointError, match="the disk is full"):
+            ends()
+    save.settle()  # which has been told
 
 
 def test_failures_are_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.distributed.test_state_dicts import equal, optimizer_of
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint import TargetExistsError, convert
+from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.testing import run_ranks
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,23 @@ def load_weights(rank: int, path: str) -> dict[str, Any]:
     _, report = mmfsdp.load_checkpoint(path, model)
     assert report.clean
     return mmfsdp.model_state_dict(model, rank0_only=False)
+
+
+def load_optimizer_later(rank: int, path: str) -> State:
+    model = mmfsdp.shard(build(seed=7), CONFIGS["fsdp2"])
+    optimizer = optimizer_of(model, "adamw")
+    rest, _ = mmfsdp.load_checkpoint(path, model)
+    stored = [value for state in rest["optimizer"]["state"].values() for value in state.values()]
+    assert {type(value) for value in stored} == {LazyTensor}  # no rank has read all of it
+    mmfsdp.load_optim_state_dict(model, optimizer, rest["optimizer"])
+    return whole_state(model, optimizer)
+
+
+def test_an_optimizers_state_that_is_not_asked_for_stays_on_disk(tmp_path: Path) -> None:
+    want = run_ranks(save, 2, "fsdp2", str(tmp_path))[0]
+    for name in ("full.pth", "local"):
+        for found in run_ranks(load_optimizer_later, 3, str(tmp_path / name)):
+            assert equal(found, want)
 
 
 def test_weights_alone_from_anywhere(tmp_path: Path) -> None:

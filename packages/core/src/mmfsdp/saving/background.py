@@ -51,10 +51,9 @@ class PendingSave:
         """
         try:
             self._future.result(timeout)
-        except TimeoutError:
-            raise
-        except BaseException:
-            self._told = True
+        except BaseException as error:
+            # A timeout or an interrupt ends only the wait.
+            self._told = self._future.done() and self._future.exception() is error
             raise
 
     def settle(self) -> None:

@@ -57,7 +57,8 @@ def load_checkpoint(
 
     Returns:
         The rest of the content, with its tensors read whole into CPU memory; and a report of the keys and shapes that
-        did not match.
+        did not match. If ``optimizer`` is not given, the rest has the optimizer's state with tensors that stay on disk
+        (`mmfsdp.state.lazy_tensors.LazyTensor`): `load_optim_state_dict` takes it, and each rank reads its own part.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
@@ -92,7 +93,8 @@ def load_checkpoint(
     report = load_model_state_dict(model, weights, strict=strict)
     if finish is not None:
         finish()
-    rest = read_whole(content, scope)
+    on_disk = {key: content.pop(key) for key in ("optimizer",) if key in content}
+    rest = {**read_whole(content, scope), **on_disk}
     on_all_ranks(source.check_unchanged, scope)
     return rest, report
 

@@ -79,7 +79,7 @@ def load_pretrained(
     Example:
         >>> with parameters_on_meta():
         ...     model = build_llama(config)
-        >>> shard(model, wrap="auto")
+        >>> shard(model, {"wrap": "auto"})
         >>> load_pretrained(model, "llama-8b", "meta-llama-to-hf")
     """
     if strict and ignore_mismatched_sizes:

@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.files.disk import make_parent, not_written, of_file, sync
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.collective.steps import broadcast_object, gather_to_first, on_all_ranks, shared
+from mmfsdp.collective.steps import gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
 
 __all__ = ["DirectorySave", "Files", "as_checkpoint_error"]
@@ -56,18 +56,17 @@ class DirectorySave:
                 ``overwrite`` is False; raised on every rank, and nothing is left behind.
         """
 
-        def create() -> tuple[Path, str]:
+        def create() -> tuple[Path, str, str]:
             if not overwrite:
                 refuse_existing(target)
             with as_checkpoint_error(target):
                 make_parent(target)
                 temporary = temporary_sibling(target, exclusive=not overwrite)
                 temporary.mkdir()
-            return temporary, secrets.token_hex(8)
+            return temporary, secrets.token_hex(8), host_of()
 
-        temporary, save_id = shared(lambda: create() if scope.is_first else None, scope)
+        temporary, save_id, first_host = shared(lambda: create() if scope.is_first else None, scope)
         save = cls(target, temporary, save_id, scope.place, scope.size, overwrite)
-        first_host = broadcast_object(scope, host_of())
         save._or_abandon(lambda: on_all_ranks(lambda: save._look(first_host), scope))
         return save
 
