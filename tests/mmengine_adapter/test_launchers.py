@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.mmengine_adapter.toy import POLICY, config
 
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.processes.distributed import start_process_group
+from mmfsdp_mmengine.strategy import FSDPStrategy
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODELIST": "node[1-2]"}
@@ -130,3 +132,26 @@ class TestWhatIsMissing:
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=r"'ncll' is no backend of torch. Did you mean 'nccl'.* Write 'nccl'"):
             start_process_group("pytorch", backend)
+
+    @pytest.mark.parametrize(
+        ("env_cfg", "path", "message"),
+        [
+            (
+                {"dist_cfg": {"timout": 60}},
+                "env_cfg.dist_cfg.timout",
+                "dist_cfg has no argument 'timout'. Did you mean",
+            ),
+            ({"dist_cfg": {"rank": 1}}, "env_cfg.dist_cfg.rank", "dist_cfg has no argument 'rank'. The launcher tells"),
+            ({"cudnn_benchmarks": True}, "env_cfg.cudnn_benchmarks", "Did you mean 'cudnn_benchmark'"),
+            ({"mp_cfg": {"start_method": "spawn"}}, "env_cfg.mp_cfg.start_method", "Accepted: mp_start_method, opencv"),
+        ],
+    )
+    def test_unknown_names(self, tmp_path: Path, env_cfg: dict[str, Any], path: str, message: str) -> None:
+        for launcher in ("none", "pytorch"):
+            with pytest.raises(ConfigError) as caught:
+                FSDPStrategy(work_dir=str(tmp_path), env_kwargs={"launcher": launcher, **env_cfg})
+            assert message in caught.value.message
+            assert caught.value.context["config"] == path
+        if "dist_cfg" in env_cfg:  # as the plain Runner calls it
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                start_process_group("pytorch", **env_cfg["dist_cfg"])

@@ -28,6 +28,7 @@ from mmfsdp_mmengine.configs.arguments import (
     state_dict_settings,
 )
 from mmfsdp_mmengine.configs.empty_models import without_weights
+from mmfsdp_mmengine.configs.environment import check_environment
 from mmfsdp_mmengine.configs.lookup import check_known
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
@@ -197,6 +198,7 @@ class FSDPStrategy(CheckpointingStrategy):
         return super().build_optim_wrapper(copied(optim_wrapper), model)
 
     def _setup_env(self, *, launcher: str | None = None, dist_cfg: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        check_environment(super()._setup_env, {**kwargs, "launcher": launcher, "dist_cfg": dist_cfg})
         launcher = launcher or infer_launcher()
         if launcher == "none" and not is_distributed():
             start_alone(**(dist_cfg or {}))

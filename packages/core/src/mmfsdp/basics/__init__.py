@@ -8,6 +8,7 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.basics.dtypes import canonical_dtype, to_torch
+    from mmfsdp.basics.machines import boot_id
     from mmfsdp.basics.references import resolve_reference
     from mmfsdp.basics.tables import Column, format_table
     from mmfsdp.basics.text import human_bytes, name_list
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Column",
+    "boot_id",
     "canonical_dtype",
     "format_table",
     "human_bytes",
@@ -28,6 +30,7 @@ _WHERE = {
     **dict.fromkeys(("canonical_dtype", "to_torch"), "mmfsdp.basics.dtypes"),
     **dict.fromkeys(("Column", "format_table"), "mmfsdp.basics.tables"),
     **dict.fromkeys(("human_bytes", "name_list"), "mmfsdp.basics.text"),
+    "boot_id": "mmfsdp.basics.machines",
     "require_torch": "mmfsdp.basics.torch_version",
     "resolve_reference": "mmfsdp.basics.references",
 }

@@ -13,6 +13,7 @@ from mmengine.device import get_device
 from mmengine.dist import init_dist
 
 from mmfsdp.errors import ConfigError, closest
+from mmfsdp_mmengine.configs.environment import check_dist_cfg
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 
 __all__ = ["pick_backend", "start_alone", "start_process_group"]
@@ -57,8 +58,10 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
             ``torch.distributed.init_process_group``.
 
     Raises:
-        ConfigError: The launcher or the backend is unknown, or an environment variable of the launcher is not set.
+        ConfigError: The launcher, the backend or an argument is unknown, or an environment variable of the launcher is
+            not set.
     """
+    check_dist_cfg(kwargs)
     if get_device() not in ("cpu", "cuda"):
         init_dist(launcher, backend or "nccl", **kwargs)
         return
@@ -93,7 +96,16 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
 
 
 def start_alone(backend: str | None = None, **kwargs: Any) -> None:
-    """Start a process group of this process alone, which lets a sharding config run without a launcher."""
+    """Start a process group of this process alone, which lets a sharding config run without a launcher.
+
+    Args:
+        backend: See `start_process_group`.
+        **kwargs: The other arguments of `start_process_group`; a process alone needs none of them.
+
+    Raises:
+        ConfigError: The backend or an argument is unknown.
+    """
+    check_dist_cfg(kwargs)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(pick_backend(backend), store=store, rank=0, world_size=1)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
+from mmfsdp.basics import boot_id
 from mmfsdp.collective import Scope, broadcast_object, gather_to_first, on_all_ranks
 
 __all__ = ["firsts_of_machines", "in_turns"]
 
 T = TypeVar("T")
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux only
 
 
 def in_turns(step: Callable[[], T], scope: Scope) -> T:
@@ -45,6 +43,6 @@ def firsts_of_machines(scope: Scope) -> list[int]:
     return broadcast_object(scope, firsts)
 
 
-def _this_machine() -> tuple[str, str]:
+def _this_machine() -> tuple[str, str | None]:
     """Return host name and boot id: containers share the id of their machine, and machines may share a name."""
-    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    return socket.gethostname(), boot_id()
