@@ -134,12 +134,13 @@ def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any)
         plan: The plan.
         model: See `rehearse`.
         batch: See `rehearse`.
-        **options: The other arguments of `rehearse`, all of them.
+        **options: The other arguments of `rehearse` but ``mesh``, with the same defaults.
     """
+    settings = {name: value for name, value in (rehearse.__kwdefaults__ or {}).items() if name != "mesh"} | options
     try:
-        return _rehearsed(plan, model, batch, **options, once=True)
+        return _rehearsed(plan, model, batch, **settings, once=True)
     except _IdleError:
-        return _rehearsed(plan, model, batch, **options)
+        return _rehearsed(plan, model, batch, **settings)
 
 
 class _IdleError(Exception):

@@ -24,7 +24,6 @@ from mmfsdp.rehearsal.timing.step_time import StepTime
 
 __all__ = ["Estimate", "Prober", "micro_batch", "samples_of"]
 
-_PLAIN = dict.fromkeys(("loss", "max_norm", "assume", "ema")) | {"optimizer": "adamw", "device_type": "cuda"}
 _REHEARSED = 2  # micro-batches; those after the second are as the second
 
 
@@ -190,10 +189,10 @@ class Prober:
         self.count += 1
         plan = self._planned(model, choice)
         batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
-        options = {**_PLAIN, **self._options, "accumulate": min(choice.accumulate, _REHEARSED)}
-        if options["ema"] is not None:  # averaged weights compute something else in their first step
+        options = {**self._options, "accumulate": min(choice.accumulate, _REHEARSED)}
+        if options.get("ema") is not None:  # averaged weights compute something else in their first step
             return rehearse(plan, model, batch, **options)
-        return rehearse_once(plan, model, batch, rank=0, **options)
+        return rehearse_once(plan, model, batch, **options)
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
