@@ -60,6 +60,14 @@ def test_a_page_does_not_replace_a_directory(checkpoint: Path) -> None:
     assert folder.is_dir()
 
 
+def test_a_page_that_would_replace_a_checkpoint_is_refused_before_anything_is_read(checkpoint: Path) -> None:
+    before = checkpoint.read_bytes()
+    done = run("diff", checkpoint, checkpoint.with_name("absent"), "--html", checkpoint, "--force")
+    assert done.returncode == 2
+    assert "is a file, and only another page would be replaced. Choose another path." in done.stderr
+    assert checkpoint.read_bytes() == before
+
+
 def test_dtypes_that_are_ignored(tmp_path: Path) -> None:
     one = write_safetensors(tmp_path / "a.safetensors", {"w": [1.0, 2.0]})
     two = write_safetensors(tmp_path / "b.safetensors", {"w": [1.0, 2.0]}, "F64")

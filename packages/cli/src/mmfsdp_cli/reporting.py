@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mmfsdp_cli.console import reporting_errors
+
 if TYPE_CHECKING:
     from mmfsdp.rehearsal import Rehearsal
 
@@ -19,6 +21,7 @@ def free_target(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         BadParameter: The file exists and is not to be replaced, or is a directory, or its directory is missing.
+        Exit: The file exists and is not a page.
     """
     if not path.parent.is_dir():
         raise click.BadParameter(f"the directory {str(path.parent)!r} does not exist.", param_hint="--html")
@@ -29,6 +32,11 @@ def free_target(path: Path, *, overwrite: bool) -> None:
         )
     if path.exists() and not overwrite:
         raise click.BadParameter(f"{str(path)!r} exists already. Add --force to replace it.", param_hint="--html")
+    if path.exists():
+        with reporting_errors():
+            from mmfsdp.checkpoint import check_page_path
+
+            check_page_path(path)
 
 
 def write_report(

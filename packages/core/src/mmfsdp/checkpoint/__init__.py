@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats, open_layout
     from mmfsdp.checkpoint.inspection.comparing import ValueDifference
     from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, diff
-    from mmfsdp.checkpoint.inspection.page import diff_page, write_page
+    from mmfsdp.checkpoint.inspection.page import check_page_path, diff_page, write_page
     from mmfsdp.checkpoint.inspection.summaries import TensorStatistics, TreeNode, tensor_statistics, tensor_tree
     from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
     from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
@@ -45,6 +45,7 @@ __all__ = [
     "apply_delta",
     "apply_recipe",
     "average_checkpoints",
+    "check_page_path",
     "checkpoint_delta",
     "convert",
     "diff",
@@ -75,7 +76,7 @@ _WHERE = {
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
     "open_layout": "mmfsdp.checkpoint.formats.registry",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
-    **dict.fromkeys(("diff_page", "write_page"), "mmfsdp.checkpoint.inspection.page"),
+    **dict.fromkeys(("check_page_path", "diff_page", "write_page"), "mmfsdp.checkpoint.inspection.page"),
     "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",
     **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),
     **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.summaries"),

@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.files.disk import refuse_missing_parent, write_errors
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference
 from mmfsdp.checkpoint.inspection.difference import DiffReport
 
-__all__ = ["diff_page", "write_page"]
+__all__ = ["check_page_path", "diff_page", "write_page"]
 
 _ROWS = 5000  # of tensors that differ; a browser shows them at once
 _LISTED = 200  # names in each list
@@ -82,23 +82,35 @@ def write_page(page: str, path: str | os.PathLike[str], *, overwrite: bool = Fal
     """
     target = Path(path)
     refuse_missing_parent(target)
-    with write_errors(target):
-        _refuse_others(target)
+    check_page_path(target)
     with write_errors(target), atomic_output(target, overwrite=overwrite) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 
-def _refuse_others(target: Path) -> None:
-    if target.is_file():
-        with target.open("rb") as file:
-            if file.read(1) in (b"", b"<"):
-                return
-    if target.exists():
+def check_page_path(path: str | os.PathLike[str]) -> None:
+    """Check, before the work that a page shows, that it would replace nothing but another page.
+
+    Args:
+        path: The file to write.
+
+    Raises:
+        TargetExistsError: There is something else, such as a checkpoint.
+        CheckpointError: What is there cannot be read.
+    """
+    target = Path(path)
+    with write_errors(target):
+        is_page = target.is_file() and _begins_as_page(target)
+    if target.exists() and not is_page:
         kind = "directory" if target.is_dir() else "file"
         raise TargetExistsError(
             f"{str(target)!r} is a {kind}, and only another page would be replaced. Choose another path.",
             file=str(target),
         )
+
+
+def _begins_as_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(1) in (b"", b"<")
 
 
 @dataclass
