@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.checkpoint import convert
+from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -107,3 +107,37 @@ def test_what_is_only_a_part_of_a_checkpoint_is_refused_by_name(tmp_path: Path) 
             FormatError, match=r"is one file of torch's distributed checkpoint; open its directory .*dcp"
         ):
             convert(tmp_path / "dcp" / name, tmp_path / "whole.safetensors")
+
+
+class TestDirectoriesOfWholeFiles:
+    def test_as_accelerate_writes_full_state_dicts(self, tmp_path: Path) -> None:
+        for name in ("optimizer.bin", "pytorch_model_fsdp.bin"):
+            torch.save({"w": torch.ones(2)}, tmp_path / name)
+        (tmp_path / "trainer_state.json").write_text("{")
+        (tmp_path / "notes.txt").write_text("none")
+        with pytest.raises(
+            CheckpointNotFoundError,
+            match=r"Open a checkpoint within it: 'optimizer.bin', 'pytorch_model_fsdp.bin'\. \[",
+        ):
+            open_layout(tmp_path)
+
+    def test_below_directories(self, tmp_path: Path) -> None:
+        """As Composer's `save_checkpoint_to_disk` leaves them."""
+        for name in ("model", "optim"):
+            (tmp_path / name).mkdir()
+            torch.save({"w": torch.ones(2)}, tmp_path / name / f"{name}.pt")
+        (tmp_path / "optim" / "other.pt").symlink_to("nowhere.pt")
+        (tmp_path / "resumption.pkl").write_bytes(b"\x80\x04N.")
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"Open a checkpoint within it: 'model/model.pt', 'optim/optim.pt'\. \["
+        ):
+            open_layout(tmp_path)
+
+    def test_of_rank_0(self, tmp_path: Path) -> None:
+        """As Composer's trainer leaves them: each is the whole."""
+        torch.save({"w": torch.ones(2)}, tmp_path / "ep1-ba2-rank0.pt")
+        with pytest.raises(FormatError, match=r"If the file is whole, open it instead of its directory\."):
+            open_layout(tmp_path)
+        torch.save({"w": torch.ones(2)}, tmp_path / "ep2-ba4-rank0.pt")
+        with pytest.raises(FormatError, match=r"whole checkpoint, open one of them, such as 'ep2-ba4-rank0.pt'\."):
+            open_layout(tmp_path)

@@ -227,3 +227,21 @@ def test_what_lies_within_a_class_loads_again(tmp_path: Path) -> None:
         assert loaded["kind"] is Buffer.Kept
         assert type(loaded["x"]) is Buffer.Kept
         open_layout(tmp_path / "out.pth", trust=True)
+
+
+def test_the_version_of_torch_is_a_text(tmp_path: Path) -> None:
+    """Scripts save `torch.__version__`, which is of a class of its own, and Composer does."""
+    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": {"torch": torch.__version__}}, tmp_path / "given.pth")
+    assert open_layout(tmp_path / "given.pth").tree["meta"] == {"torch": str(torch.__version__)}
+    convert(tmp_path / "given.pth", tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth", weights_only=True)  # which torch refuses to do with the source
+    assert type(found["meta"]["torch"]) is str
+
+
+@pytest.mark.parametrize("argument", [b"K\x05", b"]", b"(X\x01\0\0\0ae"])
+def test_a_version_of_something_else_is_refused(argument: bytes) -> None:
+    named = b"\x80\x02ctorch.torch_version\nTorchVersion\n"
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        read_pickle(named + argument + b"\x85\x81.", file=FILE)
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):  # a state for the class itself
+        read_pickle(named + b"}X\x01\0\0\0aK\x01sb.", file=FILE)

@@ -193,7 +193,7 @@ class TestBadInput:
     def test_files_without_any_dtensor(self, tmp_path: Path) -> None:
         for rank in range(2):
             torch.save({"w": torch.ones(2)}, tmp_path / f"model_rank{rank}.pt")
-        check_error(tmp_path, FormatError, "model_rank0.pt holds no DTensor", "Save the model with torch's distributed")
+        check_error(tmp_path, FormatError, "model_rank0.pt holds no DTensor", "save the model with torch's distributed")
 
 
 MESH = {

@@ -159,11 +159,16 @@ def read(source: Source) -> Layout:
     unknown = [kind for kind in kinds if not any(kind == key or kind.startswith(f"{key}_") for key in _KEYS.values())]
     if unknown:
         raise FormatError(
-            f"{source.path.name} holds files of {len(kinds)} kinds, of which {listed(unknown)} is not known. Move the "
-            "files of one kind into a directory of their own.",
+            f"{source.path.name} holds files of {len(kinds)} kinds, of which {listed(unknown)} is not known. If each "
+            f"file is a whole checkpoint, open one of them, such as {_first_name(kinds[unknown[-1]])!r}. Otherwise "
+            "move the files of one kind into a directory of their own.",
             file=str(source.path),
         )
     return _layout(source, {key: FilesOfRanks(files, source.trust) for key, files in kinds.items()})
+
+
+def _first_name(files: Mapping[int, Path]) -> str:
+    return min(files.items())[1].name
 
 
 def read_files(source: Source, files: Mapping[int, Path]) -> Layout:
@@ -182,8 +187,9 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
             return layout
         path = next(iter(kinds.values())).first.path
         raise FormatError(
-            f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. Save the model "
-            "with torch's distributed checkpoint (DCP), or whole by one rank.",
+            f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. If the file is "
+            "whole, open it instead of its directory. Otherwise save the model with torch's distributed checkpoint "
+            "(DCP), or whole by one rank.",
             file=str(path),
         )
     tensors: dict[str, TensorEntry] = {}

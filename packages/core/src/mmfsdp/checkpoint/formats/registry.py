@@ -64,7 +64,7 @@ TORCH_FILE = "pytorch_model.bin"
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
 
-_MOST_TRIED = 100  # names in a directory, for an error message
+_MOST_TRIED, _MOST_DIRECTORIES = 100, 10  # names in a directory, for an error message
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
     rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
@@ -500,7 +500,9 @@ def _recognised(source: Source) -> Format:
         )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
-        inner = [name for name in source.names[:_MOST_TRIED] if _is_checkpoint_directory(path / name)]
+        inner = _within(path, source.names) or [
+            f"{name}/{below}" for name in source.names[:_MOST_DIRECTORIES] for below in _within(path / name)
+        ]
         hint = f" Open a checkpoint within it: {name_list(inner)}." if inner else ""
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
@@ -517,9 +519,21 @@ def _recognised(source: Source) -> Format:
     )
 
 
-def _is_checkpoint_directory(path: Path) -> bool:
-    source = Source(path)
-    return path.is_dir() and any(item.directory and item.sniff is not None and item.sniff(source) for item in FORMATS)
+def _within(directory: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Return the names in a directory, if it is one, that look like checkpoints."""
+    try:
+        if names is None:
+            names = Source(directory).names
+        return [name for name in [*names][:_MOST_TRIED] if _looks_like_checkpoint(directory / name)]
+    except OSError:  # what cannot be read is not suggested
+        return []
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    source, directory = Source(path), path.is_dir()
+    return (directory or path.is_file()) and any(
+        item.directory == directory and item.sniff is not None and item.sniff(source) for item in FORMATS
+    )
 
 
 def _chosen(name: str, path: Path) -> Format:

@@ -305,6 +305,15 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
 
+class _Text(metaclass=_Sealed):
+    """Stands for a class of texts that are only read: what is made of it is a plain one."""
+
+    def __new__(cls, text: Any) -> Any:
+        if type(text) is not str:
+            raise ValueError(f"{brief(text)} is not a text")
+        return text
+
+
 _MODULE_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _REAL: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
@@ -313,6 +322,7 @@ _REAL: dict[str, Any] = {
     "builtins.complex": complex,
     "builtins.bytes": StandIn(lambda: b""),  # empty ones, which are not encoded; a length would be memory for nothing
     "_codecs.encode": StandIn(_encode),
+    "torch.torch_version.TorchVersion": _Text,  # `torch.__version__`, which scripts save beside their weights
 }
 _PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
 _DTYPE_NAMES = " ".join(DTYPES)
