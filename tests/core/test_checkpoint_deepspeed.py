@@ -430,3 +430,10 @@ def test_the_plan_equals_a_division_by_numpy(seed: int) -> None:
         low = tuple(int(random.integers(0, size + 1)) for size in shape)
         asked = low, tuple(int(random.integers(0, size - at + 1)) for size, at in zip(shape, low, strict=True))
         assert boxes.meeting(asked) == {box: held for box, held in everything.items() if meet(box, asked)}
+
+
+def test_a_file_of_deepspeed_names_its_directory(tmp_path: Path) -> None:
+    source = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"w": torch.ones(2)}, "ds_version": "0.19.8", "optimizer": None}, source)
+    with pytest.raises(FormatError, match=rf"is one of several files of DeepSpeed\. Open its directory '{tmp_path}'"):
+        convert(source, tmp_path / "out.safetensors")

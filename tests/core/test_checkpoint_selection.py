@@ -81,6 +81,11 @@ def test_choosing_among_everything(source: Path) -> None:
     [
         ({"include": ["modul.**"]}, r"include='modul\.\*\*' matches nothing\. Did you mean"),
         ({"exclude": ["backbone.*"]}, r"exclude='backbone\.\*' matches nothing"),
+        ({"include": ["*.head.*", "**.scale"]}, r"'\*\*\.scale' matches nothing"),
+        (
+            {"include": ["**.conv.weight", "*.weight"]},
+            r"matches nothing\. '\*' stays within one dotted part: '\*\*\.weight' matches 2 names, such as 'module",
+        ),
         ({"strip_prefix": "model."}, r"strip_prefix='model\.' matches nothing"),
         ({"rename": [("neck", "fpn")]}, r"rename='neck' matches nothing"),
         ({"rename": [("(", "")]}, r"'\(' is not a regular expression"),

@@ -260,3 +260,27 @@ def test_safetensors_that_overlap_or_leave_holes(tmp_path: Path) -> None:
         (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(begin + 8))
         with pytest.raises(CorruptCheckpointError, match=r"Tensor 'b' of x\.safetensors begins at byte"):
             open_layout(tmp_path / "x.safetensors")
+
+
+def test_a_file_of_one_rank_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    """Neither by its name, nor by what it says of its boxes."""
+    write_ranks(tmp_path / "in", 2)
+    first, second = sorted((tmp_path / "in").iterdir())
+    second.rename(tmp_path / "renamed.safetensors")
+    for file in (first, tmp_path / "renamed.safetensors"):
+        with pytest.raises(FormatError, match=r"is one rank's part of a sharded checkpoint; open its directory"):
+            convert(file, tmp_path / "out.safetensors")
+    boxes = {"w": {"saved_offsets": [0, 0]}}  # of a whole tensor, as the same writer stores it without sharding
+    save_file(
+        {"w": torch.ones(2, 2)}, tmp_path / "whole.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(boxes)}
+    )
+    assert convert(tmp_path / "whole.safetensors", tmp_path / "out.safetensors").notes == ()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip"])
+def test_one_of_several_files_says_so(tmp_path: Path, kind: str) -> None:
+    write_shards(tmp_path / "in", kind)
+    file = next(path for path in (tmp_path / "in").iterdir() if "00001-of" in path.name)
+    notes = convert(file, tmp_path / "out.safetensors").notes
+    assert notes == (f"{file.name} is one of 2 files: give the directory or the index for all tensors",)
+    assert convert(tmp_path / "in", tmp_path / "all.safetensors").notes == ()

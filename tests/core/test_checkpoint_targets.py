@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmfsdp import save_checkpoint, shard
-from mmfsdp.checkpoint import convert, diff
+from mmfsdp.checkpoint import convert, diff, open_layout
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
 from mmfsdp.testing import single_rank
 
@@ -98,3 +98,26 @@ def test_errors_of_content_name_the_file(tmp_path: Path) -> None:
                 save_checkpoint(tmp_path / "new", model, kind=kind, extra={"odd": cycle})
             assert str(caught.value.context["file"]).startswith(str(tmp_path / "new"))
     assert os.listdir(tmp_path) == ["in.pth"]
+
+
+def test_a_home_directory_that_no_shell_put_in(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source.parent)
+    monkeypatch.setenv("HOME", "/at/home")
+    hint = r"'~' is a name here, as only a shell replaces it\. Write '/at/home/model'\."
+    for given, target in (("~/model", "out.pth"), (source, "~/model")):
+        with pytest.raises(CheckpointNotFoundError, match=hint):
+            convert(given, target, to="pth")
+    with pytest.raises(ConfigError, match=hint):
+        convert(source, "out", to="hf", like="~/model")
+    assert sorted(os.listdir()) == ["in.pth"]
+    Path("~").mkdir()
+    convert(source, "~/model", to="pth")
+    assert diff("~/model", source, keep="model").same
+
+
+@pytest.mark.parametrize("keep", ["model", "all"])
+def test_what_a_bare_directory_lacks_is_reported(source: Path, keep: str) -> None:
+    torch.save({"state_dict": {"w": torch.arange(6.0)}, "meta": {"epoch": 1}}, source)
+    report = convert(source, source.with_name("dcp"), to="dcp", keep=keep)
+    assert report.dropped == (("meta",) if keep == "model" else ())
+    assert ("meta" in open_layout(source.with_name("dcp")).tree) == (keep == "all")

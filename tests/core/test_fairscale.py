@@ -118,3 +118,11 @@ def test_a_missing_file_is_named(rank: int, copy: Path) -> None:
     (copy / f"checkpoint_3-shard{rank}.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match=rf"checkpoint_3-shard{rank}\.pt is missing"):
         open_layout(copy)
+
+
+def test_one_file_is_not_taken_for_the_whole(copy: Path) -> None:
+    part = copy / "checkpoint_3-shard1.pt"
+    with pytest.raises(FormatError, match=r"shard1.pt is one rank's part of a sharded checkpoint; open its directory"):
+        convert(part, copy.parent / "out.safetensors")
+    with pytest.raises(FormatError, match="one rank's part"):
+        convert(part, copy.parent / "out.pth", keep="all")

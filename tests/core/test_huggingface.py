@@ -186,3 +186,13 @@ def test_what_does_not_fit(
         convert(source, "out", **{"to": "hf", **settings})
     assert said in str(caught.value)
     assert names(tmp_path) == before
+
+
+def test_a_prefix_that_is_too_much(tmp_path: Path) -> None:
+    folder(tmp_path / "full", with_weights=True)
+    state = load_file(tmp_path / "full/model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in state.items()}, tmp_path / "in.safetensors")
+    settings = {"to": "hf", "like": tmp_path / "full"}
+    with pytest.raises(ConfigError, match=r"Most names match without 'model\.': set 'strip_prefix' to it\."):
+        convert(tmp_path / "in.safetensors", tmp_path / "out", **settings)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", strip_prefix="model.", **settings)

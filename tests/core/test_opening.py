@@ -133,6 +133,14 @@ class TestDirectoriesOfWholeFiles:
         ):
             open_layout(tmp_path)
 
+    def test_parts_of_a_save_that_did_not_finish(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.ones(2)}, tmp_path / "model.pth")
+        convert(tmp_path / "model.pth", tmp_path / "dcp", to="dcp", ranks=2)
+        (tmp_path / "dcp/.metadata").unlink()
+        with pytest.raises(CheckpointNotFoundError, match=r"so its save did not finish") as caught:
+            open_layout(tmp_path / "dcp")
+        assert "within" not in str(caught.value)
+
     def test_of_rank_0(self, tmp_path: Path) -> None:
         """As Composer's trainer leaves them: each is the whole."""
         torch.save({"w": torch.ones(2)}, tmp_path / "ep1-ba2-rank0.pt")

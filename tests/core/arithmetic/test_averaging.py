@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import average_checkpoints, convert, open_layout
-from mmfsdp.errors import ConfigError, CorruptCheckpointError
+from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 np = pytest.importorskip("numpy")
 
@@ -206,6 +206,13 @@ def test_settings_that_mean_nothing(sources: list[Path], options: dict[str, Any]
         average_checkpoints(sources, sources[0].with_name("out.pth"), **options)
 
 
+def test_a_pattern_that_matches_nothing(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell gives it as it is: then it is the only source, and what is wrong is its name."""
+    monkeypatch.chdir(sources[0].parent)
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at 'epochs_\*\.pth'"):
+        average_checkpoints(["epochs_*.pth"], "out.pth")
+
+
 class TestCheckpointsThatDoNotMatch:
     def refused(self, folder: Path, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], message: str) -> None:
         save_file(one, folder / "one.safetensors")
@@ -238,6 +245,6 @@ class TestCheckpointsThatDoNotMatch:
         scaled = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1)}
         self.refused(tmp_path, scaled, scaled, r"'w' is float8_e4m3fn in units of 'w_scale_inv'")
 
-    def test_one_checkpoint(self, tmp_path: Path) -> None:
+    def test_one_checkpoint(self, sources: list[Path]) -> None:
         with pytest.raises(ConfigError, match="An average needs at least two checkpoints, got 1"):
-            average_checkpoints([tmp_path / "a.pth"], tmp_path / "out.pth")
+            average_checkpoints([sources[0]], sources[0].with_name("out.pth"))

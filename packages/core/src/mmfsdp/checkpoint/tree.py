@@ -296,9 +296,11 @@ def weights_of(layout: Layout) -> Weights:
         return found
     if not layout.top_level:
         raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
+    remedy = "name one with 'keep'."
+    if "ds_version" in layout.tree:
+        remedy = f"it is one of several files of DeepSpeed. Open its directory {str(layout.path.parent)!r}."
     raise FormatError(
-        f"{layout.path.name} has no 'state_dict'. Its top-level keys are {listed(layout.top_level)}; name one "
-        "with 'keep'.",
+        f"{layout.path.name} has no 'state_dict'. Its top-level keys are {listed(layout.top_level)}; {remedy}",
         file=str(layout.path),
     )
 

@@ -74,6 +74,8 @@ def average_checkpoints(
     """
     require_numpy("Averaging")
     chosen = for_weights((conversion or Conversion()).changed(settings), "Averaging")
+    if len(sources) == 1:  # such as a pattern that a shell did not replace, since nothing matches it
+        opened(sources[0], trust=chosen.trust, reference=reference, format=chosen.source_format)
     factors, total = _factors(len(sources), weights, ema)
     layouts = [
         opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format) for source in sources

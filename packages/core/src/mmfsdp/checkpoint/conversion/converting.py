@@ -35,6 +35,8 @@ __all__ = ["ConversionReport", "convert"]
 _OF_CHECKPOINTS = re.compile(
     r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
 )
+# One of the files that Hugging Face's libraries divide a model into.
+_NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=restored + intent.notes,
+        notes=(*_part_of(layout), *restored, *intent.notes),
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
@@ -208,6 +210,14 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
             return layout, ()
     notes = (f"{len(codes)} weights were codes of 8 bits, and are restored",) if codes else ()
     return import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout), notes
+
+
+def _part_of(layout: Layout) -> tuple[str, ...]:
+    """Return a note if the source is one of several files of a model, by its name."""
+    match = _NUMBERED.fullmatch(layout.path.name)
+    if match is None or int(match[1]) < 2 or layout.path.is_dir():
+        return ()
+    return (f"{layout.path.name} is one of {int(match[1])} files: give the directory or the index for all tensors",)
 
 
 def _folders() -> Any:

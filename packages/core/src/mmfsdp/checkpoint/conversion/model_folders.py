@@ -12,10 +12,12 @@ from typing import Any
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
+from mmfsdp.checkpoint.files.disk import at_home
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = [
@@ -68,7 +70,10 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
         if (folder / CONFIG).is_file():
             return folder
     if given is not None:
-        raise ConfigError(f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.", config="like")
+        raise ConfigError(
+            f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.{at_home(Path(given))}",
+            config="like",
+        )
     raise ConfigError(
         f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as 'like'; "
         "its configuration and tokenizer are copied.",
@@ -271,6 +276,8 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
             remedy = " Its weights are codes of 8 bits. Add quantize='none', which restores them."
         if not remedy:
             hint = closest(unexpected[0], missing) if unexpected else ""
+            if prefix := common_prefix(unexpected, missing):
+                hint = f" Most names match without {prefix!r}: set 'strip_prefix' to it."
             remedy = (
                 f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
                 "much. If the model has changed on purpose, give a folder without weights as 'like'."

@@ -103,7 +103,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         named, notes = _quantized(named, conversion.quantize, partial(_count, overflowed))
         selection = replace(selection, notes=(*selection.notes, *notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
-    tree = selection.part if target.flat and keep == "model" else selection.tree
+    bare = target.flat and keep == "model"
+    tree = selection.part if bare else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
@@ -117,6 +118,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         dropped += tuple(path for path in tensor_free_paths(tree) if tree.get(path) not in ({}, []))
     else:
         written = {name: tensors[source] for name, source in named_tensors(tree).items()}
+        if bare and selection.tree.get("meta"):
+            dropped += ("meta",)
     sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
     planned = target.plan_write(content)
     return Intent(

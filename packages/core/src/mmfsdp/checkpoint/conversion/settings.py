@@ -425,7 +425,7 @@ class NameRules:
         if unused:
             spelling, pattern = unused[0]
             present = list(names)
-            hint = closest(pattern.removeprefix("re:").replace("*", ""), present)
+            hint = _wider(pattern, present) or closest(pattern.removeprefix("re:").replace("*", ""), present)
             raise ConfigError(f"{spelling} matches nothing.{hint or f' There are: {name_list(present, 5)}.'}")
 
     def _matches(self, patterns: Mapping[str, re.Pattern[str]], name: str) -> bool:
@@ -433,3 +433,13 @@ class NameRules:
         for pattern in found:
             self._hits[pattern] = self._hits.get(pattern, 0) + 1
         return bool(found)
+
+
+def _wider(pattern: str, names: Sequence[str]) -> str:
+    """Return a sentence for a glob that matches nothing, if it would when ``*`` crossed dots."""
+    wide = pattern if pattern.startswith("re:") else re.sub(r"\*+", "**", pattern)
+    regex = compile_pattern(wide, "./")
+    found = [name for name in names if regex.fullmatch(name)]
+    if not found:
+        return ""
+    return f" '*' stays within one dotted part: {wide!r} matches {len(found)} names, such as {found[0]!r}."

@@ -25,6 +25,7 @@ from mmfsdp.errors import (
 
 __all__ = [
     "OpenFiles",
+    "at_home",
     "changed",
     "exchange",
     "identity",
@@ -279,8 +280,8 @@ def refuse_missing_parent(path: Path) -> None:
     """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
     if not path.parent.is_dir():
         raise CheckpointNotFoundError(
-            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist. Create it first."
-            + nearest(path.parent),
+            f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist."
+            + (at_home(path) or f" Create it first.{nearest(path.parent)}"),
             file=str(path),
         )
 
@@ -300,8 +301,15 @@ def nearest(path: Path) -> str:
     if isinstance(path, RemoteLike):
         return " Check its spelling."
     if not parent.is_dir():
-        return f" Its directory {str(parent)!r} does not exist either."
+        return at_home(path) or f" Its directory {str(parent)!r} does not exist either."
     return closest(path.name, [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")])
+
+
+def at_home(path: Path) -> str:
+    """Return a sentence for a path that does not exist and begins with ``~``, which a shell did not replace."""
+    if not str(path).startswith("~/"):
+        return ""
+    return f" '~' is a name here, as only a shell replaces it. Write {str(path.expanduser())!r}."
 
 
 _NOREPLACE, _EXCHANGE = 1, 2

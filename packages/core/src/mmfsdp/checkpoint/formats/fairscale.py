@@ -16,6 +16,7 @@ from typing import Any
 
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
+from mmfsdp.checkpoint.formats.parts import is_of_fairscale
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
@@ -33,7 +34,6 @@ from mmfsdp.errors import (
 __all__ = ["read"]
 
 _NAME = re.compile(r".*?(\d{1,9})\.(?:pt|pth|bin|torch)", re.ASCII)
-_METADATA = {"param_metadata", "buffer_names"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _layout(source: Source, ranks: Sequence[_Rank]) -> Layout:
 def _rank(path: Path, trust: bool) -> _Rank:
     tree = read_tree(path, trust=trust)
     held = {key: value for key, value in tree.items() if isinstance(value, dict)} if isinstance(tree, dict) else {}
-    found = [key for key, value in held.items() if {*value} >= _METADATA]
+    found = [key for key, value in held.items() if is_of_fairscale(value)]
     if len(found) != 1:
         raise FormatError(
             f"{path.name} holds {len(found) or 'no'} local_metadata_dict() of fairscale, so that nothing says what its "

@@ -491,7 +491,7 @@ def _recognised(source: Source) -> Format:
     for item in FORMATS:
         if item.sniff is not None and item.sniff(source):
             return item
-    path = source.path
+    path, names = source.path, source.names
     if text := _module("foreign").what_to_use(source.head, source.names or [path.name]):
         raise FormatError(f"{path.name} {text}", file=str(path))
     if path.is_dir():
@@ -500,8 +500,9 @@ def _recognised(source: Source) -> Format:
         )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
-        inner = _within(path, source.names) or [
-            f"{name}/{below}" for name in source.names[:_MOST_DIRECTORIES] for below in _within(path / name)
+        names = [name for name in source.names if not name.endswith(".distcp")]  # which are parts
+        inner = _within(path, names) or [
+            f"{name}/{below}" for name in names[:_MOST_DIRECTORIES] for below in _within(path / name)
         ]
         hint = f" Open a checkpoint within it: {name_list(inner)}." if inner else ""
         raise CheckpointNotFoundError(

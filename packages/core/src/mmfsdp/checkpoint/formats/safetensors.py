@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.checkpoint.formats.parts import one_of_many
 from mmfsdp.checkpoint.formats.registry import Content, Source
 from mmfsdp.checkpoint.integrity import inside, parse_json
 from mmfsdp.checkpoint.layout import Chunk, Layout, Piece, PlannedFile, Record, TensorEntry, TensorRef
@@ -46,11 +47,16 @@ def read(source: Source) -> Layout:
     """Read the layout of a safetensors file.
 
     Raises:
-        FormatError: A dtype is unknown here.
+        FormatError: A dtype is unknown here, or it is a single rank's part of a checkpoint.
         CorruptCheckpointError: The header is damaged, or the file shorter than it says.
     """
-    tensors = read_entries(source.path)[0]
-    return Layout(source.path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
+    path = source.path
+    tensors, metadata = read_entries(path)
+    if _SHARDING_INFO in metadata and (
+        _RANK_FILE.fullmatch(path.name) or any(map(any, box_offsets(path, metadata).values()))
+    ):
+        raise one_of_many(path)
+    return Layout(path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
 
 
 def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[dict[str, TensorEntry], dict[str, str]]:

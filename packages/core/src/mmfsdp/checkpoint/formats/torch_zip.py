@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.formats.foreign import what_to_use
+from mmfsdp.checkpoint.formats.parts import is_of_fairscale, one_of_many
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
@@ -54,15 +55,15 @@ def whole_layout(path: Path, kind: str, content: Any) -> Layout:
     """Return the layout of a file whose tensors are whole.
 
     Raises:
-        FormatError: It is a single rank's part of a ``local`` checkpoint.
+        FormatError: It is a single rank's part of a checkpoint.
     """
-    if isinstance(content, dict) and "mmfsdp" in content:
-        raise _one_of_many(path)
+    if isinstance(content, dict) and ("mmfsdp" in content or any(map(is_of_fairscale, content.values()))):
+        raise one_of_many(path)
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:
         if isinstance(leaf, PickledShards) or (isinstance(leaf, PickledDTensor) and not leaf.is_whole):
-            raise _one_of_many(path)
+            raise one_of_many(path)
         if isinstance(leaf, PickledDTensor):
             leaf = leaf.local
         return add_whole(name, leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
@@ -136,13 +137,6 @@ def _storage(path: Path, root: str, records: Mapping[str, ZipRecord], pid: Any) 
             f"{path.name} lacks the data of storage {key!r}: there is no entry 'data/{key}'.", file=str(path)
         )
     return Storage(kind.dtype, Record(path, record.offset, record.nbytes, record.crc32))
-
-
-def _one_of_many(path: Path) -> FormatError:
-    return FormatError(
-        f"{path.name} is one rank's part of a sharded checkpoint; open its directory {str(path.parent)!r} instead.",
-        file=str(path),
-    )
 
 
 _LIMIT = 1 << 62  # bytes of a tensor: more is damage, or malice
