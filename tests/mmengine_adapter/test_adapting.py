@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.model import BaseModel
@@ -16,6 +17,7 @@ from mmengine.runner.checkpoint import load_state_dict
 from tests.mmengine_adapter.toy import POLICY, Block
 
 from mmfsdp import model_state_dict
+from mmfsdp.errors import MmfsdpError
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy
 
@@ -105,3 +107,35 @@ def test_equals_mmengine_s_own_loading(tmp_path: Path, wrapper: dict[str, Any]) 
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(found[name], value), name
+
+
+@MODELS.register_module(force=True)
+class Picky(BaseModel):
+    """Refuses weights on the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self._register_load_state_dict_pre_hook(self._check)
+
+    def _check(self, *_: Any) -> None:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise ValueError("the weights are of another model")
+
+    def forward(self, inputs: torch.Tensor, mode: str = "tensor") -> torch.Tensor:
+        return inputs
+
+
+def refused(rank: int, folder: Path) -> str:
+    strategy = FSDPStrategy(work_dir=str(folder), model_wrapper={"auto_wrap_policy": "size"})
+    strategy.prepare({"type": "Picky"})
+    with pytest.raises((MmfsdpError, ValueError)) as caught:
+        strategy.load_checkpoint(str(folder / "own.pth"))
+    return str(caught.value)
+
+
+def test_code_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    torch.save({"state_dict": nn.ModuleDict({"head": nn.Linear(4, 2)}).state_dict(), "meta": {}}, tmp_path / "own.pth")
+    first, second = run_ranks(refused, 2, tmp_path)
+    assert second == "the weights are of another model"
+    assert first == "Rank 1 failed: ValueError: the weights are of another model [rank=1]"

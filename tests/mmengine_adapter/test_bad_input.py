@@ -297,7 +297,7 @@ class TestStateDictConfig:
         [
             ("ful", r"'full', 'local', 'sharded' or a dict, got 'ful'\. Did you mean 'full'\?"),
             (3, r"got 3 \(type int\)"),
-            ({"state_dict_typ": "FULL"}, r"has no setting 'state_dict_typ'\. Did you mean 'state_dict_type'"),
+            ({"state_dict_typ": "FULL"}, r"has no argument 'state_dict_typ'\. Did you mean 'state_dict_type'"),
             ({"state_dict_type": "FULL"}, r"state_dict_cfg.state_dict_type 'FULL' is not known"),
             ({"state_dict_config": {"type": "FullConfig"}}, r"state_dict_config 'FullConfig' is not known"),
             (

@@ -21,10 +21,11 @@ from mmengine.registry import LOOPS as TRAIN_LOOPS
 from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
 
+import mmfsdp
 from mmfsdp import model_state_dict
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
-from mmfsdp_mmengine.checkpoints.randomness import kept_randomness, random_state, restore_random_state
+from mmfsdp_mmengine.checkpoints.randomness import kept_randomness, random_state, random_states, restore_random_state
 
 _runs = itertools.count()
 
@@ -350,3 +351,14 @@ class TestRandomState:
             assert draw() == first
         assert draw() == first
         assert state.dtype == torch.uint8
+
+    def test_only_the_first_rank_receives_those_of_all(self) -> None:
+        first, *others = run_ranks(tables, 3)
+        assert first == ([3, 4], [0, 1, 2])
+        assert others == [([0, 4], [])] * 2
+
+
+def tables(rank: int) -> tuple[list[int], list[int]]:
+    model = mmfsdp.shard(torch.nn.Linear(4, 4))
+    table = random_states(model, torch.full((4,), rank, dtype=torch.uint8), whole=True)
+    return list(table.shape), table[:, 0].tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from mmfsdp.collective import Scope, all_equal
+from mmfsdp.collective import Scope, all_equal, on_all_ranks
 from mmfsdp.saving import read_whole
 
 __all__ = ["adapted"]
@@ -27,6 +27,9 @@ def adapted(model: nn.Module, state_dict: Mapping[str, Any], scope: Scope) -> di
         model: The sharded model, without a wrapper around it.
         state_dict: Tensors, or references to tensors in a checkpoint. Not changed.
         scope: The ranks that load.
+
+    Raises:
+        Exception: Whatever a module's code raises; on ranks where it did not, an `MmfsdpError` that says which failed.
     """
     modules = [(f"{name}." if name else "", module) for name, module in model.named_modules() if _changes(module)]
     if not modules:
@@ -35,7 +38,7 @@ def adapted(model: nn.Module, state_dict: Mapping[str, Any], scope: Scope) -> di
     computes = _runs_into_values(modules, view)
     if not all_equal(scope, str(computes)) or computes:
         view = _View(state_dict, read_whole({name: state_dict[name] for name in view.shown}, scope))
-        _run(modules, view)
+        on_all_ranks(lambda: _run(modules, view), scope)
     return view.content()
 
 

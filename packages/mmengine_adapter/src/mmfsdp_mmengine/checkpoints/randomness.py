@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmfsdp.collective import gather_objects, place_in, scope_of
+from mmfsdp.collective import gather_to_first, place_in, scope_of
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.state import whole_value
 
@@ -73,11 +73,13 @@ def random_states(model: nn.Module, state: torch.Tensor, *, whole: bool) -> torc
     Args:
         model: The sharded model, whose mesh lists the ranks.
         state: This rank's state, see `random_state`.
-        whole: Return the whole ``(ranks, bytes)`` table of uint8; otherwise a DTensor, whose rows are the ranks' own.
+        whole: Return the whole ``(ranks, bytes)`` table of uint8 on the first rank, and an empty one on the others;
+            otherwise a DTensor, whose rows are the ranks' own.
     """
     mesh = find_sharded_model(model).mesh
     if whole:
-        return torch.stack(gather_objects(scope_of(mesh), state))
+        rows = gather_to_first(scope_of(mesh), state)
+        return state.new_empty((0, state.numel())) if rows is None else torch.stack(rows)
     row = state.unsqueeze(0).to(mesh.device_type)
     shape = torch.Size((mesh.size(), state.numel()))
     return DTensor.from_local(

@@ -175,12 +175,7 @@ def state_dict_settings(value: Any) -> StateDictSettings:
             config="state_dict_cfg",
         )
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    for name in value:
-        if name not in names:
-            raise ConfigError(
-                f"state_dict_cfg has no setting {name!r}.{closest(name, names)} Accepted: {', '.join(names)}.",
-                config=f"state_dict_cfg.{name}",
-            )
+    refuse_unknown("state_dict_cfg", value, names, "state_dict_cfg")
     said = {name: _kind_of(value[name], name) for name in names if value.get(name) is not None}
     if len({*said.values()}) > 1:
         parts = ", ".join(f"{name} is {kind}" for name, kind in said.items())
