@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.core.gguf.models import CONFIGS, weights
+from tests.core.web_server import serving
 
 from mmfsdp.checkpoint import average_checkpoints, convert, open_layout
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, FormatError
@@ -374,3 +375,17 @@ class TestErrors:
         (source / "vocab.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 0))
         with pytest.raises(ConfigError, match=r"has 0 tokens, and vocab_size of config\.json is 24"):
             convert(source, tmp_path / "out.gguf")
+
+
+def test_folders_on_servers(tmp_path: Path) -> None:
+    source = folder(tmp_path, "llama", vocabulary=False)
+    convert(source, tmp_path / "here.gguf")
+    convert(source, tmp_path / "dcp", to="dcp", ranks=2)
+    with serving(tmp_path) as web:
+        convert(f"{web.url}/llama", tmp_path / "there.gguf")
+        convert(f"{web.url}/dcp", tmp_path / "sharded.gguf", like=f"{web.url}/llama")
+        (source / "vocab.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ConfigError, match=r"vocab.gguf of 'http.*/llama' is read only on this machine. Copy it"):
+            convert(f"{web.url}/llama", tmp_path / "out.gguf")
+    for name in ("there", "sharded"):
+        assert (tmp_path / f"{name}.gguf").read_bytes() == (tmp_path / "here.gguf").read_bytes()

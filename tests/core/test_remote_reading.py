@@ -334,6 +334,31 @@ class TestBadServers:
             open_layout(url)
 
 
+@pytest.mark.parametrize("listing", [True, False])
+def test_hugging_face_folders_with_what_lies_beside_the_weights(listing: bool, tmp_path: Path) -> None:
+    (served := tmp_path / "served").mkdir()
+    save_file({"fc.weight": torch.ones(4, 6), "norm.weight": torch.ones(4)}, served / "model.safetensors")
+    (served / "config.json").write_text('{"model_type": "llama"}')
+    (served / "tokenizer.json").write_text("{}")
+    (served / "vocab.txt").write_bytes(bytes(range(256)))
+    convert(served, tmp_path / "here", to="hf", quantize="fp8", fsync=False)
+    with serving(tmp_path) as web:
+        web.listing = listing
+        url = f"{web.url}/served?token=hush"
+        report = convert(url, tmp_path / "there", to="hf", quantize="fp8", fsync=False)
+        assert "hush" not in repr(report)
+        convert(served / "model.safetensors", tmp_path / "like", to="hf", quantize="fp8", like=url, fsync=False)
+        with pytest.raises(ConfigError, match=r"/nothing', which holds no config\.json"):
+            convert(served, tmp_path / "out", to="hf", like=f"{web.url}/nothing")
+    for name in ("there", "like"):
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == [
+            *("config.json", "manifest.json", "model.safetensors", "tokenizer.json", "vocab.txt")
+        ]
+        for file in (tmp_path / name).iterdir():
+            if file.name != "manifest.json":  # which has an id of its own
+                assert file.read_bytes() == (tmp_path / "here" / file.name).read_bytes()
+
+
 class TestSecrets:
     def test_logins_and_signatures_are_sent_and_not_shown(self, web: WebServer, tmp_path: Path) -> None:
         host = web.url.removeprefix("http://")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
-from mmfsdp.checkpoint.conversion.model_folders import Ties, check_names, companions, like_folder
+from mmfsdp.checkpoint.conversion.model_folders import Ties, check_names, companions, copy_companion, like_folder
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file
@@ -113,7 +112,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
                     with (save.temporary / file.name).open("xb") as created:
                         reserve(created.fileno(), file.size)
                 for name, origin in folder.beside.items():
-                    shutil.copyfile(origin, save.temporary / name)
+                    copy_companion(origin, save.temporary / name)
                     sync(save.temporary / name)
 
     on_all_ranks(create, scope)

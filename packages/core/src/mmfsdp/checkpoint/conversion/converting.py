@@ -135,16 +135,15 @@ def convert(
         with write_errors(target):
             _refuse_own_files(layout, target)
     chosen = _completed(chosen, kind, layout)
-    beside: Mapping[str, Path] = {}
+    like, beside = Path(), dict[str, Path]()
+    if kind.name in ("huggingface", "gguf"):
+        what = "A GGUF file" if kind.name == "gguf" else "A Hugging Face folder"
+        like = _folders().like_folder(chosen.like, layout.path, target, what)
+        chosen = chosen.changed({"like": str(like)})
     if kind.name == "huggingface":
-        folders = _folders()
-        chosen = chosen.changed({"like": folders.like_folder(chosen.like, layout.path, target)})
-        beside = folders.companions(Path(chosen.like or ""), target if chosen.overwrite else None)
-    elif kind.name == "gguf":
-        folder = _folders().like_folder(chosen.like, layout.path, target, "A GGUF file")
-        chosen = chosen.changed({"like": folder})
+        beside = _folders().companions(like, target if chosen.overwrite else None)
     overflowed: Counter[str] = Counter()
-    intent = intended(layout, kind, chosen, overflowed)
+    intent = intended(layout, kind, chosen, overflowed, like)
     check_coverage(intent.layout, intent.sources)
     if chosen.verify:
         for origin in layout.origins or (layout,):
@@ -166,7 +165,7 @@ def convert(
             try:
                 _write(temporary, target, intent, kind, chosen, progress)
                 for name, file in beside.items():
-                    shutil.copyfile(file, temporary / name)
+                    _folders().copy_companion(file, temporary / name)
                 if beside and chosen.quantize:
                     config = _folders().quantized_config(temporary, intent.written, chosen.quantize)
                     (temporary / _folders().CONFIG).write_bytes(config)

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.gguf_tokenizers import translated
@@ -318,6 +319,12 @@ class GgufModel:
         path, rows = self.folder / VOCABULARY, self._sizes["vocab_size"]
         if not path.is_file():
             return translated(self.folder, rows)
+        if isinstance(path, RemoteLike):
+            raise ConfigError(
+                f"{VOCABULARY} of {str(self.folder)!r} is read only on this machine. Copy it here, beside {_CONFIG} of "
+                "the same model, and give that folder as 'like'.",
+                config="like",
+            )
         found = read_keys(path, "tokenizer.")
         tokens = array_length(found.get("tokenizer.ggml.tokens", b""))
         if tokens != rows:

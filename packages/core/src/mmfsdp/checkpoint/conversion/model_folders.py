@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
-from mmfsdp.checkpoint.files.disk import at_home
+from mmfsdp.checkpoint.files.disk import at_home, place
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.registry import open_layout
@@ -26,6 +28,7 @@ __all__ = [
     "also_the_head",
     "check_names",
     "companions",
+    "copy_companion",
     "dtype_notes",
     "like_folder",
     "quantized_config",
@@ -36,6 +39,12 @@ CONFIG = "config.json"
 _WEIGHTS = re.compile(
     r".+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|ot|tflite|distcp|npz|mlmodel)|.+\.index\.json"
     r"|manifest\.json|\.metadata|\..+\.mmfsdp-\w+"
+)
+# What lies beside weights, to be asked for where a server does not list it.
+_COMPANIONS = (
+    *(CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 # In the order in which transformers prefers them.
 _OWN_WEIGHTS = (
@@ -66,7 +75,7 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
     Raises:
         ConfigError: None of them has a ``config.json``.
     """
-    for folder in [Path(given)] if given is not None else [source, target]:
+    for folder in [place(given)] if given is not None else [source, target]:
         if (folder / CONFIG).is_file():
             return folder
     if given is not None:
@@ -101,11 +110,23 @@ def companions(like: Path, target: Path | None) -> dict[str, Path]:
                 )
             if not _WEIGHTS.fullmatch(path.name):
                 found[path.name] = path
-    for path in sorted(like.iterdir()):
+    paths = {path.name: path for path in like.iterdir()}
+    if isinstance(like, RemoteLike):
+        paths |= {name: like / name for name in _COMPANIONS if name not in paths}
+    for _, path in sorted(paths.items()):
         # The hub's cache holds links. Hidden files belong to where they are.
-        if path.is_file() and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
+        there = path.is_offered() if isinstance(path, RemoteLike) else path.is_file()
+        if there and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
             found[path.name] = path
     return found
+
+
+def copy_companion(file: Path, to: Path) -> None:
+    """Copy a file that `companions` found: on this machine, or on a server."""
+    if isinstance(file, RemoteLike):
+        to.write_bytes(file.read_bytes())
+    else:
+        shutil.copyfile(file, to)
 
 
 def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:

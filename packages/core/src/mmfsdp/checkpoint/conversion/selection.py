@@ -57,7 +57,7 @@ class Intent:
     """Facts that the user should know."""
 
 
-def intended(layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str]) -> Intent:
+def intended(layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str], like: Path) -> Intent:
     """Decide what a conversion writes; reads data only to prove that weights are tied.
 
     Args:
@@ -65,6 +65,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         target: The format to write.
         conversion: What to write; ``keep`` and, for formats with files per rank, ``ranks`` are filled in.
         overflowed: Counts the elements of each tensor that turn out to be too large for the dtype of a cast.
+        like: The folder of the same model, for formats that need one.
 
     Raises:
         ConfigError, FormatError: See ``convert``.
@@ -76,10 +77,10 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     if keep != "model":
         selection = _with_states(selection, layout, target)
     if conversion.recipe is not None:
-        layout, selection = _through_recipe(layout, selection, conversion)
+        layout, selection = _through_recipe(layout, selection, conversion, [like] if conversion.like else [])
     if target.name in ("huggingface", "gguf"):
-        selection = _for_folder(layout, selection, Path(conversion.like or ""))
-    model = None if target.name != "gguf" else _gguf_models().GgufModel.of(Path(conversion.like or ""))
+        selection = _for_folder(layout, selection, like)
+    model = None if target.name != "gguf" else _gguf_models().GgufModel.of(like)
     if model is not None:
         layout, selection = _for_gguf(layout, selection, model)
     names = named_tensors(selection.part)
@@ -93,7 +94,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         dtype = casts.get(name, entry.dtype)
         named[name] = CastEntry.of(entry, dtype, partial(_count, overflowed, name)) if changed else entry
     if target.name == "huggingface":
-        notes = _model_folders().dtype_notes(named, Path(conversion.like or ""), conversion.quantize)
+        notes = _model_folders().dtype_notes(named, like, conversion.quantize)
         selection = replace(selection, notes=(*selection.notes, *notes))
     keys: dict[str, bytes] = {}
     if model is not None:
@@ -138,7 +139,9 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     )
 
 
-def _through_recipe(layout: Layout, selection: Selection, conversion: Conversion) -> tuple[Layout, Selection]:
+def _through_recipe(
+    layout: Layout, selection: Selection, conversion: Conversion, folders: Sequence[Path]
+) -> tuple[Layout, Selection]:
     """Return the layout and the selection with the weights that a recipe makes of those selected."""
     names = named_tensors(selection.part)
     # Imported by who asks for a recipe: other conversions take no longer for it.
@@ -148,7 +151,7 @@ def _through_recipe(layout: Layout, selection: Selection, conversion: Conversion
         conversion.recipe,
         inverse=conversion.inverse,
         values=conversion.recipe_values,
-        folders=[*recipes.folders_of(layout), *([Path(conversion.like)] if conversion.like else [])],
+        folders=[*recipes.folders_of(layout), *folders],
     )
     return _with_weights(layout, selection, made, "recipe")
 
