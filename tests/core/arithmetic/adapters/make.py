@@ -2,7 +2,8 @@
 
     python tests/core/arithmetic/adapters/make.py     # peft 0.21.2, transformers 5.23.0, torch 2.13.0
 
-Each folder beside this file has ``base.safetensors``, peft's two files, and ``merged.safetensors``.
+Each folder beside this file has ``base.safetensors``, peft's two files, ``merged.safetensors``, and
+``trained.safetensors``: what a training program saves of the model, with the base and the adapter.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def make(name: str) -> None:
                 parameter.add_(torch.randn_like(parameter) / 8)
     tuned.save_pretrained(folder)
     (folder / "README.md").unlink()
+    save_file(tuned.state_dict(), folder / "trained.safetensors")
     fresh = kind()
     torch.manual_seed(0)
     fresh = kind()

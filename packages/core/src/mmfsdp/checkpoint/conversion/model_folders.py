@@ -46,6 +46,7 @@ _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
+_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
 # In the order in which transformers prefers them.
 _OWN_WEIGHTS = (
     "model.safetensors",
@@ -281,6 +282,13 @@ def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) ->
         ConfigError: Names or shapes differ; the message says which, and what to write.
     """
     expected = _weights(like)
+    if (adapted := next((name for name in kept if name not in expected and _ADAPTED.search(name)), None)) is not None:
+        raise ConfigError(
+            f"{adapted!r} is a name that PEFT gives to the weights of a model with an adapter, and from_pretrained "
+            "does not load it from such a folder. Convert a checkpoint with recipe='peft-to-base' for the base, and "
+            "with 'peft-to-adapter' for the adapter; merge-lora then merges the two.",
+            config="recipe",
+        )
     if not expected:
         return
     missing = [name for name in expected if name not in given and not _is_needless(name, kept)]
