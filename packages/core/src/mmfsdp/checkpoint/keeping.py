@@ -103,7 +103,7 @@ def _series(path: Path) -> str:
 def _is_complete(path: Path) -> bool:
     try:
         if (path / MANIFEST_NAME).exists():
-            check_manifest(path, checksums=False)
+            check_manifest(path)
         else:
             open_layout(path, trust=True)
     except (CheckpointError, OSError):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import size_of
-from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch, inside, parse_json
+from mmfsdp.checkpoint.integrity import crc32, crc32_combine, inside, parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "check_manifest",
-    "checksum_file",
     "manifest_bytes",
     "read_manifest",
     "write_manifest",
@@ -164,17 +162,16 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged: {error!r}.", file=str(path)) from error
 
 
-def check_manifest(directory: Path, *, checksums: bool = True, manifest: Manifest | None = None) -> Manifest:
-    """Compare the files of a directory with its manifest, and return it.
+def check_manifest(directory: Path, *, manifest: Manifest | None = None) -> Manifest:
+    """Compare names and sizes of a directory's files with its manifest, and return it; no data is read.
 
     Args:
         directory: The checkpoint directory.
-        checksums: Also compare the CRC-32 of every file, which reads all of it; otherwise only sizes are compared.
         manifest: The manifest, if it has been read.
 
     Raises:
         IncompleteCheckpointError: A file of the manifest is missing, or the manifest itself.
-        CorruptCheckpointError: A size or checksum differs.
+        CorruptCheckpointError: A size differs.
     """
     manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():
@@ -188,17 +185,7 @@ def check_manifest(directory: Path, *, checksums: bool = True, manifest: Manifes
                 "save.",
                 file=str(path),
             )
-        if checksums and expected.crc32 is not None:
-            found = checksum_file(path)
-            if found != expected.crc32:
-                raise CorruptCheckpointError(damaged_file(path, found, expected.crc32), file=str(path))
     return manifest
-
-
-def checksum_file(path: Path) -> int:
-    """Return the CRC-32 of a file, reading it in blocks."""
-    with path.open("rb", buffering=0) as file:
-        return crc32_of_stretch(file.fileno(), 0, size_of(file.fileno()))[0]
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:

@@ -240,7 +240,7 @@ def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
         return {"state_dict": dict(lazy_tensors(source))}
     if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
         # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
-        check_manifest(layout.path, checksums=False)
+        check_manifest(layout.path)
     return _named(stored_content(source, safe_globals), layout.path)
 
 

@@ -117,19 +117,17 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def read_content(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
+def read_content(path: Path) -> dict[str, Any]:
     """Return the content of a local checkpoint, with the weights under ``'state_dict'``. Not collective.
 
     Args:
         path: A file or directory in any format that core reads. Tensors stay on disk until they are copied into the
             model.
-        model: The sharded model, which provides the shapes for files of stock MMEngine that do not state them.
 
     Raises:
         CheckpointError: See `mmfsdp.saving.read_checkpoint`.
     """
-    reference = None if model is None else reference_of(model)
-    return _with_state_dict(read_checkpoint(path, safe_globals=safe_globals(), reference=reference), str(path))
+    return _with_state_dict(read_checkpoint(path, safe_globals=safe_globals()), str(path))
 
 
 def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scope) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
     Args:
         filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
         map_location: The device of tensors that come neither from files nor from web servers.
-        model: See `read_content`.
+        model: The sharded model, which provides the shapes for files of stock MMEngine that do not state them.
         scope: The ranks that load.
 
     Raises:

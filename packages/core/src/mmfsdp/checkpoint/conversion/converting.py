@@ -310,7 +310,7 @@ def _check_save(layout: Layout) -> None:
     directory = layout.path
     if not directory.is_dir() or not present(directory / MANIFEST_NAME):
         return
-    manifest = check_manifest(directory, checksums=False)
+    manifest = check_manifest(directory)
     records: dict[Path, dict[int, Record]] = {}
     for entry in layout.tensors.values():
         for chunk in entry.chunks():

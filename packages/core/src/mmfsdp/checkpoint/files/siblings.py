@@ -168,7 +168,7 @@ def _is_whole(path: Path) -> bool:
     if not path.is_dir():
         return True
     try:
-        check_manifest(path, checksums=False)
+        check_manifest(path)
     except (CheckpointError, OSError):
         return False
     return True

@@ -132,7 +132,7 @@ def read(source: Source) -> Layout:
             file=str(directory / stale[0]),
         )
     if manifest is not None:
-        check_manifest(directory, checksums=False, manifest=manifest)
+        check_manifest(directory, manifest=manifest)
     ranks = [_of_rank(first, tree, 0, world_size)]
     expected, origin = (ranks[0].save_id, "rank0.pth") if manifest is None else (manifest.save_id, MANIFEST_NAME)
     if not source.look_up and (rules := _rules(ranks[0])) is not None:

@@ -59,19 +59,18 @@ def read(source: Source) -> Layout:
     return Layout(path, "safetensors", 1, tensors, {name: TensorRef(name) for name in tensors})
 
 
-def read_entries(path: Path, begin: int = 0, end: int | None = None) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def read_entries(path: Path, begin: int = 0) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and what its ``__metadata__`` says.
 
     Args:
         path: The file.
-        begin: Where the format begins, in bytes, if it is only part of the file.
-        end: Where it ends.
+        begin: Where the format begins, in bytes, if something is in front of it; it ends with the file.
 
     Raises:
         FormatError: A dtype is unknown here.
         CorruptCheckpointError: The header is damaged, tensors overlap, or the file is shorter than it says.
     """
-    size = path.stat().st_size if end is None else end
+    size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(begin)
         prefix = file.read(8)
