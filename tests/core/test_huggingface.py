@@ -69,6 +69,26 @@ def test_a_folder_of_checkpoints_names_them(source: Path, tmp_path: Path) -> Non
         open_layout(tmp_path / "state")
 
 
+def test_diffusers_has_names_of_its_own(source: Path, tmp_path: Path) -> None:
+    """Checked with `from_pretrained` of diffusers 0.42.1, which loads both folders."""
+    like = folder(tmp_path / "like", _diffusers_version="0.42.1", tie_word_embeddings=False)
+    convert(source, tmp_path / "one", to="hf", like=like)
+    assert "diffusion_pytorch_model.safetensors" in names(tmp_path / "one")
+    convert(source, tmp_path / "two", to="hf", like=like, max_shard_size=100)
+    shards = [name for name in names(tmp_path / "two") if name.startswith("diffusion")]
+    assert shards == [
+        *(f"diffusion_pytorch_model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)),
+        "diffusion_pytorch_model.safetensors.index.json",
+    ]
+    for made in ("one", "two"):
+        save_file({"other": torch.ones(1)}, tmp_path / made / "diffusion_pytorch_model.fp16.safetensors")
+        assert open_layout(tmp_path / made).format == "huggingface"
+        assert diff(source, tmp_path / made, keep="model").same
+    (tmp_path / "one/diffusion_pytorch_model.safetensors").rename(like / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ConfigError, match=r"it lacks 'transformer\.h\.0\.mlp\.weight'"):
+        convert(source, tmp_path / "three", to="hf", like=like, exclude="**.mlp.weight")
+
+
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("by_copy", [False, True])
 def test_one_file_with_tied_weights_once(source: Path, tmp_path: Path, by_copy: bool, with_weights: bool) -> None:

@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
-from mmfsdp.checkpoint.conversion.model_folders import Ties, check_names, companions, copy_companion, like_folder
+from mmfsdp.checkpoint.conversion.model_folders import (
+    Ties,
+    check_names,
+    companions,
+    copy_companion,
+    like_folder,
+    weights_stem,
+)
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file
@@ -46,6 +53,8 @@ class ModelFolder:
     """The weights by name, tied ones once: DTensors, or tensors that are the same on every rank."""
     beside: Mapping[str, Path]
     """Files to copy, by name; only the first rank's counts."""
+    stem: str
+    """What the names of the files with weights begin with."""
 
     @classmethod
     def of(cls, weights: Mapping[str, Any], like: Path, target: Path, scope: Scope, *, overwrite: bool) -> ModelFolder:
@@ -64,13 +73,14 @@ class ModelFolder:
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
         entries = {name: _entry(name, value) for name, value in tensors.items()}
 
-        def ties() -> tuple[Ties, list[tuple[str, str]]] | None:
+        def ties() -> tuple[Ties, list[tuple[str, str]], str] | None:
             if not scope.is_first:
                 return None
             found = Ties.of(like_folder(str(like), target, target))
-            return found, [*found.candidates(entries), *_one_in_memory(tensors)] if found.possible else []
+            candidates = [*found.candidates(entries), *_one_in_memory(tensors)] if found.possible else []
+            return found, candidates, weights_stem(found.like)
 
-        found, candidates = shared(ties, scope)
+        found, candidates, stem = shared(ties, scope)
         dropped: set[str] = set()
         for second, first in candidates:
             if first in dropped or second in dropped:
@@ -87,7 +97,7 @@ class ModelFolder:
             check_names({name: entries[name] for name in kept}, {*tensors}, found.like)
             return companions(found.like, target if overwrite else None)
 
-        return cls(kept, on_all_ranks(check, scope))
+        return cls(kept, on_all_ranks(check, scope), stem)
 
 
 def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -> Files:
@@ -103,7 +113,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
         CheckpointError: A file could not be written; raised on every rank.
     """
     entries = {name: _entry(name, value) for name, value in folder.weights.items()}
-    planned = plan_write(Content({}, entries, entries))
+    planned = plan_write(Content({}, entries, entries, stem=folder.stem))
 
     def create() -> None:
         with as_checkpoint_error(save.target):

@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.disk import at_home, place
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, MODEL_FILES, open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest
@@ -32,6 +32,7 @@ __all__ = [
     "dtype_notes",
     "like_folder",
     "quantized_config",
+    "weights_stem",
     "without_ties",
 ]
 
@@ -47,10 +48,9 @@ _COMPANIONS = (
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
-# In the order in which transformers prefers them.
+# In the order in which transformers and diffusers prefer them.
 _OWN_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
+    *(name + suffix for name in MODEL_FILES for suffix in ("", INDEX_SUFFIX)),
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
@@ -128,6 +128,15 @@ def copy_companion(file: Path, to: Path) -> None:
         to.write_bytes(file.read_bytes())
     else:
         shutil.copyfile(file, to)
+
+
+def weights_stem(like: Path) -> str:
+    """Return what the names of a folder's weights begin with, so that the library of its config finds them.
+
+    Args:
+        like: A folder of the same model. diffusers states its release in every config that it writes.
+    """
+    return Path(MODEL_FILES["_diffusers_version" in _config(like)]).stem
 
 
 def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:

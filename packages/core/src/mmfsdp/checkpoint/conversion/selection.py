@@ -110,6 +110,8 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
     content = Content(tree, tensors, named, limit, ranks, keys=keys)
+    if target.name == "huggingface":
+        content = replace(content, stem=_model_folders().weights_stem(like))
     if conversion.resume:  # what is there already must not differ by its id
         form = f"{target.name} {keep} {ranks} {limit}"
         content = replace(content, save_id=_journals().lasting_id({**tensors, **named}, form))

@@ -37,7 +37,7 @@ from mmfsdp.errors import (
 __all__ = [
     "FORMATS",
     "INDEX_SUFFIX",
-    "MODEL_FILE",
+    "MODEL_FILES",
     "RANK_FILE",
     "TORCH_FILE",
     "Content",
@@ -55,7 +55,7 @@ __all__ = [
 INDEX_SUFFIX = ".index.json"
 """What the name of Hugging Face's index of several files ends with."""
 
-MODEL_FILE = "model.safetensors"
+MODEL_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
 """The weights of a Hugging Face folder, if one file holds them."""
 
 TORCH_FILE = "pytorch_model.bin"
@@ -122,6 +122,8 @@ class Content:
     """Identifies this checkpoint; every file of it carries the same id."""
     keys: Mapping[str, bytes] = field(default_factory=dict)
     """For ``gguf``: the key-value pairs, each value with its type as the file holds it."""
+    stem: str = "model"
+    """What the names of safetensors files in a folder begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ def _is_of_deepspeed(source: Source) -> bool:
 
 
 def _is_model_folder(source: Source) -> bool:
-    return "config.json" in source.names and bool({MODEL_FILE, MODEL_FILE + INDEX_SUFFIX} & {*source.names})
+    weights = {name + suffix for name in MODEL_FILES for suffix in ("", INDEX_SUFFIX)}
+    return "config.json" in source.names and not weights.isdisjoint(source.names)
 
 
 def _is_torch_folder(source: Source) -> bool:

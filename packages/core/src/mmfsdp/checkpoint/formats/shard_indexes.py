@@ -25,7 +25,6 @@ from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 
 __all__ = ["plan_write", "read", "read_torch"]
 
-_INDEX = "model.safetensors.index.json"
 _LIMIT = 200_000_000  # bytes; a million tensors take about half of it
 _DEFAULT_SHARD = 5 * 1000**3  # bytes, as transformers' save_pretrained
 
@@ -144,17 +143,17 @@ def plan_write(content: Content) -> list[PlannedFile]:
         ConfigError: The format cannot hold a dtype or a name.
     """
     tensors = content.named
-    shards = _divided(tensors, content.max_shard_size or _DEFAULT_SHARD)
+    shards = _divided(tensors, content.max_shard_size or _DEFAULT_SHARD, content.stem)
     files = [safetensors.plan_file(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
     index = {
         "metadata": {"total_size": sum(entry.nbytes for entry in tensors.values())},
         "weight_map": {name: file for file, names in shards.items() for name in names},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    return [*files, PlannedFile(_INDEX, len(text), (), lambda _: [(0, text)])]
+    return [*files, PlannedFile(f"{content.stem}.safetensors{INDEX_SUFFIX}", len(text), (), lambda _: [(0, text)])]
 
 
-def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict[str, list[str]]:
+def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int, stem: str) -> dict[str, list[str]]:
     """Return which file holds which tensors, in the order of the checkpoint."""
     groups: list[list[str]] = []
     size = 0
@@ -165,4 +164,4 @@ def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict[st
         groups[-1].append(name)
         size += entry.nbytes
     groups = groups or [[]]
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}

@@ -29,6 +29,8 @@ _KNOWN = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
     "model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
     "rank0.pth",
 )
 
