@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import mmfsdp
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
-from mmfsdp.testing import run_ranks
+from mmfsdp.testing import run_ranks, single_rank
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (3, {"wrap": BLOCKS}),
@@ -164,5 +164,8 @@ def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
 
 
 def test_config_error_is_a_value_error() -> None:
-    with pytest.raises(ConfigError, match="kind must be 'full', 'local', 'sharded' or 'hf', got 'hff'"):
-        mmfsdp.save_checkpoint("x", torch.nn.Linear(1, 1), kind="hff")  # type: ignore[arg-type]
+    with (
+        single_rank(),
+        pytest.raises(ConfigError, match="kind must be 'full', 'local', 'sharded' or 'hf', got 'hff'"),
+    ):
+        mmfsdp.save_checkpoint("x", mmfsdp.shard(torch.nn.Linear(1, 1)), kind="hff")  # type: ignore[arg-type]

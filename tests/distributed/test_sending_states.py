@@ -52,6 +52,38 @@ def test_another_models_optimizer_on_one_rank_is_an_error_on_all(case: str) -> N
             assert text.startswith("Rank 1 failed: " if rank == 0 else "AdamW holds parameters that ")
 
 
+def different_arguments(rank: int, folder: str) -> list[tuple[type, str]]:
+    model, optimizer = trained({"wrap": BLOCKS})
+    path = f"{folder}/saved"
+    mmfsdp.save_checkpoint(path, model, optimizer)
+    odd = rank == 1
+    malformed = {"state": {}, "param_groups": [{"lr": 1.0}]}
+    return [
+        error_of(mmfsdp.save_checkpoint, f"{folder}/other", model, optimizer, kind="local" if odd else "sharded"),
+        error_of(mmfsdp.save_checkpoint, f"{folder}/other", model, None if odd else optimizer),
+        error_of(mmfsdp.load_checkpoint, path, model, None if odd else optimizer),
+        error_of(mmfsdp.load_pretrained, model, path, strict=odd),
+        error_of(mmfsdp.load_optim_state_dict, model, optimizer, malformed),
+    ]
+
+
+def test_ranks_that_call_with_different_arguments_do_not_wait(tmp_path: Path) -> None:
+    first, second = run_ranks(different_arguments, 2, str(tmp_path))
+    assert first == second
+    assert [text for _, text in first] == [
+        "Ranks called save_checkpoint() with different arguments: rank 0 with kind='sharded', rank 1 with "
+        "kind='local'. Call it with the same arguments on every rank.",
+        "Ranks called save_checkpoint() with different arguments: rank 0 with optimizer='AdamW', rank 1 with "
+        "optimizer=None. Call it with the same arguments on every rank.",
+        "Ranks called load_checkpoint() with different arguments: rank 0 with optimizer='AdamW', rank 1 with "
+        "optimizer=None. Call it with the same arguments on every rank.",
+        "Ranks called load_pretrained() with different arguments: rank 0 with strict=False, rank 1 with strict=True. "
+        "Call it with the same arguments on every rank.",
+        "'param_groups' of an optimizer's state must be a list of dicts, each with 'params'.",
+    ]
+    assert [place.name for place in tmp_path.iterdir()] == ["saved"]
+
+
 def shards_from_first(rank: int, config: dict[str, Any]) -> list[tuple[type, str]]:
     model, optimizer = trained(config)
     weights = mmfsdp.model_state_dict(model, "sharded")

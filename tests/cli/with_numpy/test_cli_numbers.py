@@ -52,6 +52,12 @@ def test_how_much_differs(checkpoint: Path) -> None:
     assert run("diff", checkpoint, other, "--atol", "10").returncode == 0
 
 
+def test_a_tolerance_is_a_number(checkpoint: Path) -> None:
+    done = run("diff", checkpoint, checkpoint, "--rtol", "nan")
+    assert done.returncode == 2
+    assert "error: --rtol and --atol must be numbers of at least 0, got nan and 0.0." in done.stderr
+
+
 def test_a_page_does_not_replace_a_directory(checkpoint: Path) -> None:
     (folder := checkpoint.with_name("work_dirs")).mkdir()
     done = run("diff", checkpoint, damaged(checkpoint), "--html", folder, "--force")

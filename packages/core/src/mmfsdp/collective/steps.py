@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mmfsdp.collective.channels import kernel_of
@@ -16,6 +16,7 @@ __all__ = [
     "all_equal",
     "any_of",
     "broadcast_object",
+    "check_same_arguments",
     "gather_objects",
     "gather_to_first",
     "on_all_ranks",
@@ -156,6 +157,35 @@ def same_path(path: str | os.PathLike[str], scope: Scope) -> str:
     raise RankMismatchError(
         f"Ranks gave different paths of a checkpoint: rank 0 {given[0]!r}, rank {other} {given[other]!r}. Give the "
         "same path on every rank. If a name contains the time, make it on one rank and broadcast it."
+    )
+
+
+def check_same_arguments(scope: Scope, call: str, given: Mapping[str, Any]) -> None:
+    """Check that all ranks made a collective call with the same arguments. Collective: every rank of the scope.
+
+    Ranks with other arguments would take other steps, and wait for each other. Costs one reduction of sixteen bytes.
+
+    Args:
+        scope: The ranks that made the call.
+        call: What was called, for the message, such as ``"save_checkpoint()"``.
+        given: The arguments that decide which steps a rank takes; the same names on every rank.
+
+    Raises:
+        RankMismatchError: An argument differs; raised on every rank.
+    """
+    own = {name: repr(value) for name, value in given.items()}
+    if all_equal(scope, repr(own)):
+        return
+    all_given = gather_objects(scope, own)
+    first, name, other = next(
+        (all_given[0], name, place)
+        for place, theirs in enumerate(all_given)
+        for name in own
+        if theirs[name] != all_given[0][name]
+    )
+    raise RankMismatchError(
+        f"Ranks called {call} with different arguments: rank 0 with {name}={first[name]}, rank {other} with "
+        f"{name}={all_given[other][name]}. Call it with the same arguments on every rank."
     )
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import FormatError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading import open_shared, read_whole
@@ -63,12 +63,14 @@ def load_checkpoint(
     Raises:
         CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
             rank.
-        RankMismatchError: Ranks gave different paths.
+        RankMismatchError: Ranks gave different paths or other arguments.
         StateDictError: The checkpoint does not fit the model or the optimizer; raised on every rank, and nothing is
             changed.
     """
     state = find_sharded_model(model)
     scope = scope_of(state.mesh)
+    loaded = None if optimizer is None else type(optimizer).__name__
+    check_same_arguments(scope, "load_checkpoint()", {"optimizer": loaded, "strict": strict, "verify": verify})
     own = [param.fqn for param in state.plan.all_params()]
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.load import WRAPPER_PREFIX, reference_of, under_tied_names
@@ -72,7 +72,7 @@ def load_pretrained(
         ConfigError: There is no such recipe, or it does not fit the checkpoint; raised on every rank.
         CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
             rank.
-        RankMismatchError: Ranks gave different paths.
+        RankMismatchError: Ranks gave different paths or other arguments.
         StateDictError: No name matches, or a shape differs, or anything does with ``strict``; raised on every rank, and
             nothing is changed.
 
@@ -82,10 +82,13 @@ def load_pretrained(
         >>> shard(model, {"wrap": "auto"})
         >>> load_pretrained(model, "llama-8b", "meta-llama-to-hf")
     """
-    if strict and ignore_mismatched_sizes:
-        raise ConfigError("'strict' and 'ignore_mismatched_sizes' contradict each other. Set one of them.")
     state = find_sharded_model(model)
     scope = scope_of(state.mesh)
+    given = {"rules": rules and str(rules), "inverse": inverse, "values": values, "strict": strict}
+    given |= {"ignore_mismatched_sizes": ignore_mismatched_sizes, "verify": verify}
+    check_same_arguments(scope, "load_pretrained()", given)
+    if strict and ignore_mismatched_sizes:
+        raise ConfigError("'strict' and 'ignore_mismatched_sizes' contradict each other. Set one of them.")
 
     def rewrite(layout: Layout) -> Layout:
         if rules is not None:
@@ -100,12 +103,12 @@ def load_pretrained(
             _check_shapes(weights, state, path)
         return under_tied_names(weights, state)
 
-    given = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
+    known = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
     source, weights = open_weights(
         path,
         scope,
         verify=verify,
-        reference=lambda: given or reference_of(model),
+        reference=lambda: known or reference_of(model),
         rewrite=rewrite,
         change=fitted,
     )

@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import on_all_ranks, same_path
+from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
@@ -70,10 +70,12 @@ def save_checkpoint(
             is gathered.
         CheckpointError: The checkpoint, or the one before it in the background, could not be written; raised on every
             rank. What was at ``path`` is untouched.
-        RankMismatchError: Ranks gave different paths; raised before anything is gathered.
+        RankMismatchError: Ranks gave different paths or other arguments; raised before anything is gathered.
         ConfigError: ``kind`` is unknown, does not fit the path or another argument, or cannot be saved in the
             background; or ``like`` does not fit the model.
     """
+    state = find_sharded_model(model)
+    target = _agreed_target(path, state, "save_checkpoint()", kind, optimizer, overwrite, blocking)
     _check_kind(kind, blocking, ("full", "local", "sharded", "hf"))
     if (kind == "hf") != (like is not None):
         raise ConfigError(
@@ -94,8 +96,7 @@ def save_checkpoint(
     extra = dict(extra or {})
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
-    state = find_sharded_model(model)
-    target = _free_target(path, state, overwrite)
+    _make_free(target, state, overwrite)
     if like is not None:
         scope = scope_of(state.mesh)
         weights = model_state_dict(model, "sharded")
@@ -141,18 +142,36 @@ def write_checkpoint(
     Raises:
         MmfsdpError: See `save_checkpoint`.
     """
-    _check_kind(kind, blocking)
     state = find_sharded_model(model)
-    return _write(_free_target(path, state, overwrite), content, state, kind, overwrite, blocking)
+    target = _agreed_target(path, state, "write_checkpoint()", kind, None, overwrite, blocking)
+    _check_kind(kind, blocking)
+    _make_free(target, state, overwrite)
+    return _write(target, content, state, kind, overwrite, blocking)
 
 
-def _free_target(path: str | Path, state: ShardedModel, overwrite: bool) -> Path:
-    """Return the path once all ranks agree on it, the save before is over, and nothing is there. Collective."""
+def _agreed_target(
+    path: str | Path,
+    state: ShardedModel,
+    call: str,
+    kind: str,
+    optimizer: Optimizer | None,
+    overwrite: bool,
+    blocking: bool,
+) -> Path:
+    """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
     scope = scope_of(state.mesh)
     target = Path(same_path(path, scope))
+    saved = None if optimizer is None else type(optimizer).__name__
+    given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking}
+    check_same_arguments(scope, call, given)
+    return target
+
+
+def _make_free(target: Path, state: ShardedModel, overwrite: bool) -> None:
+    """Wait until the save before is over, and check that nothing is at the target. Collective: every rank."""
+    scope = scope_of(state.mesh)
     settle_saves(state.mesh)
     on_all_ranks(lambda: None if overwrite or not scope.is_first else refuse_existing(target), scope)
-    return target
 
 
 def _write(

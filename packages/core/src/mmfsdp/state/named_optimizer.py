@@ -63,6 +63,10 @@ def by_place(
         if key not in state_dict:
             raise StateDictError(f"An optimizer's state needs 'state' and 'param_groups'; {key!r} is missing.")
     stored = state_dict[GROUPS]
+    if not isinstance(stored, Sequence) or not all(
+        isinstance(group, Mapping) and "params" in group for group in stored
+    ):
+        raise StateDictError("'param_groups' of an optimizer's state must be a list of dicts, each with 'params'.")
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
         placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
         named = [group.get(NAMES) for group in stored]

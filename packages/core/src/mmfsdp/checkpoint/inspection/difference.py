@@ -131,13 +131,13 @@ def diff(
         histogram: Count the differences of each tensor by their size, for `diff_page`. Needs numpy.
 
     Raises:
-        ConfigError: A tolerance is negative, or numpy is needed and not there, or ``keep`` is unknown, or no name has
-            the prefix.
+        ConfigError: A tolerance is negative or NaN, or numpy is needed and not there, or ``keep`` is unknown, or no
+            name has the prefix.
         CheckpointNotFoundError, FormatError, UnsafePickleError: One of them cannot be opened; see ``open_layout``.
         IncompleteCheckpointError, CorruptCheckpointError: One of them lacks data.
     """
     if not (rtol >= 0 and atol >= 0):
-        raise ConfigError(f"A tolerance cannot be negative, got rtol={rtol} and atol={atol}.")
+        raise ConfigError(f"'rtol' and 'atol' must be numbers of at least 0, got {rtol} and {atol}.")
     if rtol or atol or ignore_dtypes or histogram:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
