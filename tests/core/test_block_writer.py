@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.checkpoint.files import copying
-from mmfsdp.checkpoint.files.copying import BlockWriter, open_direct, reserve
+from mmfsdp.checkpoint.files.copying import BlockWriter, open_direct, reserve, write_at
 
 MB = 1 << 20
 SIZE = MB + 5
@@ -45,7 +45,7 @@ def test_bytes_come_to_their_places(direct: bool, stretches: list[tuple[int, int
             at = 0
             for gap, length in stretches:
                 at += gap
-                writer.write(noise[at : at + length], at)
+                write_at(writer, noise[at : at + length], at)
                 expected[at : at + length] = noise[at : at + length]
                 at += length
         assert path.read_bytes() == expected
@@ -66,7 +66,7 @@ def test_threads_that_write_to_one_file_both_ways(tmp_path: Path) -> None:
         def _write(piece: tuple[int, int]) -> None:
             writer = idle.get()
             with writer.to(path):
-                writer.write(data[piece[0] : piece[1]], piece[0])
+                write_at(writer, data[piece[0] : piece[1]], piece[0])
             idle.put(writer)
 
         random.shuffle(pieces)
@@ -89,7 +89,7 @@ def test_direct_blocks_do_not_fill_the_page_cache(tmp_path: Path) -> None:
     for direct in (True, False):
         writer = BlockWriter(direct=direct)
         with writer.to(path):
-            writer.write(data, 5000)
+            write_at(writer, data, 5000)
         cached = _is_cached(path, 5 * MB)
         assert cached == (not direct or descriptor is None)
         os.truncate(path, 0)
@@ -131,7 +131,7 @@ def test_a_file_system_that_does_not_write_directly_after_all(
     monkeypatch.setattr(os, "pwrite", _pwrite)
     writer = BlockWriter(direct=True)
     with writer.to(path):
-        writer.write(data, 0)
+        write_at(writer, data, 0)
     assert path.read_bytes() == data
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "pwrite", _full)
     writer = BlockWriter(direct=True)
     with pytest.raises(OSError, match="No space left"), writer.to(tmp_path / "file"):
-        writer.write(bytes(9 * MB), 0)
+        write_at(writer, bytes(9 * MB), 0)
 
 
 def test_network_file_systems_are_not_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import overload
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
-from mmfsdp.checkpoint.files.copying import Copier, RecordKey
+from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
@@ -149,7 +149,7 @@ def _written(
         crcs = _Copied(copier, file.pieces)
         written = []
         for offset, block in file.blocks(crcs):
-            parts.write(block, offset)
+            write_at(parts, block, offset)
             written.append((offset, len(block), crc32(block)))
         pieces = [(piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True)]
     return FileEntry(file.size, joined_crc(heapq.merge(sorted(pieces), sorted(written)), file.size))

@@ -25,7 +25,7 @@ from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve"]
+__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve", "write_at"]
 
 _BLOCK = 1 << 19  # bytes that are read at once to be compared only
 RecordKey = tuple[Path, int, int]
@@ -41,8 +41,15 @@ class Writer(Protocol):
     def filled(self, count: int) -> None:
         """Note that the first ``count`` bytes of the ``room`` are there."""
 
-    def write(self, data: bytes | memoryview, at: int) -> None:
-        """Write bytes at byte ``at``."""
+
+def write_at(writer: Writer, data: bytes | memoryview, at: int) -> None:
+    """Write bytes at byte ``at``."""
+    view = memoryview(data)
+    while view:
+        room = writer.room(at, len(view))
+        room[:] = view[: len(room)]
+        writer.filled(len(room))
+        view, at = view[len(room) :], at + len(room)
 
 
 class Copier:
@@ -131,7 +138,7 @@ class Copier:
     def _write(self, blocks: Iterable[bytes | memoryview], at: int, crc: int = 0) -> int:
         """Write blocks one after the other; return their CRC-32 after that of what comes before them."""
         for block in blocks:
-            self.writer.write(block, at)
+            write_at(self.writer, block, at)
             at += len(block)
             crc = crc32(block, crc)
             self._advance(len(block))
@@ -260,15 +267,6 @@ class BlockWriter:
     def filled(self, count: int) -> None:
         """Note that the first ``count`` bytes of the ``room`` are to be written."""
         self._end += count
-
-    def write(self, data: bytes | memoryview, at: int) -> None:
-        """Write bytes at byte ``at`` of the file."""
-        view = memoryview(data)
-        while view:
-            room = self.room(at, len(view))
-            room[:] = view[: len(room)]
-            self.filled(len(room))
-            view, at = view[len(room) :], at + len(room)
 
     def _flush(self) -> None:
         begin, end = self._begin, self._end

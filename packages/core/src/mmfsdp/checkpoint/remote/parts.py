@@ -60,15 +60,6 @@ class Parts:
         """Note that the first bytes of the ``room`` are there."""
         self._left[self._number] -= count
 
-    def write(self, data: bytes | memoryview, at: int) -> None:
-        """Write bytes at byte ``at`` of the file."""
-        view = memoryview(data)
-        while view:
-            room = self.room(at, len(view))
-            room[:] = view[: len(room)]
-            self.filled(len(room))
-            view, at = view[len(room) :], at + len(room)
-
     def finish(self) -> list[str]:
         """Hand on what is left, wait for it, and return what was made of each part."""
         self._flush()
