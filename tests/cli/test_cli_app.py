@@ -132,7 +132,7 @@ def test_options_are_called_the_same_in_every_command() -> None:
 
 @pytest.mark.parametrize("path", ["s3://bucket/run/epoch_1", "gs://b/x.pth", "hf://org/model", "https://host/x.pth"])
 def test_urls_are_only_read(path: str, tmp_path: Path) -> None:
-    for words in (["average", tmp_path, path], ["convert", path, "x", "--config", path]):
+    for words in (["merge-lora", tmp_path, path, "x"], ["convert", path, "x", "--config", path]):
         result = invoke(*words)
         assert result.exit_code == 2
         assert "is only read, and not here: give a path on this machine." in " ".join(result.stderr.split())

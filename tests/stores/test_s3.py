@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.stores.conftest import keys
 
-from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
+from mmfsdp.checkpoint import (
+    TargetExistsError,
+    apply_delta,
+    average_checkpoints,
+    checkpoint_delta,
+    convert,
+    diff,
+    open_layout,
+    verify,
+)
 from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
@@ -176,3 +185,32 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"out\.safetensors cannot be written: S3 says .*bucket") as caught:
             convert(folder / "large.safetensors", "s3://nobucket/out.safetensors")
         assert "hush" not in str(caught.value)
+
+
+def test_arithmetic_is_sent_too(s3: Any, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save_file({"w": torch.full((300, 5), 1.0 + seed)}, path)
+    average_checkpoints(paths, "s3://bucket/mean.safetensors")
+    average_checkpoints(paths, tmp_path / "mean.safetensors")
+    assert diff("s3://bucket/mean.safetensors", tmp_path / "mean.safetensors").same
+    checkpoint_delta(*paths, "s3://bucket/delta.safetensors")
+    apply_delta(paths[0], "s3://bucket/delta.safetensors", "s3://bucket/again.safetensors")
+    assert diff("s3://bucket/again.safetensors", paths[1]).same
+
+
+def test_a_hugging_face_folder_from_bucket_to_bucket(s3: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"fc.weight": torch.ones(4, 6)}, tmp_path / "in/model.safetensors")
+    (tmp_path / "in/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    source = put(s3, tmp_path, "in")
+    convert(source, "s3://bucket/out", to="hf", quantize="fp8")
+    convert("s3://bucket/out", "s3://bucket/channel", to="hf", quantize="fp8_channel", like=source)
+    convert(tmp_path / "in", tmp_path / "out", to="hf", quantize="fp8")
+    convert(tmp_path / "out", tmp_path / "channel", to="hf", quantize="fp8_channel")
+    for folder in ("out", "channel"):
+        assert diff(f"s3://bucket/{folder}", tmp_path / folder).same
+        for name in ("config.json", "tokenizer.json"):
+            there = s3.get_object(Bucket="bucket", Key=f"{folder}/{name}")["Body"].read()
+            assert there == (tmp_path / folder / name).read_bytes()

@@ -86,3 +86,21 @@ def test_codes_with_scales(checkpoint: Path) -> None:
     run("convert", numbers, codes, "--quantize", "fp8_tensor")
     assert "to compare them as numbers, add --dequantize" in run("diff", numbers, codes).stdout
     assert run("diff", numbers, codes, "--dequantize", "--rtol", "0.07").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["convert", "average", "delta", "apply-delta", "merge-lora"])
+def test_targets_are_here_or_in_s3(command: str, tmp_path: Path) -> None:
+    source = write_safetensors(tmp_path / "a.safetensors", {"fc.weight": [1.0, 2.0]})
+    words = [source] if command == "convert" else [source, source]
+    if command == "apply-delta":
+        words[1] = tmp_path / "delta.safetensors"
+        assert run("delta", source, source, words[1]).returncode == 0
+    elif command == "merge-lora":
+        words[1] = tmp_path / "adapter"
+        words[1].mkdir()
+        (words[1] / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "modules_to_save": ["fc"]}')
+        write_safetensors(words[1] / "adapter_model.safetensors", {"base_model.model.fc.weight": [3.0, 4.0]})
+    done = run(command, *words, "https://host/x.pth")
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "'https://host/x.pth' cannot be written: targets are paths on this machine, and s3://." in said

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.options import CHECKPOINT, PATH, option
+from mmfsdp_cli.options import CHECKPOINT, option
 from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 @click.command("average", cls=Command)
 @argument("sources", type=CHECKPOINT, nargs=-1, required=True, help="Two checkpoints or more, of any formats.")
-@argument("target", type=PATH, help="The path to write: .safetensors, .pth or .pt, or a directory.")
+@argument("target", type=CHECKPOINT, help="The path to write: .safetensors, .pth or .pt, or a directory.")
 @option(
     "--weights",
     section=_AVERAGE,
@@ -41,7 +41,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @writing_options
 def average_command(
-    sources: tuple[Path | str, ...], target: Path, weights: tuple[float, ...] | None, ema: float | None, **given: Any
+    sources: tuple[Path | str, ...],
+    target: Path | str,
+    weights: tuple[float, ...] | None,
+    ema: float | None,
+    **given: Any,
 ) -> None:
     """Write the average of the weights of several checkpoints, in constant memory.
 

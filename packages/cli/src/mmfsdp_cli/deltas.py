@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.options import CHECKPOINT, PATH, checkpoint_argument
+from mmfsdp_cli.options import CHECKPOINT, checkpoint_argument
 from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ _TARGET = "The path to write: .safetensors, .pth or .pt, or a directory."
 @click.command("delta", cls=Command)
 @checkpoint_argument("a")
 @argument("b", type=CHECKPOINT, help="The second checkpoint, of any format.")
-@argument("target", type=PATH, help=_TARGET)
+@argument("target", type=CHECKPOINT, help=_TARGET)
 @writing_options
-def delta_command(a: Path, b: Path, target: Path, **given: Any) -> None:
+def delta_command(a: Path | str, b: Path | str, target: Path | str, **given: Any) -> None:
     """Write what changed from one checkpoint to another; apply-delta restores the second, bit for bit.
 
     Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or
@@ -42,9 +42,9 @@ def delta_command(a: Path, b: Path, target: Path, **given: Any) -> None:
 @click.command("apply-delta", cls=Command)
 @checkpoint_argument("base")
 @argument("delta", type=CHECKPOINT, help="What mmfsdp-cli delta wrote.")
-@argument("target", type=PATH, help=_TARGET)
+@argument("target", type=CHECKPOINT, help=_TARGET)
 @writing_options
-def apply_delta_command(base: Path, delta: Path, target: Path, **given: Any) -> None:
+def apply_delta_command(base: Path | str, delta: Path | str, target: Path | str, **given: Any) -> None:
     """Write the second checkpoint from the first and their delta, bit for bit.
 
     Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmfsdp_cli.help import Command, argument
-from mmfsdp_cli.options import PATH, checkpoint_argument, option
+from mmfsdp_cli.options import CHECKPOINT, PATH, checkpoint_argument, option
 from mmfsdp_cli.writing import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["merge_lora_command"]
 @click.command("merge-lora", cls=Command)
 @checkpoint_argument("base")
 @argument("adapter", type=PATH, help="The folder of the adapter, as peft's save_pretrained() writes it.")
-@argument("target", type=PATH, help="The path to write: .safetensors, .pth or .pt, or a directory.")
+@argument("target", type=CHECKPOINT, help="The path to write: .safetensors, .pth or .pt, or a directory.")
 @option(
     "--prefix",
     section="Adapter",
@@ -29,7 +29,7 @@ __all__ = ["merge_lora_command"]
     help="What stands before the adapter's module names in the base.",
 )
 @writing_options
-def merge_lora_command(base: Path | str, adapter: Path, target: Path, prefix: str, **given: Any) -> None:
+def merge_lora_command(base: Path | str, adapter: Path, target: Path | str, prefix: str, **given: Any) -> None:
     """Merge a LoRA adapter into its base, in constant memory.
 
     Weights are computed in float64 and rounded once. The base may be sharded and of any format. DoRA and other variants
