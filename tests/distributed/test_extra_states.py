@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mmfsdp
-from mmfsdp.errors import MmfsdpError
+from mmfsdp.errors import MmfsdpError, StateDictError
 from mmfsdp.testing import run_ranks
 
 
@@ -78,3 +78,16 @@ def test_a_module_that_refuses_its_state_on_one_rank_is_an_error_on_all() -> Non
     first, second = run_ranks(refused_by_one, 2)
     assert second == "no history"
     assert first == "Rank 1 failed: ValueError: no history [rank=1]"
+
+
+def unit_of_its_own(rank: int) -> str:
+    wrap = {"kind": "module_class", "classes": "Scaled"}
+    model = mmfsdp.shard(nn.Sequential(Scaled([1]), nn.Linear(6, 6)), {"engine": "fsdp1", "wrap": wrap})
+    with pytest.raises(StateDictError) as caught:
+        mmfsdp.model_state_dict(model)
+    return str(caught.value)
+
+
+def test_what_torch_cannot_save_is_said() -> None:
+    for text in run_ranks(unit_of_its_own, 2):
+        assert text.endswith("Write engine 'fsdp2', or a wrap policy whose units contain that module.")

@@ -46,6 +46,9 @@ def model_state_dict(
 
     Returns:
         A new dict. With ``full`` its tensors share no memory with the model.
+
+    Raises:
+        StateDictError: ``kind`` is unknown; or, with engine ``fsdp1``, a shard unit has an extra state of its own.
     """
     state = find_sharded_model(model)
     if kind not in ("full", "sharded"):
@@ -250,7 +253,15 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
     state.reshard()
     if not state.is_fsdp1:
         return dict(state.module.state_dict())
-    return dict(get_model_state_dict(state.module))
+    try:
+        return dict(get_model_state_dict(state.module))
+    except AttributeError as error:  # torch looks for the extra state of a wrapped module as an attribute
+        if _EXTRA_STATE not in str(error):
+            raise
+        raise StateDictError(
+            "With engine 'fsdp1' torch cannot save the extra state (get_extra_state) of a module that is a shard unit "
+            "itself. Write engine 'fsdp2', or a wrap policy whose units contain that module."
+        ) from error
 
 
 def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str, Any]:
