@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmfsdp import save_checkpoint, shard
-from mmfsdp.checkpoint import convert, diff, open_layout
+from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
 from mmfsdp.testing import single_rank
 
@@ -121,3 +121,22 @@ def test_what_a_bare_directory_lacks_is_reported(source: Path, keep: str) -> Non
     report = convert(source, source.with_name("dcp"), to="dcp", keep=keep)
     assert report.dropped == (("meta",) if keep == "model" else ())
     assert ("meta" in open_layout(source.with_name("dcp")).tree) == (keep == "all")
+
+
+def test_a_part_without_tensors(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": {"epoch": 1}}, tmp_path / "in.pth")
+    with pytest.raises(ConfigError, match=r"keep='meta' holds no tensor, and a safetensors file holds nothing else\."):
+        convert(tmp_path / "in.pth", tmp_path / "out.safetensors", keep="meta")
+    convert(tmp_path / "in.pth", tmp_path / "out.pth", keep="meta")
+    assert torch.load(tmp_path / "out.pth", weights_only=True) == {"meta": {"epoch": 1}}
+
+
+def test_a_file_in_a_dcp_directory_is_not_left_out_in_silence(source: Path) -> None:
+    """Lightning puts everything but tensors there."""
+    convert(source, folder := source.with_name("dcp"), to="dcp")
+    assert convert(folder, source.with_name("before.pth"), keep="all").notes == ()
+    torch.save({"epoch": 3}, folder / "meta.pt")
+    report = convert(folder, source.with_name("after.pth"), keep="all")
+    assert report.notes == ("not read, as no part of the DCP directory: 'meta.pt'. Convert such a file by itself",)
+    assert "'meta.pt', which is no part of the DCP directory" in verify(folder).unchecked
+    assert verify(folder).ok

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.descriptors import RemoteLike, prefetch, size_of
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
@@ -21,6 +22,7 @@ from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, r
 from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, write_files
+from mmfsdp.checkpoint.formats.parts import files_beside
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
@@ -212,7 +214,9 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
 
 
 def _part_of(layout: Layout) -> tuple[str, ...]:
-    """Return a note if the source is one of several files of a model, by its name."""
+    """Return a note if the source is one of several files of a model, by its name, or has files beside it."""
+    if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
+        return (f"not read, as no part of the DCP directory: {name_list(others, 3)}. Convert such a file by itself",)
     match = _NUMBERED.fullmatch(layout.path.name)
     if match is None or int(match[1]) < 2 or layout.path.is_dir():
         return ()

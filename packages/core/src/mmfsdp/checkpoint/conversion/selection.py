@@ -85,6 +85,12 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         layout, selection = _for_gguf(layout, selection, model)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
+    if target.tensors_only and not stored and layout.tensors:
+        raise ConfigError(
+            f"keep={keep!r} holds no tensor, and a {target.name} file holds nothing else. Write a .pth file, or keep "
+            "another part.",
+            config="keep",
+        )
     casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
     if model is not None:
         casts = model.dtypes(casts, stored)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.descriptors import RemoteLike, read_at
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
+from mmfsdp.checkpoint.formats.parts import files_beside
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -296,6 +297,8 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     several = layout.format in _DCP or len(list(layout.files())) > 1
     if not listed and layout.format != "rank_local" and several:
         unchecked.append(f"whether all files are of one save: there is no {MANIFEST_NAME}")
+    if others := files_beside(layout):
+        unchecked.append(f"{name_list(others, 3)}, which is no part of the DCP directory")
     return checks, unchecked
 
 
