@@ -13,6 +13,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal import Rehearsal, advise, report
+from mmfsdp.rehearsal.fitting.changes import with_units
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 WIDTH, WORDS = 256, 20_000
@@ -119,3 +120,13 @@ def test_wrong_questions() -> None:
         advise(mmfsdp.plan(model, None, 1), model, batch)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="count is a number of changes"):
         advise(None, model, batch, count=0)
+
+
+@pytest.mark.parametrize("stated", ["block.*", ["block.*"]])
+def test_further_units_join_those_of_the_same_policy(stated: Any) -> None:
+    """`fit()` adds units up to three times, and prints one policy."""
+    given = {"wrap": {"kind": "any_of", "policies": ["auto", {"kind": "module_name", "patterns": stated}]}}
+    wrap = with_units(given, ["block.*", "head"])
+    assert wrap == {"kind": "any_of", "policies": ["auto", {"kind": "module_name", "patterns": ["block.*", "head"]}]}
+    assert with_units({}, ["head"])["policies"] == ["auto", {"kind": "module_name", "patterns": ["head"]}]
+    assert with_units({"wrap": wrap}, ["neck"])["policies"][0] == "auto"

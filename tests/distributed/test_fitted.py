@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,61 @@ from tests.distributed.measured import measure, optimizer_of
 import mmfsdp
 from mmfsdp.testing import run_ranks
 
-FAMILY, RANKS, SAMPLES, STEPS = "llama", 2, 2, 2
-CASE = FAMILIES[FAMILY]
-CONFIG = {"precision": "fp32", "wrap": {"kind": "module_class", "classes": [*CASE.layer]}}
-CHOICES: dict[str, list[Any]] = {
-    "sharding": [{"strategy": "SHARD_GRAD_OP"}],
-    "activation_checkpointing": [{"mode": "full"}],
-    "accumulate": [1, 2],
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search, and what it must find: the number of micro-batches, and settings by section."""
+
+    family: str
+    ranks: int
+    samples: int
+    memory: int | str
+    choices: dict[str, list[Any]]
+    accumulate: int
+    found: dict[str, Any]
+    device: str = "cpu"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"precision": "fp32", "wrap": {"kind": "module_class", "classes": [*FAMILIES[self.family].layer]}}
+
+    def batch(self, begin: int, end: int) -> Any:
+        """Samples of the batch of all ranks."""
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return FAMILIES[self.family].batch(self.ranks * self.samples)[begin:end]
+
+
+ZERO2 = {"sharding": [{"strategy": "SHARD_GRAD_OP"}], "activation_checkpointing": [{"mode": "full"}]}
+SEARCHES = {
+    "fastest": Search("llama", 2, 2, "1GiB", {**ZERO2, "accumulate": [1, 2]}, 1, {}),
+    # What needs least memory is printed if nothing fits.
+    "smallest": Search("llama", 2, 2, 1, {**ZERO2, "accumulate": [1, 2]}, 2, {}),
+    "hybrid": Search(
+        "convnext",
+        4,
+        2,
+        "1GiB",
+        {"sharding": [{"strategy": "HYBRID_SHARD", "shard_size": 2}], "activation_checkpointing": [None]},
+        1,
+        {"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}},
+    ),
+    "offload": Search(
+        "swin",
+        2,
+        2,
+        1,
+        {"sharding": [{"strategy": "FULL_SHARD"}], "activation_checkpointing": [None], "accumulate": [1]},
+        1,
+        {"cpu_offload": {"enabled": True}},
+        device="h100",
+    ),
 }
 
 
-def tokens() -> torch.Tensor:
-    """A row for each sample of each rank."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return CASE.batch(RANKS * SAMPLES)
-
-
-def losses(model: torch.nn.Module, parts: tuple[torch.Tensor, ...], *, is_sharded: bool) -> list[float]:
+def losses(search: Search, model: torch.nn.Module, parts: list[Any], *, is_sharded: bool) -> list[float]:
     """Train on micro-batches, and return the mean loss of each step."""
     optimizer = optimizer_of(model.parameters())
     found = []
@@ -40,7 +78,7 @@ def losses(model: torch.nn.Module, parts: tuple[torch.Tensor, ...], *, is_sharde
         for place, part in enumerate(parts):
             waits = is_sharded and place < len(parts) - 1
             with mmfsdp.no_sync(model) if waits else contextlib.nullcontext():
-                loss = CASE.loss(model, part) / len(parts)
+                loss = FAMILIES[search.family].loss(model, part) / len(parts)
                 loss.backward()
             total += loss.item()
         optimizer.step()
@@ -49,28 +87,36 @@ def losses(model: torch.nn.Module, parts: tuple[torch.Tensor, ...], *, is_sharde
     return found
 
 
-def trained(rank: int, pasted: str, accumulate: int) -> tuple[list[float], int]:
+def trained(rank: int, name: str, pasted: str) -> tuple[list[float], int]:
+    search = SEARCHES[name]
     config = mmfsdp.ShardConfig.from_file(pasted)
-    mine = tokens()[rank * SAMPLES : (rank + 1) * SAMPLES]
-    found = losses(mmfsdp.shard(make(FAMILY), config), mine.chunk(accumulate), is_sharded=True)
-    return found, measure(rank, FAMILY, config, SAMPLES // accumulate, accumulate)[0]
+    mine = search.batch(rank * search.samples, (rank + 1) * search.samples)
+    model = mmfsdp.shard(make(search.family), config)
+    found = losses(search, model, [*mine.chunk(search.accumulate)], is_sharded=True)
+    size = search.samples // search.accumulate
+    return found, measure(rank, search.family, config, size, search.accumulate)[0]
 
 
-@pytest.mark.parametrize(("memory", "accumulate"), [("1GiB", 1), (1, 2)], ids=["fastest", "smallest"])
-def test_what_is_printed_trains(memory: int | str, accumulate: int, tmp_path: Path) -> None:
-    """The fastest settings, and the smallest ones, which are printed if nothing fits."""
+@pytest.mark.parametrize("name", SEARCHES)
+def test_what_is_printed_trains(name: str, tmp_path: Path) -> None:
+    search = SEARCHES[name]
     found = mmfsdp.fit(
-        make(FAMILY), tokens()[:SAMPLES], memory=memory, ranks=RANKS, config=CONFIG, choices=CHOICES, count=1,
-        device="cpu", loss=CASE.loss, optimizer=optimizer_of, max_norm=1.0,
+        make(search.family), search.batch(0, search.samples), memory=search.memory, ranks=search.ranks,
+        config=search.config, choices=search.choices, count=1, device=search.device,
+        loss=FAMILIES[search.family].loss, optimizer=optimizer_of, max_norm=1.0,
     )  # fmt: skip
     option = found.options[0] if found.options else found.smallest
     assert option is not None
-    assert option.accumulate == accumulate
+    assert option.accumulate == search.accumulate
+    assert search.found.items() <= option.settings.items()
     pasted = tmp_path / "fit.yaml"
     lines = str(found).splitlines()
     begin = lines.index(f"# {option}")
     pasted.write_text("\n".join(lines[begin : begin + 1 + len(option.yaml.splitlines())]))
-    real = run_ranks(trained, RANKS, str(pasted), accumulate)
-    alone = losses(make(FAMILY), tokens().chunk(RANKS * accumulate), is_sharded=False)
-    assert [sum(values) / RANKS for values in zip(*(mine for mine, _ in real), strict=True)] == pytest.approx(alone)
-    assert option.nbytes == pytest.approx(max(peak for _, peak in real), rel=0.05)
+    real = run_ranks(trained, search.ranks, name, str(pasted))
+    parts = search.batch(0, search.ranks * search.samples).chunk(search.ranks * search.accumulate)
+    alone = losses(search, make(search.family), [*parts], is_sharded=False)
+    mean = [sum(values) / search.ranks for values in zip(*(mine for mine, _ in real), strict=True)]
+    assert mean == pytest.approx(alone, rel=1e-5)
+    if search.device == "cpu":
+        assert option.nbytes == pytest.approx(max(peak for _, peak in real), rel=0.05)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,6 +113,18 @@ def advise(
     return replace(step, savings=tuple(sorted(found, key=lambda saving: -saving.nbytes)[:count]))
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """A step with other settings: the bytes at its peak, and the weights and rehearsals that it follows from."""
+
+    nbytes: int
+    steps: Sequence[tuple[float, Rehearsal]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(weight * step.time(_DEVICE).seconds for weight, step in self.steps)
+
+
 class _Peaks:
     """Peaks of steps with other settings."""
 
@@ -135,23 +147,23 @@ class _Peaks:
     def check(self, given: Mapping[str, Any], step: Rehearsal) -> None:
         """Use the whole model from now on if short copies do not tell the peak of the step, as it was rehearsed."""
         try:
-            if self._short and self.of(given)[0] != step.peak.nbytes:
+            if self._short and self.of(given).nbytes != step.peak.nbytes:
                 self._short = []
         except MmfsdpError:  # the model depends on how many layers it has
             self._short = []
 
-    def of(self, settings: Mapping[str, Any], divides: int = 1) -> tuple[int, float]:
-        """Return the bytes at the peak of a step, and its seconds."""
+    def of(self, settings: Mapping[str, Any], divides: int = 1) -> _Changed:
+        """Return the peak of a step, and its rehearsals."""
         if not self._short:
             step = rehearse(*self._arguments(self._model, settings, divides), **self._rest(divides))
-            return step.peak.nbytes, step.time(_DEVICE).seconds
-        parts, seconds = [], 0.0
+            return _Changed(step.peak.nbytes, [(1.0, step)])
+        steps, parts = [], []
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self._stacks}
             step = rehearse_once(*self._arguments(short, settings, divides), **self._rest(divides))
+            steps.append((weight, step))
             parts.append((weight, highest_by_place(step, found)))
-            seconds += weight * step.time(_DEVICE).seconds
-        return combined(parts).nbytes, seconds
+        return _Changed(combined(parts).nbytes, steps)
 
     def _arguments(
         self, model: nn.Module, settings: Mapping[str, Any], divides: int
@@ -165,15 +177,15 @@ class _Peaks:
 
 def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks: _Peaks) -> Iterator[Saving]:
     try:
-        nbytes, seconds = peaks.of({**given, **change.settings}, change.divides)
+        changed = peaks.of({**given, **change.settings}, change.divides)
     except MmfsdpError:  # such as activation checkpointing of a model that does not bear it
         return
     what = change.what
     if "cpu_offload" in change.settings:
         now = step.time(_DEVICE).seconds
-        what += f", with steps of {human_seconds(seconds)} in place of {human_seconds(now)} on {_DEVICE}"
+        what += f", with steps of {human_seconds(changed.seconds)} in place of {human_seconds(now)} on {_DEVICE}"
     elsewhere = "" if change.settings else f"accumulate={change.divides}, or the same in the training loop"
-    yield Saving(step.peak.nbytes - nbytes, what, change.settings, elsewhere)
+    yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 
 
 def _fused(step: Rehearsal, optimizer: str | OptimizerFn) -> Iterator[Saving]:

@@ -70,7 +70,12 @@ def large_outside(plan: ShardPlan) -> list[str]:
 
 def with_units(given: Mapping[str, Any], patterns: list[str]) -> dict[str, Any]:
     """Return the section ``wrap`` that makes units of further modules."""
-    return {"kind": "any_of", "policies": [given.get("wrap", "auto"), {"kind": "module_name", "patterns": patterns}]}
+    wrap = given.get("wrap", "auto")
+    policies = list(wrap["policies"]) if isinstance(wrap, Mapping) and wrap.get("kind") == "any_of" else [wrap]
+    if isinstance(policies[-1], Mapping) and policies[-1].get("kind") == "module_name":
+        known = policies.pop()["patterns"]
+        patterns = [*dict.fromkeys([*([known] if isinstance(known, str) else known), *patterns])]
+    return {"kind": "any_of", "policies": [*policies, {"kind": "module_name", "patterns": patterns}]}
 
 
 def finer_patterns(plan: ShardPlan) -> list[str]:
