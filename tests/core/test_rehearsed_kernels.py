@@ -2,39 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
 from mmfsdp.rehearsal import measure
-from mmfsdp.rehearsal.kernels import scratch_bytes
+from mmfsdp.rehearsal.convolutions import convolution_bytes
 from mmfsdp.rehearsal.peaks import cpu_peak
 
 CONVOLUTION, BACKWARD = "aten::convolution", "aten::convolution_backward"
 
 
-def tensor(shape: tuple[int, ...], dtype: torch.dtype, *, is_transposed: bool) -> torch.Tensor:
-    values = torch.randn(shape).to(dtype)
-    return values.transpose(1, 2).contiguous().transpose(1, 2) if is_transposed else values
+IN_BLOCKS_OF_16 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+ALL = [True, True, True]
+
+
+def held(
+    inputs: torch.Tensor, weight: torch.Tensor, stride: int, padding: int, groups: int, wanted: list[bool]
+) -> Iterator[tuple[int, int]]:
+    """Yield what is expected and what is held: by forward, and by backward, with the results."""
+    number = weight.dim() - 2
+    options = [stride] * number, [padding] * number, [1] * number, False, [0] * number, groups
+    forward = inputs, weight, None, *options
+    made = torch.ops.aten.convolution(*forward)
+    backward = torch.empty_like(made).copy_(torch.randn(made.shape)), inputs, weight, None, *options, wanted
+    grads = torch.ops.aten.convolution_backward(*backward)
+    for name, args, results in ((CONVOLUTION, forward, [made]), (BACKWARD, backward, grads)):
+        operator = getattr(torch.ops.aten, name.removeprefix("aten::"))
+        real = cpu_peak(lambda operator=operator, args=args: [operator(*args)].clear(), [])
+        found = sum(result.nbytes for result in results if result is not None)
+        yield convolution_bytes(name, args, results[0]) + found, real
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 64, 128), (4, 96, 257)])
 def test_a_depthwise_convolution(shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool) -> None:
-    channels = shape[1]
-    inputs, weight = tensor(shape, dtype, is_transposed=is_transposed), torch.randn(channels, 1, 4).to(dtype)
-    options = [1], [3], [1], False, [0], channels
-    forward = inputs, weight, None, *options
-    made = torch.ops.aten.convolution(*forward)
-    grad = tensor(tuple(made.shape), dtype, is_transposed=is_transposed)
-    backward = grad, inputs, weight, None, *options, [True, True, False]
-    grads = torch.ops.aten.convolution_backward(*backward)
-    for name, args, results in ((CONVOLUTION, forward, [made]), (BACKWARD, backward, grads[:2])):
-        operator = getattr(torch.ops.aten, name.removeprefix("aten::"))
-        real = cpu_peak(lambda operator=operator, args=args: [operator(*args)].clear(), [])
-        expected = scratch_bytes(name, args, made) + sum(result.nbytes for result in results)
+    inputs, weight = torch.randn(shape).to(dtype), torch.randn(shape[1], 1, 4).to(dtype)
+    if is_transposed:
+        inputs = inputs.transpose(1, 2).contiguous().transpose(1, 2)
+    for expected, real in held(inputs, weight, 1, 3, shape[1], [True, True, False]):
         assert expected == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
+@pytest.mark.parametrize("is_channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "weight", "stride"),
+    [
+        ((4, 64, 28, 28), (64, 64, 3, 3), 1),
+        ((4, 40, 28, 28), (40, 40, 3, 3), 1),
+        ((16, 64, 28, 28), (128, 64, 1, 1), 1),
+        ((2, 256, 14, 14), (256, 256, 3, 3), 1),
+        ((4, 32, 28, 28), (32, 1, 3, 3), 1),
+        ((4, 32, 28, 28), (32, 1, 7, 7), 1),
+        ((4, 40, 28, 28), (40, 1, 7, 7), 1),
+        ((4, 32, 28, 28), (32, 1, 7, 7), 2),
+    ],
+)
+def test_a_convolution_of_images(
+    shape: tuple[int, ...], weight: tuple[int, ...], stride: int, dtype: torch.dtype, is_channels_last: bool
+) -> None:
+    """A backward in blocks of channels holds up to 256 times the gradient of a depthwise weight."""
+    inputs = torch.randn(shape).to(dtype)
+    if is_channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
+    groups = shape[1] // weight[1]
+    for expected, real in held(inputs, torch.randn(weight).to(dtype), stride, weight[-1] // 2, groups, ALL):
+        assert expected == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_depthwise_kernel_that_is_larger_than_the_image(dtype: torch.dtype) -> None:
+    inputs = torch.randn(4, 256, 2, 2).to(dtype).to(memory_format=torch.channels_last)
+    for expected, real in held(inputs, torch.randn(256, 1, 3, 3).to(dtype), 1, 1, 256, ALL):
+        assert expected == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", [4, 8, 16, 32])
+def test_patches_of_images(side: int, dtype: torch.dtype) -> None:
+    """The first convolution makes no gradient of its input; that of wide kernels is a product of matrices."""
+    with one_thread():
+        inputs, weight = torch.randn(4, 3, 128, 128).to(dtype), torch.randn(96, 3, side, side).to(dtype)
+        for expected, real in held(inputs, weight, side, 0, 1, [False, True, False]):
+            assert expected == pytest.approx(real, rel=0.05)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Each thread has a matrix of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Scan(nn.Module):

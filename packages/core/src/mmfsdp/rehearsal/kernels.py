@@ -1,4 +1,4 @@
-"""What depends on the device's kernels: memory that they need for a moment, and other choices of an accelerator."""
+"""What depends on an accelerator's kernels: memory that they need for a moment, and what they keep for backward."""
 
 from __future__ import annotations
 
@@ -9,49 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["accelerator_kernels", "accelerator_scratch_bytes", "scratch_bytes"]
+__all__ = ["accelerator_kernels", "accelerator_scratch_bytes"]
 
 _ROWS, _COLUMNS = 128, 32  # to which flash attention's backward rounds up the sequence and the size of a head
-
-
-def scratch_bytes(name: str, args: Any, result: Any) -> int:
-    """Return the bytes that an operator needs on the CPU for a moment, beyond its results. Pure.
-
-    Convolutions reorder tensors into blocks (oneDNN, as measured on torch 2.13): forward holds blocked copies of the
-    input, the weight and the output, backward those of the gradient, the input and its gradient. A depthwise one of
-    stride 1 makes its results from the blocks one after the other, so it needs as much as the gradient of the output.
-    Inputs that are in no order that the kernel reads, such as transposed ones of one dimension, are copied before.
-    What is channels-last needs no blocks: forward only copies the weight; for backward the estimate is the same as with
-    blocks, which is too little for large depthwise kernels. 1 x 1 convolutions of small batches in float32 compute
-    without blocks.
-
-    Args:
-        name: The operator's name in its schema.
-        args: Its positional arguments.
-        result: What it returned.
-    """
-    if name == "aten::convolution":
-        inputs, weight, _, stride, *_ = args
-        held = 2 * weight.nbytes if _is_channels_last(inputs) else max(inputs.nbytes + weight.nbytes, result.nbytes)
-        copied: tuple[Any, ...] = (inputs,)
-    elif name == "aten::convolution_backward":
-        grad, inputs, weight, _, stride, *_ = args
-        held = max(2 * inputs.nbytes, inputs.nbytes + grad.nbytes + weight.nbytes)
-        is_depthwise = weight.shape[1] == 1 < inputs.shape[1] and all(step == 1 for step in stride)
-        if is_depthwise and not _is_channels_last(inputs):
-            held = grad.nbytes
-        copied = (grad, inputs)
-    else:
-        return 0
-    is_point = all(side == 1 for side in weight.shape[2:]) and all(step == 1 for step in stride)
-    if is_point and inputs.shape[0] < 16 and inputs.dtype == torch.float32:
-        return 0
-    return int(held + sum(part.nbytes for part in copied if not (part.is_contiguous() or _is_channels_last(part))))
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a batch of images, which is not contiguous, has the channels of a pixel side by side."""
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def accelerator_scratch_bytes(name: str, args: Any, result: Any) -> int:

@@ -19,6 +19,7 @@ from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.assuming import scalar
 from mmfsdp.rehearsal.autocasting import autocast_as_on
 from mmfsdp.rehearsal.averaging import Averages, EmaFn
+from mmfsdp.rehearsal.convolutions import convolution_bytes
 from mmfsdp.rehearsal.copying import fake_batch, fake_model
 from mmfsdp.rehearsal.explaining import explained
 from mmfsdp.rehearsal.fake import (
@@ -30,7 +31,7 @@ from mmfsdp.rehearsal.fake import (
     unseen_shapes,
     watched_resizes,
 )
-from mmfsdp.rehearsal.kernels import accelerator_kernels, accelerator_scratch_bytes, scratch_bytes
+from mmfsdp.rehearsal.kernels import accelerator_kernels, accelerator_scratch_bytes
 from mmfsdp.rehearsal.operators import Costs
 from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.places import Places
@@ -189,7 +190,7 @@ def _rehearsed(
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
-        scratch = scratch_bytes if on_cpu else accelerator_scratch_bytes
+        scratch = convolution_bytes if on_cpu else accelerator_scratch_bytes
         recorder = Recorder(mode, places, scratch, costs, values, offloads, whole)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             _adopt(recorder, state, batches)
