@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -289,6 +289,47 @@ def test_refusals(model: nn.Module, batch: Any, settings: dict[str, Any], kind: 
     with pytest.raises(kind, match=message):
         mmfsdp.rehearse(None, model, batch, mesh=4, **settings)
     assert not dist.is_initialized()
+
+
+class Mixed(nn.Module):
+    """Computes with a parameter and a buffer, which keeps its dtype."""
+
+    def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor, nn.Module], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.compute, self.norm = nn.Linear(32, 32), compute, nn.LayerNorm(32)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.register_buffer("mask", torch.zeros(4, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return self.compute(y, self.mask, self)
+
+
+MIXED = {
+    "mm": lambda y, mask, _: (y + mask) @ y.T,
+    "linear": lambda y, mask, model: model.inner(y + mask),
+    "bias": lambda y, mask, _: nn.functional.linear(y, y[:, :32], mask[0, :4]),
+    "mv": lambda y, mask, _: (y + mask) @ y[0],
+    "convolution": lambda y, mask, model: model.conv(y + mask),
+    "norm": lambda y, mask, model: model.norm(y + mask),
+    "index_add": lambda y, mask, _: (y * 1).index_add(0, torch.tensor([0]), mask[:1]),
+    "index_copy": lambda y, mask, _: (y * 1).index_copy(0, torch.tensor([0]), mask[:1]),
+    "index_put": lambda y, mask, _: (y * 1).index_put((torch.tensor([0]),), mask[:1]),
+}
+
+
+@pytest.mark.parametrize("compute", MIXED.values(), ids=MIXED)
+def test_a_step_that_fails_because_of_a_buffer_says_how_to_cast_it(compute: Any) -> None:
+    """As in training, and it runs where training does."""
+    x, told = torch.randn(4, 32), "'mask' keep their dtype; if they meet there, set precision.buffer_dtype"
+    cast = {"precision": {"preset": "bf16", "buffer_dtype": "bfloat16"}}
+    with pytest.raises(RehearsalError, match=told):
+        mmfsdp.rehearse({"precision": "bf16"}, Mixed(compute), x)
+    assert mmfsdp.rehearse(cast, Mixed(compute), x).peak.nbytes > 0
+    with single_rank():
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type|bias type"):
+            mmfsdp.shard(Mixed(compute), {"precision": "bf16"})(x)
+        mmfsdp.shard(Mixed(compute), cast)(x).float().mean().backward()
 
 
 def test_refuses_a_compiled_model() -> None:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
 from mmfsdp.errors import MmfsdpError, RehearsalError
+from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED
 from mmfsdp.rehearsal.places import Places
 
@@ -19,10 +21,12 @@ _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
 _NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to FakeTensor.__format__")
 """What torch and Python say where a tensor without values becomes an array or text."""
+_DTYPES = ("dtype", "scalar type", "bias type")
+"""What torch says of operators whose inputs have different dtypes."""
 
 
 @contextmanager
-def explained(places: Places) -> Iterator[None]:
+def explained(places: Places, plan: ShardPlan, model: nn.Module) -> Iterator[None]:
     """Raise what a step raises as a RehearsalError that names the module and the line."""
     try:
         yield
@@ -40,9 +44,22 @@ def explained(places: Places) -> Iterator[None]:
                 "mmfsdp.planning.estimate_memory() computes all but activations.",
                 fqn=fqn,
             ) from error
+        hint = _about_buffers(plan, model) if any(words in str(error) for words in _DTYPES) else ""
         raise RehearsalError(
-            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}", fqn=fqn
+            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}{hint}", fqn=fqn
         ) from error
+
+
+def _about_buffers(plan: ShardPlan, model: nn.Module) -> str:
+    """Return how to cast buffers, if they are what may have another dtype than the parameters that compute."""
+    computing = plan.root.precision.param_dtype
+    others = (name for name, buffer in model.named_buffers() if buffer.is_floating_point())
+    if computing is None or plan.buffer_dtype is not None or (name := next(others, None)) is None:
+        return ""
+    return (
+        f". Training fails there, too. Parameters compute in {computing}, and floating point buffers such as {name!r} "
+        f'keep their dtype; if they meet there, set precision.buffer_dtype to "{computing}".'
+    )
 
 
 def _user_line(error: BaseException) -> str:

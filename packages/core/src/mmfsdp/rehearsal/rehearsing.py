@@ -209,7 +209,7 @@ def _rehearsed(
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
-                    with explained(places):
+                    with explained(places, plan, module):
                         run_step(
                             _beginning(recorder, state, idle),
                             module,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mmfsdp.rehearsal.assuming import answer, finite, scalar
+from mmfsdp.rehearsal.dtypes import check_dtypes
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.operators import GROUPED_PRODUCT
 from mmfsdp.rehearsal.places import Places
@@ -72,6 +73,7 @@ class Values:
     def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
+        check_dtypes(func._schema.name, args)
         try:
             return func(*args, **kwargs)
         except CANNOT_BE_FAKED:
