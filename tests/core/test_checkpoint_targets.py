@@ -137,6 +137,6 @@ def test_a_file_in_a_dcp_directory_is_not_left_out_in_silence(source: Path) -> N
     assert convert(folder, source.with_name("before.pth"), keep="all").notes == ()
     torch.save({"epoch": 3}, folder / "meta.pt")
     report = convert(folder, source.with_name("after.pth"), keep="all")
-    assert report.notes == ("not read, as no part of the DCP directory: 'meta.pt'. Convert such a file by itself",)
-    assert "'meta.pt', which is no part of the DCP directory" in verify(folder).unchecked
+    assert report.notes == ("not read, as no part of the DCP directory: 'meta.pt'; convert such a file by itself",)
+    assert "what is no part of the DCP directory: 'meta.pt'" in verify(folder).unchecked
     assert verify(folder).ok

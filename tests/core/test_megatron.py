@@ -73,6 +73,11 @@ def test_common_values_that_need_trust(copy: Path) -> None:
     torch.save({"iteration": 7, "args": Path.home}, copy / "common.pt")
     assert "common" not in open_layout(copy).tree
     assert open_layout(copy, trust=True).tree["common"]["iteration"] == 7
+    left_out = "not read, as no part of the DCP directory: 'common.pt'; common.pt is read with trust"
+    assert convert(copy, copy.with_name("out.pth"), keep="all").notes == (left_out,)
+    assert convert(copy, copy.with_name("trusted.pth"), keep="all", trust=True).notes == ()
+    torch.save({"step": 7}, copy / "train_state.pt")  # of Megatron-Bridge
+    assert "what is no part of the DCP directory: 'common.pt', 'train_state.pt'" in verify(copy).unchecked
 
 
 def test_tensors_that_name_no_parameter_or_were_flattened(copy: Path) -> None:

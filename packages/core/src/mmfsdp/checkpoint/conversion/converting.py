@@ -216,7 +216,8 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
 def _part_of(layout: Layout) -> tuple[str, ...]:
     """Return a note if the source is one of several files of a model, by its name, or has files beside it."""
     if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
-        return (f"not read, as no part of the DCP directory: {name_list(others, 3)}. Convert such a file by itself",)
+        remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
+        return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)
     match = _NUMBERED.fullmatch(layout.path.name)
     if match is None or int(match[1]) < 2 or layout.path.is_dir():
         return ()

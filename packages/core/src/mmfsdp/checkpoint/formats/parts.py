@@ -16,9 +16,10 @@ _OF_FAIRSCALE = {"param_metadata", "buffer_names"}
 
 def files_beside(layout: Layout) -> list[str]:
     """Return the files of ``torch.save`` in a DCP directory that are no part of it, such as Lightning's ``meta.pt``."""
-    if layout.format not in ("dcp", "dcp_flat") or isinstance(layout.path, RemoteLike):
+    if layout.format not in ("dcp", "dcp_flat", "megatron") or isinstance(layout.path, RemoteLike):
         return []
-    return sorted(path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt"))
+    names = {path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt")}
+    return sorted(names - {"common.pt"} if "common" in layout.tree else names)  # which may need trust to be read
 
 
 def is_of_fairscale(value: Any) -> bool:

@@ -298,7 +298,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     if not listed and layout.format != "rank_local" and several:
         unchecked.append(f"whether all files are of one save: there is no {MANIFEST_NAME}")
     if others := files_beside(layout):
-        unchecked.append(f"{name_list(others, 3)}, which is no part of the DCP directory")
+        unchecked.append(f"what is no part of the DCP directory: {name_list(others, 3)}")
     return checks, unchecked
 
 
