@@ -19,6 +19,7 @@ from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
 from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
+from mmfsdp.state.extra_states import EXTRA_STATE, is_extra, load_extra_states
 from mmfsdp.state.flat_load import fill_piece, piece_box
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.replicas import Replicas, replicas_of
@@ -29,7 +30,6 @@ __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
 
 Kind = Literal["full", "sharded"]
 _Offer = tuple[tuple[int, ...] | None, str]
-_EXTRA_STATE = "_extra_state"
 
 
 def model_state_dict(
@@ -103,7 +103,7 @@ def load_model_state_dict(
     found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
     report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
-    extra = {name: value for name, value in state_dict.items() if _is_extra(name)}
+    extra = {name: value for name, value in state_dict.items() if is_extra(name)}
     scope = scope_of(state.mesh)
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
@@ -130,7 +130,7 @@ def load_model_state_dict(
             on_all_ranks(fill, scope)  # a disk may fail on one rank
             for name, sharers in replicas.items():
                 sharers.send(_local(target[name]))
-    _load_extra_states(state, extra, from_rank0)
+    load_extra_states(state, extra, from_rank0=from_rank0)
     return report
 
 
@@ -256,7 +256,7 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
     try:
         return dict(get_model_state_dict(state.module))
     except AttributeError as error:  # torch looks for the extra state of a wrapped module as an attribute
-        if _EXTRA_STATE not in str(error):
+        if EXTRA_STATE not in str(error):
             raise
         raise StateDictError(
             "With engine 'fsdp1' torch cannot save the extra state (get_extra_state) of a module that is a shard unit "
@@ -277,7 +277,7 @@ def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str,
             if value is not None and own != "_flat_param" and name not in pieces:
                 found[name] = value
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[start + _EXTRA_STATE] = None
+            found[start + EXTRA_STATE] = None
     return found
 
 
@@ -306,32 +306,9 @@ def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: boo
 
 def _shape(name: str, value: Any) -> tuple[int, ...] | None:
     """Return the shape that a value must have; None if it may have any, or is not a tensor."""
-    is_tensor = isinstance(value, (torch.Tensor, LazyTensor, FlatPiece)) and not _is_extra(name)
+    is_tensor = isinstance(value, (torch.Tensor, LazyTensor, FlatPiece)) and not is_extra(name)
     return tuple(value.shape) if is_tensor else None
 
 
 def _dtype(value: Any) -> str:
     return str(getattr(value, "dtype", "")).removeprefix("torch.")
-
-
-def _is_extra(name: Any) -> bool:
-    """Return whether a key is that of an extra state, which a module saved with ``get_extra_state``."""
-    return str(name).rpartition(".")[2] == _EXTRA_STATE
-
-
-def _load_extra_states(state: ShardedModel, extra: Mapping[str, Any], from_rank0: bool) -> None:
-    """Give each module its extra state back. Collective: every rank."""
-    scope = scope_of(state.mesh)
-    values = on_all_ranks(lambda: {name: whole_value(value) for name, value in extra.items()}, scope)
-    if from_rank0:
-        values = broadcast_object(scope, values)
-    # A module and FSDP1's wrapper around it have the same name; the module comes last.
-    modules = {clean_fqn(f"{fqn}.").lstrip("."): module for fqn, module in state.module.named_modules()}
-
-    def give_back() -> None:
-        for name, value in values.items():
-            owner = name.removesuffix(_EXTRA_STATE)
-            if owner in modules:
-                modules[owner].set_extra_state(value)
-
-    on_all_ranks(give_back, scope)
