@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.boxes import Bounds, Boxes, ListedBoxes, meet
+from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.basics.dtypes import canonical_dtype, itemsize
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "TensorEntry",
     "TensorRef",
     "Unlocated",
+    "files_beside",
     "layout_of_model",
     "row_major_strides",
     "simplified_strides",
@@ -322,6 +324,14 @@ class Layout:
         """Yield each file that holds tensor data, once, in order of first use."""
         seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks())
         yield from seen
+
+
+def files_beside(layout: Layout) -> list[str]:
+    """Return the files of ``torch.save`` in a DCP directory that are no part of it, such as Lightning's ``meta.pt``."""
+    if layout.format not in ("dcp", "dcp_flat", "megatron") or isinstance(layout.path, RemoteLike):
+        return []
+    names = {path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt")}
+    return sorted(names - {"common.pt"} if "common" in layout.tree else names)  # which may need trust to be read
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,10 @@ from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, r
 from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, write_files
-from mmfsdp.checkpoint.formats.parts import files_beside
 from mmfsdp.checkpoint.formats.registry import Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry
+from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry, files_beside
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError

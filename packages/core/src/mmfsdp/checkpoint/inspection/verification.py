@@ -14,12 +14,11 @@ from mmfsdp.basics.descriptors import RemoteLike, read_at
 from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
-from mmfsdp.checkpoint.formats.parts import files_beside
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
-from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.layout import Layout, files_beside
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
 
