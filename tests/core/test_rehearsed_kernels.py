@@ -58,6 +58,7 @@ def test_a_depthwise_convolution(shape: tuple[int, ...], dtype: torch.dtype, is_
         ((4, 40, 28, 28), (40, 40, 3, 3), 1),
         ((16, 64, 28, 28), (128, 64, 1, 1), 1),
         ((2, 256, 14, 14), (256, 256, 3, 3), 1),
+        ((4, 64, 28, 28), (64, 64, 3, 3), 2),
         ((4, 32, 28, 28), (32, 1, 3, 3), 1),
         ((4, 32, 28, 28), (32, 1, 7, 7), 1),
         ((4, 40, 28, 28), (40, 1, 7, 7), 1),
@@ -81,6 +82,14 @@ def test_a_convolution_of_images(
 def test_a_depthwise_kernel_that_is_larger_than_the_image(dtype: torch.dtype) -> None:
     inputs = torch.randn(4, 256, 2, 2).to(dtype).to(memory_format=torch.channels_last)
     for expected, real in held(inputs, torch.randn(256, 1, 3, 3).to(dtype), 1, 1, 256, ALL):
+        assert expected == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_the_channels_is_copied(dtype: torch.dtype) -> None:
+    inputs = torch.randn(4, 28, 28, 96).to(dtype).permute(0, 3, 1, 2)[:, :32]
+    for expected, real in held(inputs, torch.randn(32, 1, 7, 7).to(dtype), 1, 3, 32, ALL):
         assert expected == pytest.approx(real, rel=0.05)
 
 

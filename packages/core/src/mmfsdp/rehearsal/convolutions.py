@@ -51,7 +51,7 @@ def convolution_bytes(name: str, args: Any, result: Any) -> int:
         return 0
     if _is_point(weight, stride) and inputs.shape[0] < 16 and inputs.dtype == torch.float32:
         return 0
-    return int(held + sum(part.nbytes for part in copied if not (part.is_contiguous() or _is_channels_last(part))))
+    return int(held + sum(part.nbytes for part in copied if not _is_dense(part)))
 
 
 def _forward_bytes(inputs: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, groups: int) -> int:
@@ -100,7 +100,8 @@ def _backward_bytes(
     else:
         held = max(before + after + summed, 0 if is_narrow else made)
     is_copied = is_strided and not is_first and not (is_narrow and not is_rounded)
-    return max(held, 2 * inputs.nbytes if is_copied else 0)
+    # The gradient of the weight is not there yet.
+    return max(held, 2 * inputs.nbytes - weight.nbytes if is_copied else 0)
 
 
 def _takes_depthwise(
@@ -166,5 +167,18 @@ def _is_point(weight: torch.Tensor, stride: Sequence[int]) -> bool:
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether a batch of images, which is not contiguous, has the channels of a pixel side by side."""
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    """Return whether a batch of images, which is not contiguous, has the channels of a pixel side by side.
+
+    It may be a part of the channels of a larger one.
+    """
+    if tensor.dim() != 4 or tensor.is_contiguous():
+        return False
+    _, channels, rows, columns = tensor.shape
+    image, channel, row, column = tensor.stride()
+    return channel == 1 and column >= channels and row >= column * columns and image >= row * rows
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
