@@ -81,6 +81,8 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 def test_usage() -> None:
     assert run("--version").stdout == f"mmfsdp-cli {__version__}\n"
+    as_module = subprocess.run([sys.executable, "-m", "mmfsdp_cli", "--version"], capture_output=True, text=True)
+    assert as_module.stdout == run("--version").stdout
     text = run("--help").stdout
     assert all(re.search(rf"^  {name} ", text, re.M) for name in COMMANDS)
     assert "..." not in text.partition("Commands:")[2], "summaries are not cut off"

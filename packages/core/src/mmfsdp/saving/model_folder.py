@@ -18,14 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
-from mmfsdp.checkpoint.conversion.model_folders import (
-    Ties,
-    check_names,
-    companions,
-    copy_companion,
-    like_folder,
-    weights_stem,
-)
+from mmfsdp.checkpoint.conversion.model_folders import companions, copy_companion, like_folder, weights_stem
+from mmfsdp.checkpoint.conversion.weight_names import Ties, check_names
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file

@@ -13,8 +13,9 @@ from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
-from mmfsdp.checkpoint.conversion.model_folders import CONFIG, also_the_head
+from mmfsdp.checkpoint.conversion.model_folders import CONFIG
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.conversion.weight_names import also_the_head
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of

@@ -185,7 +185,7 @@ def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
     """Return the selection with the tensors that a Hugging Face folder gets."""
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
-    kept, notes = _model_folders().without_ties(stored, like)
+    kept, notes = import_module("mmfsdp.checkpoint.conversion.weight_names").without_ties(stored, like)
     part = {name: TensorRef(names[name]) for name in kept}
     return replace(_with_part(selection, part), notes=(*selection.notes, *notes))
 

@@ -1,0 +1,189 @@
+"""The names that weights have in a Hugging Face folder: those of its model, and each tied weight once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.conversion.model_folders import CONFIG, read_config
+from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.files.scales import not_restored, scales_of
+from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, MODEL_FILES, open_layout
+from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.tree import common_prefix
+from mmfsdp.errors import ConfigError, closest
+
+__all__ = ["Ties", "also_the_head", "check_names", "without_ties"]
+
+_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
+# In the order in which transformers and diffusers prefer them.
+_OWN_WEIGHTS = (
+    *(name + suffix for name in MODEL_FILES for suffix in ("", INDEX_SUFFIX)),
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+# What transformers ties when config.json does not say otherwise: `_tied_weights_keys` of its models.
+_INPUTS = r"(.*\.)?(shared|wte|embed_tokens|word_embeddings|embed_in|tok_embeddings|embeddings?)\.weight"
+_TIES = (
+    (r"(.*\.)?(lm_head|embed_out|lm_head\.decoder|cls\.predictions\.decoder|predictions\.decoder)\.weight", _INPUTS),
+    (r"(.*\.)?(lm_head|(cls\.)?predictions)\.decoder\.bias", r"(.*\.)?(lm_head|predictions)\.bias"),
+    (r"(.*\.)?(encoder|decoder)\.embed_tokens\.weight", r"(.*\.)?shared\.weight"),
+)
+
+
+def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors to write, and notes: tied weights once, under the names that the folder's model has.
+
+    Args:
+        tensors: The weights by name.
+        like: A folder of the same model. Where it has weights, names and shapes must be theirs.
+
+    Raises:
+        ConfigError: Names or shapes are not those of the model, or weights that its config ties differ.
+    """
+    ties = Ties.of(like)
+    kept = dict(tensors)
+    notes = []
+    for name, first in ties.candidates(tensors):
+        if not equal_data(tensors[name], tensors[first]):
+            ties.refuse_unequal(name, first)
+            continue
+        del kept[name]
+        notes.append(f"{name} is tied to {first} and written once")
+    check_names(kept, {*tensors}, like)
+    return kept, tuple(notes)
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Which weights the model of a folder may tie."""
+
+    like: Path
+    """The folder."""
+    stated: bool | None
+    """What its config says; ``None`` if nothing, which transformers takes for yes."""
+    own: frozenset[str]
+    """The names of its weights, if it has any."""
+
+    @classmethod
+    def of(cls, like: Path) -> Ties:
+        """Read the config and the names of a folder."""
+        stated = read_config(like).get("tie_word_embeddings")
+        return cls(like, stated if isinstance(stated, bool) else None, frozenset(_weights(like)))
+
+    @property
+    def possible(self) -> bool:
+        """Whether the config lets the model tie weights."""
+        return self.stated is not False
+
+    def candidates(self, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str]]:
+        """Yield names that may be second names, and the first name of each."""
+        if not self.possible:
+            return
+        dropped: set[str] = set()
+        for second, first in _TIES:
+            for name, entry in tensors.items():
+                if name in dropped or name in self.own or not re.fullmatch(second, name):
+                    continue
+                same = [
+                    other
+                    for other, its in tensors.items()
+                    if other not in (name, *dropped)
+                    and re.fullmatch(first, other)
+                    and (its.shape, its.dtype) == (entry.shape, entry.dtype)
+                ]
+                if same:
+                    dropped.add(name)
+                    yield name, same[0]
+
+    def refuse_unequal(self, second: str, first: str) -> None:
+        """Raise if two weights that differ would be tied when the folder is loaded.
+
+        Raises:
+            ConfigError: They would.
+        """
+        if self.stated or (self.own and second not in self.own):
+            raise ConfigError(
+                f"{CONFIG} of {self.like.name} ties {second!r} to {first!r}, but they differ: a model loaded from the "
+                f'folder would lose the first. Set "tie_word_embeddings" to false in its {CONFIG}.',
+                file=str(self.like / CONFIG),
+            )
+
+
+def also_the_head(folder: Path, names: Collection[str], changed: Iterable[str]) -> str | None:
+    """Return a weight that changes and that the model of a folder uses as its head, too, as no file holds one.
+
+    Args:
+        folder: The folder, which need not have a config.
+        names: The names of all weights.
+        changed: The names of those that change.
+    """
+    head, inputs = _TIES[0]
+    if any(re.fullmatch(head, name) for name in names) or not (folder / CONFIG).is_file():
+        return None
+    tied = read_config(folder).get("tie_word_embeddings") is True
+    return next((name for name in changed if tied and re.fullmatch(inputs, name)), None)
+
+
+def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) -> None:
+    """Compare what will be written with the weights of a folder, if it has any.
+
+    Args:
+        kept: The tensors to write.
+        given: The names of all tensors, second names of tied ones included.
+        like: A folder of the same model.
+
+    Raises:
+        ConfigError: Names or shapes differ; the message says which, and what to write.
+    """
+    expected = _weights(like)
+    if (adapted := next((name for name in kept if name not in expected and _ADAPTED.search(name)), None)) is not None:
+        raise ConfigError(
+            f"{adapted!r} is a name that PEFT gives to the weights of a model with an adapter, and from_pretrained "
+            "does not load it from such a folder. Convert a checkpoint with recipe='peft-to-base' for the base, and "
+            "with 'peft-to-adapter' for the adapter; merge-lora then merges the two.",
+            config="recipe",
+        )
+    if not expected:
+        return
+    missing = [name for name in expected if name not in given and not _is_needless(name, kept)]
+    unexpected = [name for name in kept if name not in expected]
+    shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]
+    problems = [
+        *([f"it lacks {name_list(missing, 4)}"] if missing else []),
+        *([f"it has {name_list(unexpected, 4)} besides"] if unexpected else []),
+        *(f"{name!r} has shape {[*kept[name].shape]} (expected {[*expected[name].shape]})" for name in shapes[:2]),
+    ]
+    if problems:
+        remedy = f" {codes}" if (codes := not_restored(kept)) else ""
+        if not remedy and scales_of(kept):
+            remedy = " Its weights are codes of 8 bits. Add quantize='none', which restores them."
+        if not remedy:
+            hint = closest(unexpected[0], missing) if unexpected else ""
+            if prefix := common_prefix(unexpected, missing):
+                hint = f" Most names match without {prefix!r}: set 'strip_prefix' to it."
+            remedy = (
+                f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
+                "much. If the model has changed on purpose, give a folder without weights as 'like'."
+            )
+        raise ConfigError(
+            f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}.{remedy}", config="like"
+        )
+
+
+def _is_needless(name: str, kept: Mapping[str, TensorEntry]) -> bool:
+    """Tell whether a tensor is the scale of codes that are written as numbers."""
+    weight = re.sub(r"(weight_scale(_inv)?|input_scale)$", "weight", name)
+    return weight != name and weight in kept and itemsize(kept[weight].dtype) > 1
+
+
+def _weights(folder: Path) -> Mapping[str, TensorEntry]:
+    for name in _OWN_WEIGHTS:
+        if (folder / name).is_file():
+            return open_layout(folder / name).tensors
+    return {}
