@@ -109,9 +109,13 @@ def failing(rank: int, folder: str) -> list[tuple[type, str]]:
 def test_an_interrupt_ends_the_wait_and_not_the_save() -> None:
     future: Future[None] = Future()
     save = PendingSave(future)
-    threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        save.result()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+    try:
+        threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            save.result()
+    finally:
+        signal.signal(signal.SIGINT, before)
     threading.Timer(0.2, future.set_exception, [errors.CheckpointError("the disk is full")]).start()
     for ends in (save.settle, save.result):  # the next save of these ranks waits for it
         with pytest.raises(errors.CheckpointError, match="the disk is full"):
