@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.disk import at_home, place
-from mmfsdp.checkpoint.formats.registry import MODEL_FILES
+from mmfsdp.checkpoint.formats.registry import MODEL_STEMS
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -114,7 +114,7 @@ def weights_stem(like: Path) -> str:
     Args:
         like: A folder of the same model. diffusers states its release in every config that it writes.
     """
-    return Path(MODEL_FILES["_diffusers_version" in read_config(like)]).stem
+    return MODEL_STEMS["_diffusers_version" in read_config(like)]
 
 
 def dtype_notes(tensors: Mapping[str, TensorEntry], like: Path, quantize: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.model_folders import CONFIG, read_config
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
-from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, MODEL_FILES, open_layout
+from mmfsdp.checkpoint.formats.registry import MODEL_FILES, open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest
@@ -22,7 +22,7 @@ __all__ = ["Ties", "also_the_head", "check_names", "without_ties"]
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
 # In the order in which transformers and diffusers prefer them.
 _OWN_WEIGHTS = (
-    *(name + suffix for name in MODEL_FILES for suffix in ("", INDEX_SUFFIX)),
+    *MODEL_FILES,
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )

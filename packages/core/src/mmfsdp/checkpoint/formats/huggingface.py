@@ -26,12 +26,11 @@ def read(source: Source) -> Layout:
         CheckpointNotFoundError: There are no weights under these names.
     """
     path = source.path
-    names = (name for file in MODEL_FILES for name in (file, file + INDEX_SUFFIX))
-    name = next((name for name in names if name in source.names), None)
+    name = next((name for name in MODEL_FILES if name in source.names), None)
     if name is None:
         raise CheckpointNotFoundError(f"{path.name} holds neither {MODEL_FILES[0]} nor its index.", file=str(path))
     file = Source(inside(path, name, path), source.trust)
-    layout = safetensors.read(file) if name in MODEL_FILES else shard_indexes.read(file)
+    layout = shard_indexes.read(file) if name.endswith(INDEX_SUFFIX) else safetensors.read(file)
     known = layout.format in ("safetensors", "safetensors_index")
     return replace(layout, path=path, format="huggingface" if known else layout.format)
 

@@ -38,6 +38,7 @@ __all__ = [
     "FORMATS",
     "INDEX_SUFFIX",
     "MODEL_FILES",
+    "MODEL_STEMS",
     "RANK_FILE",
     "TORCH_FILE",
     "Content",
@@ -55,8 +56,11 @@ __all__ = [
 INDEX_SUFFIX = ".index.json"
 """What the name of Hugging Face's index of several files ends with."""
 
-MODEL_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
-"""The weights of a Hugging Face folder, if one file holds them."""
+MODEL_STEMS = ("model", "diffusion_pytorch_model")
+"""What the names of weights in a Hugging Face folder begin with: those of transformers, of diffusers."""
+
+MODEL_FILES = tuple(f"{stem}.safetensors{suffix}" for stem in MODEL_STEMS for suffix in ("", INDEX_SUFFIX))
+"""The file of a Hugging Face folder that holds its weights or their index, in the order of preference."""
 
 TORCH_FILE = "pytorch_model.bin"
 """The same, written by ``torch.save``, as transformers did before safetensors."""
@@ -195,8 +199,7 @@ def _is_of_deepspeed(source: Source) -> bool:
 
 
 def _is_model_folder(source: Source) -> bool:
-    weights = {name + suffix for name in MODEL_FILES for suffix in ("", INDEX_SUFFIX)}
-    return "config.json" in source.names and not weights.isdisjoint(source.names)
+    return "config.json" in source.names and not {*MODEL_FILES}.isdisjoint(source.names)
 
 
 def _is_torch_folder(source: Source) -> bool:
