@@ -193,7 +193,7 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=(*_part_of(layout), *restored, *intent.notes),
+        notes=(*_not_read(layout), *restored, *intent.notes),
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
@@ -212,8 +212,8 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
     return import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout), notes
 
 
-def _part_of(layout: Layout) -> tuple[str, ...]:
-    """Return a note if the source is one of several files of a model, by its name, or has files beside it."""
+def _not_read(layout: Layout) -> tuple[str, ...]:
+    """Return a note of what may belong to the source and is not read: files beside it, or the others of a model."""
     if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
         remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
         return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)
