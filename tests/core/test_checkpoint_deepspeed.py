@@ -330,6 +330,43 @@ def test_a_universal_checkpoint_without_a_parameter(golden: Path, tmp_path: Path
         open_layout(source)
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("up.bias/exp_avg.pt", "lacks zero/up.bias/exp_avg.pt, which other parameters of its group have"),
+        ("up.weight/exp_avg_sq.pt", "lacks zero/up.weight/exp_avg_sq.pt, which other parameters"),  # the first one
+        ("head.bias/step.pt", "lacks zero/head.bias/step.pt, which other parameters"),
+        ("optimizer_state.pt", "lacks zero/optimizer_state.pt, the settings of the optimizer"),
+    ],
+)
+def test_a_universal_checkpoint_lacks_a_file_of_the_optimizer(
+    golden: Path, tmp_path: Path, path: str, message: str
+) -> None:
+    source = tmp_path / "universal"
+    shutil.copytree(golden / "0.19.8" / "zero1_2ranks_bf16" / "global_step2_universal", source)
+    (source / "zero" / path).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=message):
+        open_layout(source)
+
+
+def test_a_universal_checkpoint_with_what_is_no_step(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "universal"
+    shutil.copytree(golden / "0.19.8" / "zero1_2ranks_bf16" / "global_step2_universal", source)
+    zero = source / "zero" / "up.bias"
+    shutil.copyfile(zero / "exp_avg.pt", zero / "step.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"zero/up.bias/step.pt does not hold a step"):
+        open_layout(source)
+
+
+def test_a_stage_of_a_universal_pipeline_is_there_twice(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "universal"
+    shutil.copytree(golden / "0.19.8-pipeline" / "pipeline_universal" / "global_step2_universal", source)
+    shutil.copyfile(source / "mp_rank_00_model_states.pt", source / "mp_rank_01_model_states.pt")
+    message = r"zero/3.bias is there, but no \*_model_states.pt beside zero lists this parameter"
+    with pytest.raises(IncompleteCheckpointError, match=message):
+        open_layout(source)
+
+
 def trees(tree: Any) -> list[tuple[Any, Any]]:
     """Return every container of nested content with each of its keys."""
     if not isinstance(tree, dict | list):

@@ -233,6 +233,26 @@ def test_damaged_offsets(tmp_path: Path, info: str, message: str) -> None:
         open_layout(tmp_path / "in")
 
 
+def test_a_file_of_a_rank_twice(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "in")
+    one, two, three = sorted((tmp_path / "in").iterdir())[:3]
+    data = three.read_bytes()
+    three.write_bytes(two.read_bytes())
+    message = rf"{three.name} and {two.name} hold the same part of tensor .* part once: one is a copy of the other"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        open_layout(tmp_path / "in")
+    three.write_bytes(data)
+    report = convert(tmp_path / "in", tmp_path / "out.pth", fsync=False)
+    assert report.notes == ("read: files of 3 ranks of in; how many there were is not written anywhere",)
+    three.unlink()
+    report = convert(tmp_path / "in", tmp_path / "out.pth", fsync=False, dry_run=True, overwrite=True)
+    assert report.notes[0].startswith("read: files of 2 ranks of in")
+    two.unlink()
+    report = convert(tmp_path / "in", tmp_path / "out.pth", fsync=False, dry_run=True, overwrite=True)
+    assert report.notes[0].startswith("read: the file of one rank of in")
+    assert one.exists()
+
+
 def test_boxes_of_another_save(tmp_path: Path) -> None:
     write_ranks(tmp_path / "in")
     file = tmp_path / "in" / "shard-00003-model-00001-of-00001.safetensors"

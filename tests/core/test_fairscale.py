@@ -91,6 +91,10 @@ def _experts(content: dict[str, Any]) -> None:
     content["shard_metadata"]["param_metadata"][1]["no_broadcast_optim_state"] = True
 
 
+def _of_another_epoch(content: dict[str, Any]) -> None:
+    content["epoch"] = 4
+
+
 @pytest.mark.parametrize(
     ("rank", "change", "error", "said"),
     [
@@ -99,6 +103,7 @@ def _experts(content: dict[str, Any]) -> None:
         (1, _longer, CorruptCheckpointError, r"'plain\.weight' have 16 elements together, expected 15"),
         (2, _padding, CorruptCheckpointError, r"shard2\.pt does not hold 'flat_param_0' as "),
         (1, _nonsense, CorruptCheckpointError, "is not what local_metadata_dict\\(\\) returns: TypeError"),
+        (2, _of_another_epoch, CorruptCheckpointError, r"shard2\.pt is of another save \(epoch 4\) than .*shard0\.pt"),
         (0, _experts, FormatError, "parameters of 'inner' are other ones on each rank"),
     ],
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.core.dtensors.make import Model
@@ -89,6 +91,25 @@ def no_step_of_a_rank(source: Path) -> None:
     (source / "step_2.pt").unlink()
 
 
+def of_another_step(source: Path) -> None:
+    torch.save(9, source / "step_3.pt")
+
+
+def optimizer_of_another_step(source: Path) -> None:
+    # A step of Adam is stored as it is in the others, but for its value.
+    path = source / "optimizer_2.pt"
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, np.float32(9).tobytes() if data == np.float32(1).tobytes() else data)
+
+
+def without_that_of_the_first_rank(source: Path) -> None:
+    for rank in (0, 2, 3):
+        (source / f"rng_{rank}.pt").unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "words"),
     [
@@ -98,6 +119,17 @@ def no_step_of_a_rank(source: Path) -> None:
         (of_another_rank, CorruptCheckpointError, ["model_0.pt was written by rank 1 of 4 (expected rank 0 of 4)"]),
         (of_another_save, CorruptCheckpointError, ["model_1.pt was written by rank 1 of 2", "of another save"]),
         (truncated, CorruptCheckpointError, ["model_1.pt"]),
+        (of_another_step, CorruptCheckpointError, ["step_3.pt is of another save (step 9) than step_0.pt (7)"]),
+        (
+            optimizer_of_another_step,
+            CorruptCheckpointError,
+            ["optimizer_2.pt is of another save (state/0/step another) than optimizer_0.pt"],
+        ),
+        (
+            without_that_of_the_first_rank,
+            IncompleteCheckpointError,
+            ["saved by 4 ranks, but 'rng_0.pt', 'rng_2.pt', 'rng_3.pt' are missing"],
+        ),
     ],
 )
 def test_wrong_files(tmp_path: Path, damage: Callable[[Path], None], kind: type[MmfsdpError], words: list[str]) -> None:

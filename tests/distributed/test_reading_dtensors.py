@@ -50,6 +50,23 @@ def save(rank: int, directory: Path, ranks: int, parallelism: str, names: str) -
         torch.save(full, directory / "whole" / "full.pth")
 
 
+def save_steps(rank: int, directories: list[Path]) -> None:
+    """Save two steps of a run as accelerate, a script and verl do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content = content_of(rank, 2, "fsdp")
+    for step, directory in enumerate(directories, start=1):
+        for state in content["optimizer"]["state"].values():
+            state["step"].fill_(step)
+        for folder in ("script", "verl"):
+            (directory / folder).mkdir(exist_ok=True)
+        torch.save(content["optimizer"], directory / f"optimizer_0_rank{rank}.bin")
+        torch.save({**content, "epoch": step}, directory / "script" / f"all_rank{rank}.pt")
+        torch.save(content["model"], directory / "verl" / f"model_world_size_2_rank_{rank}.pt")
+        own = {"rng": torch.full((2,), rank), "lr_scheduler": {"last_epoch": step}}
+        torch.save(own, directory / "verl" / f"extra_state_world_size_2_rank_{rank}.pt")
+
+
 def converted(source: Path, target: Path) -> Any:
     convert(source, target, keep="all", overwrite=True, fsync=False)
     return torch.load(target)
@@ -173,6 +190,44 @@ class TestBadInput:
         check_error(copy, FormatError, "2 kinds", "'step3' is not known")
         shutil.copy(copy / "step3_rank0.pt", copy / "model_world_size_4_rank_0.pt")
         check_error(copy, CorruptCheckpointError, "two files of rank 0", "left over")
+
+    def test_files_of_two_steps(self, tmp_path: Path) -> None:
+        steps = [tmp_path / "one", tmp_path / "two"]
+        for step in steps:
+            step.mkdir()
+        run_ranks(save_steps, 2, steps)
+        for name, what in (
+            ("optimizer_0_rank1.bin", "(state/0/step another) than optimizer_0_rank0.bin (another)"),
+            ("script/all_rank1.pt", "(epoch 2) than all_rank0.pt (1)"),
+            ("verl/extra_state_world_size_2_rank_1.pt", "(lr_scheduler/last_epoch 2) than extra_state_world_size_2_ra"),
+        ):
+            shutil.copy(steps[1] / name, steps[0] / name)
+            path = (steps[0] / name).parent
+            words = f"{Path(name).name} is of another save {what}", "Use the files of one save only."
+            check_error(path, CorruptCheckpointError, *words)
+            if "verl" not in name:  # whose own states are read at once
+                late = open_layout(path, look_up=False).tensors
+                with pytest.raises(CorruptCheckpointError, match="is of another save"):
+                    next(entry for name, entry in late.items() if name.endswith("exp_avg")).chunks()
+
+    def test_files_left_over_from_more_ranks(self, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "two").mkdir()
+        run_ranks(save, 2, tmp_path / "two", 2, "fsdp", "script")
+        for rank in range(2):
+            shutil.copy(tmp_path / "two" / f"rank{rank}.pth", copy / f"step3_rank{rank}.pt")
+        words = "step3_rank2.pt is left over from another save", "over 2 in step3_rank0.pt. Remove it."
+        check_error(copy, CorruptCheckpointError, *words)
+
+    def test_what_is_each_ranks_own_is_complete(self, tmp_path: Path) -> None:
+        run_ranks(save, 2, tmp_path, 2, "fsdp", "verl")
+        own = [tmp_path / f"extra_state_world_size_2_rank_{rank}.pt" for rank in range(2)]
+        data = own[0].read_bytes()
+        own[0].unlink()
+        check_error(tmp_path, IncompleteCheckpointError, "was saved by 2 ranks, but", f"{own[0].name} is missing")
+        own[0].write_bytes((tmp_path / "model_world_size_2_rank_0.pt").read_bytes())
+        check_error(tmp_path, FormatError, f"{own[0].name} holds a part of the tensor 'up.weight'", "of another kind")
+        own[0].write_bytes(data)
+        open_layout(tmp_path)
 
     def test_a_damaged_file(self, copy: Path) -> None:
         path = copy / "step3_rank1.pt"

@@ -213,7 +213,11 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
 
 
 def _not_read(layout: Layout) -> tuple[str, ...]:
-    """Return a note of what may belong to the source and is not read: files beside it, or the others of a model."""
+    """Return a note of what may belong to the source and is not read: files beside it, or of other ranks or parts."""
+    for origin in layout.origins or (layout,):
+        if origin.format == "safetensors_ranks":
+            files = f"files of {origin.world_size} ranks" if origin.world_size > 1 else "the file of one rank"
+            return (f"read: {files} of {origin.path.name}; how many there were is not written anywhere",)
     if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
         remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
         return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)

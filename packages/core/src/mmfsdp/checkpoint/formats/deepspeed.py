@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.formats.deepspeed_files import Files
 from mmfsdp.checkpoint.formats.deepspeed_latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed_params import FrozenParams, ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed_stages import StagedParams, layers_of, stages_of
-from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams
+from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams, check_listed
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
@@ -80,6 +80,8 @@ def _layout(stages: Sequence[Files], source: Source) -> Layout:
         _refuse_without_states(files)
     layers = layers_of(files.folder, trust=source.trust)
     weights = _weights(files, layers, params, FrozenParams(files, look_up=source.look_up), tensors)
+    if files.is_universal:
+        check_listed(files.zero, weights)
     if params is None and len(stages) > 1:
         held = [_unwrapped(stage.model().get(_OPTIMIZER)) for stage in stages]
         optimizer = {"of_stages": _bound(f"{_OPTIMIZER}/of_stages", held, tensors)}

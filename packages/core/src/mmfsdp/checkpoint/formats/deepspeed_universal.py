@@ -7,7 +7,7 @@ beside it the optimizer's state; ``zero/optimizer_state.pt`` holds its groups (d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = ["UniversalParams"]
+__all__ = ["UniversalParams", "check_listed"]
 
 _WEIGHTS, _GROUPS = "fp32", "optimizer_state.pt"
 _SETTINGS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -45,15 +45,16 @@ class UniversalParams:
         self.shapes = {name: shape for shapes in self.groups for name, shape in shapes.items()}
         """Their shapes."""
         path = inside(self._root, _GROUPS, self._root)
-        self._optimizer: Mapping[str, Any] = read_tree(path, trust=trust) if path.exists() else {}
+        if not path.exists():
+            raise self._lacks(path, "the settings of the optimizer")
+        self._optimizer: Mapping[str, Any] = read_tree(path, trust=trust)
+        self._keys: dict[int, tuple[str, set[str]]] = {}  # of each group: the first parameter, and what it has
 
     def weights(self, name: str) -> TensorEntry:
         """Return the weights of a parameter in full precision."""
         path = self._path(name, f"{_WEIGHTS}.pt")
         if not path.exists():
-            raise IncompleteCheckpointError(
-                f"{self._root.parent.name} lacks zero/{name}/{_WEIGHTS}.pt, the weights of {name!r}.", file=str(path)
-            )
+            raise self._lacks(path, f"the weights of {name!r}")
         return self._entry(name, path)
 
     def state(self, name: str) -> dict[str, Any]:
@@ -64,9 +65,30 @@ class UniversalParams:
             if (key := file.removesuffix(".pt")) not in (_WEIGHTS, "step"):
                 found[key] = self._entry(name, self._path(name, file))
         step = self._path(name, "step.pt")
-        if step.exists():
-            return {"step": read_tree(step, trust=self._trust), **found}
-        return {**self._shared_step(), **found}
+        own = {"step": self._step(step)} if step.exists() else {}
+        self._check_keys(name, {*found, *own})
+        return {**(own or self._shared_step()), **found}
+
+    def _check_keys(self, name: str, keys: set[str]) -> None:
+        """Raise if a parameter lacks a file of the optimizer's state that another one of its group has."""
+        group = next(place for place, shapes in enumerate(self.groups) if name in shapes)
+        first, expected = self._keys.setdefault(group, (name, keys))
+        if keys != expected:
+            lacking, key = (name if expected - keys else first), min(expected ^ keys)
+            raise self._lacks(self._root / lacking / f"{key}.pt", "which other parameters of its group have")
+
+    def _step(self, path: Path) -> Any:
+        step = read_tree(path, trust=self._trust)
+        if isinstance(step, PickledTensor | int | float) and math.prod(getattr(step, "shape", ())) == 1:
+            return step
+        raise CorruptCheckpointError(
+            f"{path.relative_to(self._root.parent)} does not hold a step, but something else.", file=str(path)
+        )
+
+    def _lacks(self, path: Path, what: str) -> IncompleteCheckpointError:
+        return IncompleteCheckpointError(
+            f"{self._root.parent.name} lacks {path.relative_to(self._root.parent)}, {what}.", file=str(path)
+        )
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, with names of parameters."""
@@ -100,3 +122,22 @@ class UniversalParams:
             )
         # Those that are made of stage 3 are flat.
         return TensorEntry(name, held.dtype, shape, (replace(held, shape=shape).chunk((0,) * len(shape)),))
+
+
+def check_listed(zero: Path, names: Container[str]) -> None:
+    """Raise if there is a parameter that the files of the model do not list.
+
+    Args:
+        zero: The directory of the parameters.
+        names: What the files list.
+
+    Raises:
+        IncompleteCheckpointError: There is one.
+    """
+    for folder in sorted(zero.iterdir()):
+        if folder.name not in names and (folder / f"{_WEIGHTS}.pt").exists():
+            raise IncompleteCheckpointError(
+                f"zero/{folder.name} is there, but no *_model_states.pt beside zero lists this parameter: that of a "
+                "stage is missing, or another is in its place.",
+                file=str(folder),
+            )

@@ -11,7 +11,7 @@ The files are named as their writer likes, with the rank at the end. Those known
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
@@ -72,16 +73,17 @@ class FilesOfRanks:
     Args:
         paths: Rank to file.
         trust: Keep unknown pickled objects as opaque placeholders instead of rejecting them.
+        name: What the content is called, if it may be a counter such as ``'step'``.
     """
 
-    def __init__(self, paths: Mapping[int, Path], trust: bool) -> None:
-        self.paths, self._trust = dict(sorted(paths.items())), trust
+    def __init__(self, paths: Mapping[int, Path], trust: bool, name: str = "") -> None:
+        self.paths, self._trust, self._name = dict(sorted(paths.items())), trust, name
         self._known: dict[int, FileOfRank] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.paths, self._trust
+        return self.paths, self._trust, self._name
 
-    def __setstate__(self, state: tuple[Mapping[int, Path], bool]) -> None:
+    def __setstate__(self, state: tuple[Mapping[int, Path], bool, str]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     @property
@@ -94,10 +96,16 @@ class FilesOfRanks:
         return [self.of(rank) for rank in self.paths]
 
     def of(self, rank: int) -> FileOfRank:
-        """Return the file of a rank."""
+        """Return the file of a rank.
+
+        Raises:
+            CorruptCheckpointError: It is damaged, or of another save than the first file.
+        """
         if rank not in self._known:
             path = self.paths[rank]
             tree = read_tree(path, trust=self._trust)
+            if rank != min(self.paths):
+                check_same_save(self.first.path, self.first.tree, path, tree, self._name)
             tensors, meshes = dict(find_leaves(tree, PickledDTensor)), dict[Any, Mesh]()
             places = {name: place_of(tensor, meshes) for name, tensor in tensors.items()}
             self._known[rank] = FileOfRank(path, rank, tree, tensors, places, meshes)
@@ -194,8 +202,10 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
         )
     tensors: dict[str, TensorEntry] = {}
     content: dict[str, Any] = {}
+    present = {rank for files in kinds.values() for rank in files.paths}
     for key, files in kinds.items():
         if key in _OF_EACH_RANK:
+            _check_present(files, sorted(present), f"{source.path.name} was saved by {len(present)} ranks")
             content[str(key)] = [own_content(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
         else:
             tree = shared_content(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
@@ -210,6 +220,12 @@ def own_content(prefix: str, file: FileOfRank, tensors: dict[str, TensorEntry]) 
     """Return the content of one rank's file, whose tensors are its own."""
 
     def bind(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, PickledDTensor | PickledShards):
+            raise FormatError(
+                f"{file.path.name} holds a part of the tensor {name!r}, but those of other ranks hold none: "
+                "it is of another save, or of another kind.",
+                file=str(file.path),
+            )
         return add_whole(f"{prefix}/{name}".rstrip("/"), leaf, tensors) if isinstance(leaf, PickledTensor) else leaf
 
     return map_leaves(file.tree, bind)
@@ -225,6 +241,7 @@ def shared_content(prefix: str, files: FilesOfRanks, tensors: dict[str, TensorEn
                 "its structure. Files of pipeline stages cannot be put together.",
                 file=str(first.path),
             )
+        _check_left_over(file, first)
 
     def bind(name: str, leaf: Any) -> Any:
         if isinstance(leaf, PickledShards):
@@ -264,12 +281,26 @@ def _unlocated(name: str, files: FilesOfRanks) -> Unlocated:
 
 def _present(name: str, files: FilesOfRanks) -> tuple[int, ...]:
     """Return the ranks over which a tensor is sharded, all of which have a file."""
-    first = files.first
-    ranks = first.places[name].ranks
-    absent = [re.sub(r"\d+(?=\D*$)", str(rank), first.path.name) for rank in ranks if rank not in files.paths]
-    if absent:
-        raise IncompleteCheckpointError(
-            f"Tensor {name!r} was sharded over {len(ranks)} ranks, but {missing(absent)}.",
-            file=str(first.path.with_name(absent[0])),
-        )
+    ranks = files.first.places[name].ranks
+    _check_present(files, ranks, f"Tensor {name!r} was sharded over {len(ranks)} ranks")
     return ranks
+
+
+def _check_present(files: FilesOfRanks, ranks: Sequence[int], why: str) -> None:
+    """Raise if the file of one of these ranks is missing."""
+    path = next(iter(files.paths.values()))
+    absent = [re.sub(r"\d+(?=\D*$)", str(rank), path.name) for rank in ranks if rank not in files.paths]
+    if absent:
+        raise IncompleteCheckpointError(f"{why}, but {missing(absent)}.", file=str(path.with_name(absent[0])))
+
+
+def _check_left_over(file: FileOfRank, first: FileOfRank) -> None:
+    """Raise if a file is of a rank that the first file's save did not have; replicas of other meshes may be there."""
+    for name, place in file.places.items():
+        ranks = first.places[name].ranks
+        if file.rank == place.rank not in ranks and len(place.ranks) != len(ranks):
+            raise CorruptCheckpointError(
+                f"{file.path.name} is left over from another save: tensor {name!r} is sharded over {len(place.ranks)} "
+                f"ranks there, and over {len(ranks)} in {first.path.name}. Remove it.",
+                file=str(file.path),
+            )

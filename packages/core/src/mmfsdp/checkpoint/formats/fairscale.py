@@ -18,6 +18,7 @@ from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
 from mmfsdp.checkpoint.formats.parts import is_of_fairscale
 from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
@@ -85,6 +86,8 @@ def read(source: Source) -> Layout:
 
 def _layout(source: Source, ranks: Sequence[_Rank]) -> Layout:
     first = ranks[0]
+    for rank in ranks[1:]:
+        check_same_save(first.path, first.rest, rank.path, rank.rest)
     tensors: dict[str, TensorEntry] = {}
     weights: dict[str, TensorRef] = {}
     for index, unit in enumerate(first.units):

@@ -20,6 +20,7 @@ from mmfsdp.basics.text import clean_fqn, missing
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.registry import RANK_FILE, Source
+from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
@@ -168,7 +169,7 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
             file=str(directory / absent[0]),
         )
     for rank in ranks[1:]:
-        _check_same_save(ranks[0], rank)
+        check_same_save(ranks[0].path, ranks[0].tree, rank.path, rank.tree)
     return ranks
 
 
@@ -180,19 +181,6 @@ def _rank(path: Path, tree: Any, files: RankFiles) -> _Rank:
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
         )
     return _Rank(path, tree, dict(find_leaves(tree, PickledShards)))
-
-
-def _check_same_save(first: _Rank, other: _Rank) -> None:
-    # Stock files carry nothing that ties them together; the counters are the best there is.
-    one, two = (rank.tree.get("meta") for rank in (first, other))
-    for key in ("iter", "epoch"):
-        values = [meta.get(key) for meta in (one, two) if isinstance(meta, dict)]
-        if len(values) == 2 and values[0] != values[1]:
-            raise CorruptCheckpointError(
-                f"{other.path.name} is of another save (meta/{key} {values[1]!r}) than {first.path.name} "
-                f"({values[0]!r}).",
-                file=str(other.path),
-            )
 
 
 def _is_section(value: Any) -> bool:

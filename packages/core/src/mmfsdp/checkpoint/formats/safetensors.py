@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
 from mmfsdp.checkpoint.formats.parts import one_of_many
 from mmfsdp.checkpoint.formats.registry import Content, Source
@@ -299,8 +300,15 @@ def _joined(name: str, parts: list[TensorEntry]) -> TensorEntry:
     held = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
     ends = zip(*(map(sum, zip(chunk.box_offsets, chunk.box_sizes, strict=True)) for chunk in held), strict=True)
     shape = tuple(max(end) for end in ends)
-    boxes = {(chunk.box_offsets, chunk.box_sizes): chunk for chunk in reversed(held) if chunk.numel}
-    return TensorEntry(name, first.dtype, shape, tuple(reversed(boxes.values())))
+    boxes: dict[Bounds, Chunk] = {}
+    for chunk in held:
+        if (twin := boxes.setdefault(chunk.bounds, chunk)) is not chunk and chunk.numel:
+            raise CorruptCheckpointError(
+                f"{chunk.file.name} and {twin.file.name} hold the same part of tensor {name!r}. torch writes each "
+                "part once: one is a copy of the other, or of another save.",
+                file=str(chunk.file),
+            )
+    return TensorEntry(name, first.dtype, shape, tuple(chunk for chunk in boxes.values() if chunk.numel))
 
 
 def _check_ranks(path: Path, names: list[str]) -> int:

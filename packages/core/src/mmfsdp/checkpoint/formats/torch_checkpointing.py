@@ -58,7 +58,7 @@ def read(source: Source) -> Layout:
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     metadata = _metadata(source)
-    items = {item: FilesOfRanks(files, source.trust) for item, files in _items(source, metadata).items()}
+    items = {item: FilesOfRanks(files, source.trust, item) for item, files in _items(source, metadata).items()}
     tensors: dict[str, TensorEntry] = {}
     content: dict[str, Any] = {}
     for item, files in items.items():
@@ -150,7 +150,7 @@ def _items(source: Source, metadata: _Metadata) -> dict[str, dict[int, Path]]:
     for item, files in items.items():
         ranks = metadata.ranks or max(files) + 1
         absent = [f"{item}_{rank}.pt" for rank in range(min(ranks, len(files) + 8)) if rank not in files]
-        if absent and len(files) > 1:  # what one rank alone saved is whole
+        if absent and [*files] != [0]:  # what the first rank alone saved is whole
             raise _missing(source.path, item, ranks, absent)
     if not items:
         raise CheckpointNotFoundError(f"{source.path.name} holds no file such as model_0.pt.", file=str(source.path))
