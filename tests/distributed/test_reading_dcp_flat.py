@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.distributed.test_reading_mmengine_local import same
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
@@ -60,11 +61,18 @@ def save(rank: int, directory: Path, original: bool) -> None:
         if kind == "plain":
             with FullyShardedDataParallel.state_dict_type(whole, StateDictType.SHARDED_STATE_DICT):
                 sharded = whole.state_dict()
-            contents = {"local": {"model": weights, "optimizer": state}, "bare": weights, "sharded": sharded}
+            own = {"model": sharded, "optimizer": optimizer.state_dict()}
+            contents = {
+                "local": {"model": weights, "optimizer": state},
+                "bare": weights,
+                "sharded": sharded,
+                "own": own,
+            }
             for name, content in contents.items():
                 folder = directory / f"{name}_of_ranks"
                 folder.mkdir(exist_ok=True)
                 torch.save(content, folder / f"model_rank_{rank}.pt")
+            torch.save(own["optimizer"], directory / f"own_{rank}.pth")
         with FullyShardedDataParallel.state_dict_type(whole, StateDictType.FULL_STATE_DICT):
             full = whole.state_dict()
         buffers = [full[name].float() for name in full if "running" in name]
@@ -81,6 +89,10 @@ def files_of_ranks(folder: Path, target: Path) -> None:
     check(folder / "local_of_ranks", full, target)
     check(folder / "sharded_of_ranks", full, target)
     check(folder / "bare_of_ranks", full, target, reference=start)
+    check(folder / "own_of_ranks", full, target)
+    convert(folder / "own_of_ranks", target, keep="all", overwrite=True, fsync=False)
+    for rank, found in enumerate(torch.load(target)["optimizer"]):
+        assert same(found, torch.load(folder / f"own_{rank}.pth"))
     with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of "):
         open_layout(folder / "bare_of_ranks")
     (folder / "sharded_of_ranks" / "model_rank_0.pt").rename(folder / "sharded_of_ranks" / "model_rank_7.pt")

@@ -33,6 +33,19 @@ def test_the_adapter_is_the_one_that_peft_writes(case: str, tmp_path: Path) -> N
     assert same(tmp_path / "adapter.safetensors", expected)
 
 
+def test_an_adapter_alone_needs_no_base(tmp_path: Path) -> None:
+    """As verl saves it with `save_lora_only`."""
+    trained = {
+        name: tensor for name, tensor in load_file(WRITTEN / "plain/trained.safetensors").items() if "lora_" in name
+    }
+    torch.save(trained, tmp_path / "adapter.pth")
+    convert(tmp_path / "adapter.pth", tmp_path / "adapter.safetensors", recipe="peft-to-adapter")
+    expected = load_file(WRITTEN / "plain/adapter_model.safetensors")
+    assert same(tmp_path / "adapter.safetensors", {name: expected[name] for name in expected if "lora_" in name})
+    with pytest.raises(ConfigError, match=r"matches no tensor: no name is like .* No tensor is left\."):
+        convert(WRITTEN / "plain/base.safetensors", tmp_path / "none.safetensors", recipe="peft-to-adapter")
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "dora"])
 def test_the_base_is_the_one_that_was_wrapped(case: str, tmp_path: Path) -> None:
     convert(WRITTEN / case / "trained.safetensors", tmp_path / "base.safetensors", recipe="peft-to-base")

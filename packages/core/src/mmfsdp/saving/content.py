@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def stored_content(source: Source, safe_globals: Iterable[Any] = ()) -> Any:
 
     Args:
         source: The checkpoint; its layout was opened with ``trust=True``.
-        safe_globals: Classes that pickled objects may have, besides plain data.
+        safe_globals: Classes that pickled objects may have, besides plain data and numpy's arrays.
 
     Raises:
         UnsafePickleError: The content holds an object of another class.
@@ -42,24 +43,40 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
     Args:
         file: What to read: a file, or the bytes of one.
         name: Its name, for messages.
-        safe_globals: Classes that it may hold besides tensors and plain data.
+        safe_globals: Classes that it may hold besides tensors, plain data and numpy's arrays.
 
     Raises:
         UnsafePickleError: It holds objects of other classes.
         CorruptCheckpointError: It cannot be read.
     """
     try:
-        with torch.serialization.safe_globals(list(safe_globals)):
+        with torch.serialization.safe_globals([*_of_numpy(), *safe_globals]):
             return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("GLOBAL ")[-1].split(" was not")[0] if "GLOBAL" in str(error) else str(error)
+        named = re.search(r"GLOBAL (\S+) was not|got <class '(\S+)'>", str(error))
+        reason = (named[1] or named[2]) if named else str(error)
         raise UnsafePickleError(
             f"{name} holds {reason}, which is neither a tensor nor plain data. If you trust the file, pass that "
             "class in safe_globals.",
             file=name,
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, MemoryError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"{name} cannot be read: {error}", file=name) from error
+
+
+def _of_numpy() -> list[Any]:
+    """Return what makes numpy's arrays of numbers and text, such as the state of its random numbers, in any release.
+
+    None of it runs code that a file names.
+    """
+    try:
+        import numpy as np
+    except ImportError:
+        return []
+    makers: dict[str, Any] = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    named = [(maker, f"numpy.{core}.multiarray.{name}") for name, maker in makers.items() for core in ("core", "_core")]
+    codes = f"?SU{np.typecodes['AllInteger']}{np.typecodes['AllFloat']}"
+    return [*named, bytes, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in codes}]
 
 
 class _Content:

@@ -52,7 +52,7 @@ def load_checkpoint(
         optimizer: Built from the model's parameters; its state is loaded if it is given.
         strict: Raise if keys or shapes do not match.
         verify: Compare what is read with the checkpoint's checksums, if it has any. ``False`` saves a little time.
-        safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
+        safe_globals: Classes that the file's pickle may hold besides tensors, plain data and numpy's arrays of numbers.
         reference: See `mmfsdp.checkpoint.open_layout`; by default `reference_of` the model.
 
     Returns:
@@ -78,6 +78,12 @@ def load_checkpoint(
             if key not in content and (key == "state_dict" or optimizer is not None):
                 found = name_list(sorted(map(str, content))) or "nothing"
                 raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
+        if optimizer is not None and isinstance(content["optimizer"], list):
+            raise FormatError(
+                "The optimizer's state is a list by rank: each rank saved pieces of flat parameters, and nothing says "
+                "which parameters these are. Load without the optimizer: rest['optimizer'] is the list.",
+                file=str(path),
+            )
         content = _without_prefix(content, own)
         return {**content, "state_dict": under_tied_names(content["state_dict"], state)}
 

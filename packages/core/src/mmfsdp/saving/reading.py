@@ -37,7 +37,7 @@ def read_checkpoint(
     Args:
         path: See `load_checkpoint`.
         verify: See `load_checkpoint`.
-        safe_globals: Classes that the file's pickle may hold besides tensors and plain data.
+        safe_globals: Classes that the file's pickle may hold besides tensors, plain data and numpy's arrays of numbers.
         reference: See `mmfsdp.checkpoint.open_layout`.
 
     Returns:

@@ -21,6 +21,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
+from mmfsdp.checkpoint.formats.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
@@ -33,7 +34,7 @@ from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, Forma
 __all__ = ["FileOfRank", "FilesOfRanks", "own_content", "read", "read_files", "shared_content"]
 
 _NAME = re.compile(
-    r"(?P<kind>.*?)(?:[_.-](?P<index>\d+))?(?:[_.-]?world_size_\d{1,9})?[_.-]?rank[_-]?(?P<rank>\d{1,9})"
+    r"(?P<kind>.*?)(?:[_.-](?P<index>\d+))?(?:[_.-]?world_size_(?P<size>\d{1,9}))?[_.-]?rank[_-]?(?P<rank>\d{1,9})"
     r"\.(?:pt|pth|bin)",
     re.ASCII,
 )
@@ -152,18 +153,20 @@ def read(source: Source) -> Layout:
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     kinds: dict[str, dict[int, Path]] = {}
+    sizes: set[str | None] = set()
     for name in source.names:
         if (match := _NAME.fullmatch(name)) is None:
             continue
         key = _KEYS.get(match["kind"], match["kind"])
         key = f"{key}_{match['index']}" if int(match["index"] or 0) else key
         files = kinds.setdefault(key, {})
+        sizes.add(match["size"])
         add_rank_file(files, int(match["rank"]), inside(source.path, name, source.path))
     if not kinds:
         raise CheckpointNotFoundError(f"{source.path.name} holds no file of a rank.", file=str(source.path))
     if len(kinds) == 1:
         [files] = kinds.values()
-        return read_files(source, files)
+        return read_files(source, files, whole=sizes == {"1"})
     unknown = [kind for kind in kinds if not any(kind == key or kind.startswith(f"{key}_") for key in _KEYS.values())]
     if unknown:
         raise FormatError(
@@ -172,28 +175,35 @@ def read(source: Source) -> Layout:
             "move the files of one kind into a directory of their own.",
             file=str(source.path),
         )
-    return _layout(source, {key: FilesOfRanks(files, source.trust) for key, files in kinds.items()})
+    found: dict[str | None, FilesOfRanks] = {key: FilesOfRanks(files, source.trust) for key, files in kinds.items()}
+    return _layout(source, found, whole=sizes == {"1"})
 
 
 def _first_name(files: Mapping[int, Path]) -> str:
     return min(files.items())[1].name
 
 
-def read_files(source: Source, files: Mapping[int, Path]) -> Layout:
-    """Read the layout of files of one kind, given by rank; see `read`."""
-    return _layout(source, {None: FilesOfRanks(files, source.trust)})
+def read_files(source: Source, files: Mapping[int, Path], *, whole: bool = False) -> Layout:
+    """Read the layout of files of one kind, given by rank; see `read`. ``whole``: one rank wrote them."""
+    return _layout(source, {None: FilesOfRanks(files, source.trust)}, whole=whole)
 
 
-def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
-    """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint."""
-    if not any(files.first.tensors for files in kinds.values()):
-        [*some] = kinds.values()
-        if len(some) == 1 and any(find_leaves(some[0].first.tree, PickledShards)):
+def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: bool) -> Layout:
+    """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint.
+
+    One rank needs no DTensors: what FSDP1 saves then is whole.
+    """
+    sharded = any(files.first.tensors for files in kinds.values())
+    if not sharded and len(kinds) == 1:
+        [some] = kinds.values()
+        if any(find_leaves(some.first.tree, PickledShards)):
             of_fsdp1 = import_module("mmfsdp.checkpoint.formats.mmengine_local")
-            files = of_fsdp1.RankFiles(source.path, trust=source.trust, paths=some[0].paths)
-            layout: Layout = of_fsdp1.read_stock_files(files, source)
+            layout: Layout = of_fsdp1.read_stock_files(
+                of_fsdp1.RankFiles(source.path, trust=source.trust, paths=some.paths), source
+            )
             return layout
-        path = next(iter(kinds.values())).first.path
+    if not sharded and not whole:
+        path = kinds.get("state_dict", next(iter(kinds.values()))).first.path
         raise FormatError(
             f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. If the file is "
             "whole, open it instead of its directory. Otherwise save the model with torch's distributed checkpoint "
@@ -204,8 +214,9 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks]) -> Layout:
     content: dict[str, Any] = {}
     present = {rank for files in kinds.values() for rank in files.paths}
     for key, files in kinds.items():
-        if key in _OF_EACH_RANK:
+        if not files.first.tensors:  # DTensors say themselves which ranks there were
             _check_present(files, sorted(present), f"{source.path.name} was saved by {len(present)} ranks")
+        if key in _OF_EACH_RANK:
             content[str(key)] = [own_content(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
         else:
             tree = shared_content(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
@@ -232,7 +243,10 @@ def own_content(prefix: str, file: FileOfRank, tensors: dict[str, TensorEntry]) 
 
 
 def shared_content(prefix: str, files: FilesOfRanks, tensors: dict[str, TensorEntry], *, look_up: bool) -> Any:
-    """Return the content that the files of all ranks make up; the first gives it its structure."""
+    """Return the content that the files of all ranks make up; the first gives it its structure.
+
+    Optimizer state that is each rank's own is a list by rank.
+    """
     first = files.first
     for file in files.all() if look_up else ():
         if extra := [name for name in file.tensors if name not in first.tensors]:
@@ -257,7 +271,10 @@ def shared_content(prefix: str, files: FilesOfRanks, tensors: dict[str, TensorEn
         tensors[unique] = TensorEntry(unique, leaf.local.dtype, leaf.shape, stored)
         return TensorRef(unique, leaf.local.parameter)
 
-    return map_leaves(first.tree, bind)
+    tree = first.tree
+    if len(files.paths) > 1:
+        tree = own_states_by_rank(tree, lambda: [file.tree for file in files.all()])
+    return map_leaves(tree, bind)
 
 
 def _chunks(name: str, files: FilesOfRanks) -> tuple[Chunk, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 from mmfsdp.basics.text import clean_fqn, missing
 from mmfsdp.checkpoint.formats.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.flat_state_dicts import Known, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.registry import RANK_FILE, Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
@@ -120,6 +121,8 @@ def read_stock_files(files: RankFiles, source: Source) -> Layout:
     ranks = _read_ranks(files)
     first = ranks[0].tree
     known = known_shapes(first.get("optimizer", first), source.reference())
+    if len(ranks) > 1:
+        first = own_states_by_rank(first, lambda: [rank.tree for rank in ranks])
     tree: dict[Any, Any] = {}
     if _is_section(first):
         tree = _resolved("state dict", first, [rank.tree for rank in ranks], ranks, known)

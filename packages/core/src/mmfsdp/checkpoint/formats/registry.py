@@ -511,6 +511,8 @@ def _recognised(source: Source) -> Format:
             f"{name}/{below}" for name in names[:_MOST_DIRECTORIES] for below in _within(path / name)
         ]
         hint = f" Open a checkpoint within it: {name_list(inner)}." if inner else ""
+        if names and names == source.names and not inner and _looks_like_checkpoint(path.parent):
+            hint = f" The directory above it is a checkpoint: {str(path.parent)!r}."
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
             f"{name_list(source.names) or 'nothing'}.{hint}",

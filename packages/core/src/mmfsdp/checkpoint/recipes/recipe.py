@@ -96,7 +96,9 @@ class Recipe:
 
     def _nothing(self, rule: Rule, current: Mapping[str, Any]) -> ConfigError:
         template = rule.templates()[0]
-        hint = closest(template, current) or f" The names are {name_list([*current], 4)}."
+        hint = closest(template, current) or (
+            f" The names are {name_list([*current], 4)}." if current else " No tensor is left."
+        )
         return ConfigError(
             f"{rule.where} matches no tensor: no name is like {template!r}.{hint} Is this the right recipe, and the "
             "right direction? If such tensors may be absent, add `optional = true` to the rule.",
