@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.core.samples import write_samples
 
 from mmfsdp import save_checkpoint, shard
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
@@ -43,6 +44,36 @@ def test_the_source_by_another_name(source: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ConfigError, match=r"is part of the source\. Choose another path"):
             convert(source, name, overwrite=True)
     assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("torch_dcp", ".metadata"),
+        ("dcp", "manifest.json"),
+        ("index", "model.safetensors.index.json"),
+        ("bins", "pytorch_model.bin.index.json"),
+    ],
+)
+def test_metadata_of_the_source_is_part_of_it(tmp_path: Path, kind: str, name: str) -> None:
+    path = write_samples(tmp_path)[kind]
+    before = (path / name).read_bytes()
+    with pytest.raises(ConfigError, match=r"is part of the source\. Choose another path"):
+        convert(path, path / name, to="safetensors", overwrite=True, fsync=False)
+    assert (path / name).read_bytes() == before
+
+
+def test_an_empty_path(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_samples(tmp_path)["dcp"])
+    for arguments in (("", source.with_name("out.pth")), (source, "")):
+        with pytest.raises(ConfigError, match=r"The path is empty.*write '\.'"):
+            convert(*arguments, to="dcp", overwrite=True)
+    convert(".", source.with_name("out.pth"))
+
+
+def test_a_file_in_place_of_a_directory(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"in\.pth' is a file, and not a directory"):
+        convert(source, source / "out.pth")
 
 
 def test_a_link_before_two_dots(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,20 @@ class TestAdaptersThatDoNotFit:
             merge_lora(GOLDEN / "conv1d" / "base.safetensors", GOLDEN / "rslora", tmp_path / "out.safetensors")
         assert not (tmp_path / "out.safetensors").exists()
 
+    def test_a_prefix_that_the_base_lacks(self, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        longer = {name.replace("base_model.model.", "base_model.model.lm."): held for name, held in tensors.items()}
+        save_file(longer, folder / "adapter_model.safetensors")
+        with pytest.raises(
+            ConfigError, match=r"Without 'lm\.' they are there: convert the base with rename \{'\^': 'lm\.'\}"
+        ):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+        convert(folder / "base.safetensors", tmp_path / "base.safetensors", rename={"^": "lm."})
+        merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out.safetensors", strip_prefix="lm.")
+        merge_lora(folder / "base.safetensors", GOLDEN / "rslora", tmp_path / "expected.safetensors")
+        assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+
     def test_shapes(self, tmp_path: Path) -> None:
         folder = adapter("conv1d", tmp_path, fan_in_fan_out=False, base_model_name_or_path="org/gpt")
         message = (
@@ -201,7 +215,13 @@ class TestAdaptersThatDoNotFit:
         ("changes", "message"),
         [
             ({"r": 6}, r"have shapes \[5, 12\] and \[4, 5\] \(expected rank 6, as adapter_config.json says\)"),
-            ({"lora_alpha": "8"}, r"gives 'head' alpha '8' \(expected a number\)"),
+            ({"r": None}, r"gives 'head' the rank None as 'r' or in 'rank_pattern' \(expected a number such as 5\)"),
+            ({"rank_pattern": {"head": "4"}}, r"gives 'head' the rank '4'"),
+            (
+                {"lora_alpha": "8"},
+                r"gives 'head' alpha '8' as 'lora_alpha' or in 'alpha_pattern' \(expected a number\)",
+            ),
+            ({"lora_alpha": None}, r"gives 'head' alpha None"),
             ({"rank_pattern": {"(": 1}}, r"the pattern '\(', which is malformed"),
             ({"alpha_pattern": [1]}, r"adapter_config.json is damaged: alpha_pattern is not a mapping"),
         ],
@@ -225,3 +245,37 @@ class TestAdaptersThatDoNotFit:
         save_file(tensors, folder / "adapter_model.safetensors")
         with pytest.raises(CorruptCheckpointError, match="holds lora_A of 'head' but not the other factor"):
             merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    def test_a_factor_twice(self, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors["head.lora_A.weight"] = 2 * tensors["base_model.model.head.lora_A.weight"]
+        save_file(tensors, folder / "adapter_model.safetensors")
+        with pytest.raises(CorruptCheckpointError, match=r"holds lora_A of 'head' twice, as '.*head\.lora_A"):
+            merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+
+    def test_a_module_that_the_config_names_is_missing(self, tmp_path: Path) -> None:
+        folder = adapter("plain", tmp_path)
+        report = merge_lora(folder / "base.safetensors", folder, tmp_path / "whole.safetensors")
+        assert not any("target_modules" in note for note in report.notes)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        partial = {name: tensor for name, tensor in tensors.items() if ".layers.1.q_proj." not in name}
+        save_file(partial, folder / "adapter_model.safetensors")
+        report = merge_lora(folder / "base.safetensors", folder, tmp_path / "out.safetensors")
+        assert report.notes == (
+            "As in the base, because the adapter has no factors for them, though its config has target_modules for "
+            "them: 'layers.1.q_proj'",
+        )
+
+    def test_the_config_is_not_replaced(self, tmp_path: Path) -> None:
+        folder = adapter("rslora", tmp_path)
+        before = (folder / "adapter_config.json").read_bytes()
+        with pytest.raises(ConfigError, match="is part of the source"):
+            merge_lora(
+                GOLDEN / "rslora" / "base.safetensors",
+                folder,
+                folder / "adapter_config.json",
+                to="safetensors",
+                overwrite=True,
+            )
+        assert (folder / "adapter_config.json").read_bytes() == before

@@ -75,6 +75,13 @@ class Adapter:
     """Module to what is added to its weight."""
     replaced: Mapping[str, TensorEntry]
     """Name to tensor that takes the place of the base's: ``modules_to_save`` and trained biases."""
+    targets: tuple[str, ...]
+    """The ends of the names of all modules that were trained, if the config lists them so."""
+
+    def lacks(self, module: str) -> bool:
+        """Tell whether a module of the base was trained by the config, and is not in the adapter."""
+        trained = any(f".{module}".endswith(f".{target}") for target in self.targets)
+        return trained and module not in self.factors and f"{module}.weight" not in self.replaced
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
@@ -109,7 +116,14 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
                 f"{file.name} holds {stored!r}, which is of {method}. Merge it with peft.", file=str(file)
             )
         if match := _FACTOR.fullmatch(name):
-            found.setdefault(match["module"], {})[match["side"]] = entry
+            sides = found.setdefault(match["module"], {})
+            if match["side"] in sides:
+                raise CorruptCheckpointError(
+                    f"{file.name} holds lora_{match['side']} of {match['module']!r} twice, as {stored!r} and under "
+                    "another name.",
+                    file=str(file),
+                )
+            sides[match["side"]] = entry
             embeddings |= {match["module"]} if match["embedding"] else set()
         elif ".lora_" in name:
             raise FormatError(
@@ -120,7 +134,8 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     factors = {module: _factors(module, sides, settings, module in embeddings, file) for module, sides in found.items()}
     if not factors and not replaced:
         raise FormatError(f"{file.name} holds no tensor of an adapter.", file=str(file))
-    return Adapter(layout, config, str(settings.get("base_model_name_or_path") or ""), factors, replaced)
+    name = str(settings.get("base_model_name_or_path") or "")
+    return Adapter(layout, config, name, factors, replaced, _targets(settings))
 
 
 def _settings(config: Path) -> dict[str, Any]:
@@ -157,6 +172,13 @@ def _settings(config: Path) -> dict[str, Any]:
     return settings
 
 
+def _targets(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ends of names of modules that were trained; none if the config says it in another way."""
+    targets, limits = settings.get("target_modules"), ("exclude_modules", "layers_to_transform", "layers_pattern")
+    listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    return tuple(targets) if listed and targets and not any(map(settings.get, limits)) else ()
+
+
 def _factors(
     module: str, sides: Mapping[str, TensorEntry], settings: Mapping[str, Any], embedding: bool, file: Path
 ) -> Factors:
@@ -165,21 +187,31 @@ def _factors(
             f"{file.name} holds lora_{next(iter(sides))} of {module!r} but not the other factor.", file=str(file)
         )
     a, b = sides["A"], sides["B"]
-    rank = _of_module(module, settings.get("rank_pattern"), settings.get("r"))
+    config = file.with_name(_CONFIG)
+    rank = _of_module(module, settings.get("rank_pattern"), settings.get("r"), config)
+    if type(rank) is not int or rank < 1:
+        raise CorruptCheckpointError(
+            f"{_CONFIG} gives {module!r} the rank {rank!r} as 'r' or in 'rank_pattern' (expected a number such as "
+            f"{a.shape[0] if a.shape else 8}).",
+            file=str(config),
+        )
     if len(a.shape) < 2 or len(b.shape) < 2 or not rank == a.shape[0] == b.shape[1] or max((1, *b.shape[2:])) > 1:
         raise CorruptCheckpointError(
             f"The factors of {module!r} have shapes {list(a.shape)} and {list(b.shape)} (expected rank {rank}, as "
             f"{_CONFIG} says).",
             file=str(file),
         )
-    alpha = _of_module(module, settings.get("alpha_pattern"), settings.get("lora_alpha"))
+    alpha = _of_module(module, settings.get("alpha_pattern"), settings.get("lora_alpha"), config)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise CorruptCheckpointError(f"{_CONFIG} gives {module!r} alpha {alpha!r} (expected a number).", file=str(file))
+        raise CorruptCheckpointError(
+            f"{_CONFIG} gives {module!r} alpha {alpha!r} as 'lora_alpha' or in 'alpha_pattern' (expected a number).",
+            file=str(config),
+        )
     scale = alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
     return Factors(a, b, scale, embedding or bool(settings.get("fan_in_fan_out")))
 
 
-def _of_module(module: str, patterns: Any, default: Any) -> Any:
+def _of_module(module: str, patterns: Any, default: Any, config: Path) -> Any:
     """Return what a table of patterns gives a module: the first that matches the end of its name, as in peft."""
     for pattern, value in (patterns or {}).items():
         try:
@@ -187,6 +219,6 @@ def _of_module(module: str, patterns: Any, default: Any) -> Any:
                 return value
         except re.error as error:
             raise CorruptCheckpointError(
-                f"{_CONFIG} holds the pattern {pattern!r}, which is malformed: {error}."
+                f"{_CONFIG} holds the pattern {pattern!r}, which is malformed: {error}.", file=str(config)
             ) from error
     return default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
-from mmfsdp.checkpoint.tree import named_tensors, part_tensors, weights_of
+from mmfsdp.checkpoint.tree import common_prefix, named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 
 __all__ = ["merge_lora"]
@@ -110,15 +110,27 @@ def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[
     shared = _with_missing_head(base, names, adapter, prefix)
     resized = [name for name, entry in changed.items() if entry.shape != base.tensors[name].shape]
     facts = {
+        "As in the base, because the adapter has no factors for them, though its config has target_modules for them": [
+            *_lacking(base, names, adapter, prefix)
+        ],
         "Tied to a weight that is merged, and so merged too": [*tied],
         "Merged into the head, too, which config.json ties to it": [shared] if shared else [],
         "Of another shape than in the base, which config.json must say": resized,
         "Added, because only the adapter has it": [*added],
     }
     tensors = {**base.tensors, **changed, **tied, **added}
-    origins = (*(base.origins or (base,)), adapter.layout)
+    # The folder, in which the config lies, too, is not to be written to.
+    origins = (*(base.origins or (base,)), replace(adapter.layout, path=adapter.config.parent))
     merged = replace(base, tensors=tensors, tree=_with(base, added), origins=origins)
     return merged, tuple(f"{what}: {name_list(named, 5)}" for what, named in facts.items() if named)
+
+
+def _lacking(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> Iterator[str]:
+    """Yield the modules of the base that were trained by the adapter's config, and that the adapter lacks."""
+    for name, stored in names.items():
+        module = name.removeprefix(prefix).removesuffix(".weight")
+        if name == f"{prefix}{module}.weight" and adapter.lacks(module) and len(base.tensors[stored].shape) > 1:
+            yield module
 
 
 def _with(base: Layout, added: Iterable[str]) -> dict[Any, Any]:
@@ -183,6 +195,8 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
     ends = {name.removesuffix(wanted[0]) for name in names if name.endswith(wanted[0])}
     other = next((end for end in sorted(ends, key=len) if all(end + name in names for name in wanted)), None)
     hint = f" All of them are there below {other!r}: set 'prefix' to it." if other is not None else ""
+    if longer := common_prefix(wanted, {name.removeprefix(prefix) for name in names}):
+        hint = f" Without {longer!r} they are there: convert the base with rename {{'^': {longer!r}}} first."
     raise _another_base(base, adapter, problems, hint)
 
 

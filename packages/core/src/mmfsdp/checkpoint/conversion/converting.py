@@ -303,9 +303,12 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
         return
     paths = [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
     files = [path for path in paths if not isinstance(path, RemoteLike)]
-    # A directory that holds a source file would be replaced together with it.
-    inside = target.is_dir() and any(file.resolve().is_relative_to(target.resolve()) for file in files)
-    if inside or any(os.path.samefile(target, file) for file in files):
+    # A directory that holds a source file would be replaced together with it; a file in the directory of a source may
+    # be its metadata, or hold nothing but numbers.
+    home = target.resolve()
+    inside = target.is_dir() and any(file.resolve().is_relative_to(home) for file in files)
+    within = target.is_file() and any(file.is_dir() and home.is_relative_to(file.resolve()) for file in files)
+    if inside or within or any(os.path.samefile(target, file) for file in files):
         raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
 
 

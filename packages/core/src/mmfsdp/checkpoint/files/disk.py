@@ -17,6 +17,7 @@ from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     MmfsdpError,
@@ -66,11 +67,14 @@ def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
     """Return the path of a checkpoint that is read or written: on this machine, or on a server if it is a URL.
 
     Raises:
-        ConfigError: A URL is malformed, or what it needs is not installed, or it is to be written and cannot be.
+        ConfigError: It is empty. A URL is malformed, or what it needs is not installed, or it is to be written and
+            cannot be.
     """
     if isinstance(path, RemoteLike):
         return cast(Path, path)
     text = os.fspath(path)
+    if not text:
+        raise ConfigError("The path is empty, as of a variable that is not set. For the current directory, write '.'.")
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
         return Path(path)
     found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text, to_write=to_write)
@@ -129,8 +133,9 @@ class read_errors:  # noqa: N801 - reads as a statement
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if _is_systems(error) and not isinstance(error, FileNotFoundError):
-            reason = error.strerror or error
-            raise CheckpointError(f"{self._file.name} cannot be read: {reason}.", file=str(self._file)) from error
+            advice = f" {_ADVICE[error.errno]}" if error.errno == errno.EMFILE else ""
+            text = f"{self._file.name} cannot be read: {error.strerror or error}.{advice}"
+            raise CheckpointError(text, file=str(self._file)) from error
 
 
 @contextmanager
@@ -277,7 +282,16 @@ def make_parent(target: Path) -> None:
 
 
 def refuse_missing_parent(path: Path) -> None:
-    """Raise ``CheckpointNotFoundError`` if the directory that should hold a target does not exist."""
+    """Raise if the directory that should hold a target does not exist.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        ConfigError: A file is there.
+    """
+    if path.parent.is_file():
+        raise ConfigError(
+            f"{str(path)!r} cannot be written: {str(path.parent)!r} is a file, and not a directory.", file=str(path)
+        )
     if not path.parent.is_dir():
         raise CheckpointNotFoundError(
             f"{str(path)!r} cannot be written: the directory {str(path.parent)!r} does not exist."
