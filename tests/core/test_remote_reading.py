@@ -270,6 +270,14 @@ class TestBadServers:
         web.fault = lambda *_: False
         assert diff(tmp_path / "out.safetensors", folder / "large.safetensors").same
 
+    def test_a_server_that_never_sends_much(self, web: WebServer, folder: Path, tmp_path: Path) -> None:
+        web.fault = lambda handler, request: (
+            request.begin is not None and not handler.answer(replace(request, end=request.begin + 1000))
+        )
+        for name in ("plain.safetensors", "dcp"):
+            convert(f"{web.url}/{name}", tmp_path / f"{name}.pth", fsync=False)
+            assert diff(tmp_path / f"{name}.pth", folder / name, keep="model").same
+
     def test_a_server_that_ignores_ranges_sends_no_large_file(self, web: WebServer) -> None:
         web.fault = lambda handler, request: handler.answer(Request(request.path, None, None, {})) or True
         with pytest.raises(FormatError, match="Download the checkpoint first"):

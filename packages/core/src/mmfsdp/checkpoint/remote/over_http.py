@@ -54,10 +54,11 @@ class HttpTransport:
         with response:
             if response.status == 416:  # an empty file has no first byte
                 return Info(0, _identity(response.headers)), b""
-            size = _whole_size(response, url) if response.status == 200 else _range(response, url, 0)[1]
-            head = response.read(min(HEAD, size))
-            if len(head) < min(HEAD, size):
-                raise PassingError(f"the server stopped {min(HEAD, size) - len(head)} bytes early")
+            # A server may send less than it is asked for, and say so.
+            end, size = _range(response, url, 0) if response.status == 206 else (_whole_size(response, url),) * 2
+            head = response.read(min(HEAD, end))
+            if len(head) < min(HEAD, end):
+                raise PassingError(f"the server stopped {min(HEAD, end) - len(head)} bytes early")
             return Info(size, _identity(response.headers)), head
 
     def fill(self, url: Url, view: memoryview, at: int, info: Info) -> int:
