@@ -152,6 +152,43 @@ class TestNothingHalfDone:
         assert keys(s3) == []
         assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
 
+    def test_when_nothing_may_be_removed(self, s3: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = s3fs.S3FileSystem.call_s3
+        asked = []
+
+        def refusing(store: Any, method: str, **arguments: Any) -> Any:
+            if method in ("delete_object", "abort_multipart_upload"):
+                asked.append(method)
+                raise PermissionError("not allowed")
+            return call(store, method, **arguments)
+
+        def stop(done: int, _: int) -> None:
+            if done > 45 * MB:
+                raise error
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", refusing)
+        settings = {"max_shard_size": 20 * MB, "progress": stop}
+        names = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
+        error: BaseException = CorruptCheckpointError("the cause", file="source")
+        with pytest.raises(
+            CorruptCheckpointError, match="the cause S3 did not remove what was written before"
+        ) as caught:
+            convert(folder / "large.safetensors", "s3://bucket/out", **settings)
+        assert caught.value.context == {"file": "source"}
+        for words in (
+            "'the parts of model-00003-of-00003.safetensors'",
+            "'model-00001-of-00003.safetensors', 'model-00",
+        ):
+            assert words in str(caught.value)
+        assert asked == ["abort_multipart_upload", "delete_object"]  # once it does not answer, it is left alone
+        assert keys(s3) == [f"out/{name}" for name in names]
+        error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            convert(folder / "large.safetensors", "s3://bucket/out.safetensors", progress=stop)
+        assert interrupted.value.__notes__ == [
+            "S3 did not remove what was written before: 'its parts'. Remove it yourself."
+        ]
+
     def test_a_dry_run_writes_nothing(self, s3: Any, folder: Path) -> None:
         assert convert(folder / "large.safetensors", "s3://bucket/out.safetensors", dry_run=True).dry_run
         assert keys(s3) == []
@@ -180,6 +217,18 @@ class TestRefused:
         with pytest.raises(ConfigError, match=text):
             convert(folder / "large.safetensors", target, **settings)
         assert keys(s3) == []
+
+    def test_the_source(self, s3: Any, folder: Path) -> None:
+        for name, target in (
+            ("torch_dcp", "torch_dcp/.metadata"),
+            ("zip.pth", "zip.pth"),
+            ("dcp", "dcp/manifest.json"),
+        ):
+            source, before = put(s3, folder, name), s3.get_object(Bucket="bucket", Key=target)["Body"].read()
+            with pytest.raises(ConfigError, match=r"is part of the source\. Choose another path"):
+                convert(source, f"s3://bucket/{target}", to="pth", overwrite=True)
+            assert s3.get_object(Bucket="bucket", Key=target)["Body"].read() == before
+        convert(source, f"{source}/out.pth", overwrite=True)
 
     def test_a_bucket_that_is_not_there(self, s3: Any, folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"out\.safetensors cannot be written: S3 says .*bucket") as caught:

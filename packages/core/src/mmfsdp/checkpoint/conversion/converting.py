@@ -132,9 +132,8 @@ def convert(
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     layout, restored = _numbers(layout, kind, chosen)
     is_remote = isinstance(target, RemoteLike)
-    if not is_remote:
-        with write_errors(target):
-            _refuse_own_files(layout, target)
+    with write_errors(target):
+        (_refuse_own_urls if is_remote else _refuse_own_files)(layout, target)
     chosen = _completed(chosen, kind, layout)
     like, beside = Path(), dict[str, Path]()
     if kind.name in ("huggingface", "gguf"):
@@ -301,15 +300,29 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
     target = located(target)
     if not target.exists():
         return
-    paths = [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
-    files = [path for path in paths if not isinstance(path, RemoteLike)]
+    files = [path for path in _paths(layout) if not isinstance(path, RemoteLike)]
     # A directory that holds a source file would be replaced together with it; a file in the directory of a source may
     # be its metadata, or hold nothing but numbers.
     home = target.resolve()
     inside = target.is_dir() and any(file.resolve().is_relative_to(home) for file in files)
     within = target.is_file() and any(file.is_dir() and home.is_relative_to(file.resolve()) for file in files)
     if inside or within or any(os.path.samefile(target, file) for file in files):
-        raise ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
+        raise _part_of_source(target)
+
+
+def _refuse_own_urls(layout: Layout, target: Path) -> None:
+    urls = {str(path) for path in _paths(layout) if isinstance(path, RemoteLike)}
+    below = any(str(target).startswith(f"{url}/") for url in urls)
+    if str(target) in urls or (below and present(target)):
+        raise _part_of_source(target)
+
+
+def _paths(layout: Layout) -> list[Path]:
+    return [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
+
+
+def _part_of_source(target: Path) -> ConfigError:
+    return ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
 
 
 def _check_save(layout: Layout) -> None:

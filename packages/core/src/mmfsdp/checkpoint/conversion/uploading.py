@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import overload
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
@@ -19,7 +22,7 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
 from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
 __all__ = ["check_target", "upload"]
 
@@ -77,7 +80,8 @@ def upload(
 
     Raises:
         CorruptCheckpointError: Source data does not match its checksum, or a file of the source ends too early.
-        CheckpointError: The store does not take it. Without ``resume``, everything that was written is removed.
+        CheckpointError: The store does not take it. Without ``resume``, everything that was written is removed; the
+            error names what the store does not let be removed.
     """
     tracker = Tracker(sum(file.nbytes for file in intent.planned), progress)
     written: dict[str, FileEntry] = {}
@@ -94,11 +98,10 @@ def upload(
             entries = {file.name: written[file.name] for file in intent.planned}
             text = manifest_bytes(save_id=intent.save_id, world_size=intent.world_size, files=entries)
             folder.put(MANIFEST_NAME, text)
-    except BaseException:
-        if not chosen.resume:
-            for name in written:
-                folder.remove(name)
-        raise
+    except BaseException as error:
+        if chosen.resume:
+            raise
+        raise _undone(error, {name: partial(folder.remove, name) for name in written}) from error.__cause__
 
 
 def _uploaded(
@@ -108,13 +111,30 @@ def _uploaded(
     try:
         entry = _written(file, upload, tracker.advance, verified)
         upload.complete()
-    except BaseException:
+    except BaseException as error:
         if resume:
             upload.stop()  # S3 keeps the parts
-        else:
-            upload.abort()
-        raise
+            raise
+        raise _undone(
+            error, {f"the parts of {file.name}" if file.name else "its parts": upload.abort}
+        ) from error.__cause__
     return entry
+
+
+def _undone(error: BaseException, steps: Mapping[str, Callable[[], None]]) -> BaseException:
+    """Undo what was written; return the error that made it necessary, and which says what could not be undone."""
+    left = [*steps]
+    with suppress(CheckpointError):  # a store that does not answer once is not asked for the rest
+        for step in steps.values():
+            step()
+            del left[0]
+    if not left:
+        return error
+    text = f"S3 did not remove what was written before: {name_list(left, 5)}. Remove it yourself."
+    if isinstance(error, MmfsdpError):
+        return type(error)(f"{error.message} {text}", **error.context)
+    error.add_note(text)
+    return error
 
 
 def _compared(
