@@ -282,6 +282,16 @@ def test_tied_weights(tmp_path: Path) -> None:
         ([{"trim": {"names": ["n.bias"]}}], "lacks 'size'"),
         ([{"trim": {"names": ["n.bias"], "size": [4, 5]}}], "is [4, 5], expected a number or a value"),
         ([{"drop": ["{x:.*}"]}], "leaves no tensor"),
+        (
+            [{"stack": {"parts": "{x:.*}.weight", "over": "x", "whole": "w"}}],
+            "'a.weight' has 'a' where {x} is a number such as 7",
+        ),
+        (
+            [{"rename": {"a.weight": "w.00"}}, {"stack": {"parts": "w.{e}", "over": "e", "whole": "w"}}],
+            "'w.00' has '00' where {e} is a number",
+        ),
+        ([{"rename": {"a.weight": "w." + "9" * 5000}}, {"rename": {"w.{i+1}": "v.{i}"}}], "matches no tensor"),
+        ([{"rename": {"a.weight": "w." + "9" * 5000}}, {"rename": {"w.{i}": "v.{i+1}"}}], "adds a number to {i}"),
         ([{"renam": {"a": "b"}}], "Did you mean 'rename'?"),
         ([{"rename": {"a": "b"}, "drop": ["c"]}], "rules[0] has 2 of rename"),
         ([{"fuse": {"part": ["a"], "whole": "b"}}], "unknown key 'part'. Did you mean 'parts'?"),
@@ -338,7 +348,8 @@ def test_settings_of_recipes(tmp_path: Path) -> None:
         ),
         ({"recipe": "hf-llama-to-fused", "recipe_values": {"head": 4}}, "Did you mean 'heads'"),
         ({"recipe": "hf-llama-to-fused", "recipe_values": {"heads": 0}}, "positive whole numbers"),
-        ({"recipe": "hf-llama-to-fused", "recipe_values": {"heads": 3}}, "The rule's sizes are 3:3:3"),
+        ({"recipe": "hf-llama-to-fused", "recipe_values": {"heads": 3}}, "needs the value 'kv_heads' beside 'heads'"),
+        ({"recipe": "hf-llama-to-fused", "recipe_values": {"heads": 3, "kv_heads": 3}}, "The rule's sizes are 3:3:3"),
         ({"recipe": "hf-llama-to-fused", "keep": "all"}, "'recipe' writes the weights"),
         ({"inverse": True}, "'inverse' needs a 'recipe'"),
         ({"recipe": 3}, "valid string"),
@@ -347,3 +358,23 @@ def test_settings_of_recipes(tmp_path: Path) -> None:
             convert(source, target, **settings)  # type: ignore[arg-type]
         assert said in str(caught.value)
     assert not target.exists()
+
+
+def test_heads_of_llama_that_do_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    rows = {"q": 64, "k": 32, "v": 32, "o": 64}  # grouped queries: the heads of k and v are fewer
+    state = {f"layers.0.attention.w{part}.weight": torch.ones(count, 64) for part, count in rows.items()}
+    source = saved(tmp_path / "in" / "a.pth", state)
+    for values, said in (
+        ({"heads": 4}, "rules[1].fuse needs the value 'kv_heads' beside 'heads', from which it may differ"),
+        ({"heads": 4, "kv_heads": 4}, "have 64, 32 elements along dimension 0. The rule's sizes are 4:4"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            convert(source, tmp_path / "b.pth", recipe="meta-llama-to-hf", recipe_values=values)
+        assert said in str(caught.value)
+    for name, config in (("config.json", {"num_attention_heads": 4}), ("params.json", {"n_heads": 4})):
+        (source.parent / name).write_text(json.dumps(config))  # without the others, there are as many
+        with pytest.raises(ConfigError, match="sizes are 4:4"):
+            convert(source, tmp_path / "b.pth", recipe="meta-llama-to-hf")
+        (source.parent / name).unlink()
+    assert not (tmp_path / "b.pth").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -179,6 +180,13 @@ class Stack(Rule):
 
     def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
         for group in grouped(tensors, [self.part], self.over):
+            odd = next((own for _, own in group.names if not re.fullmatch("0|[1-9][0-9]{0,8}", own)), None)
+            if odd is not None:
+                raise ConfigError(
+                    f"{self.where}: {group.names[0, odd]!r} has {odd!r} where {{{self.over}}} is a number such as "
+                    "7. Rename the tensors first.",
+                    config=self.where,
+                )
             numbers = sorted(int(own) for _, own in group.names)
             if numbers != [*range(len(numbers))]:
                 gap = next(place for place, number in enumerate([*numbers, -1]) if place != number)

@@ -14,9 +14,9 @@ __all__ = ["Binding", "Group", "Template", "grouped"]
 Binding = tuple[tuple[str, str], ...]
 """What each placeholder stands for, sorted by placeholder."""
 
-_PLACEHOLDER = re.compile(r"\{(\w+)(?:([+-]\d+)|:([^{}]+))?\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)(?:([+-]\d{1,9})|:([^{}]+))?\}")
 _DEFAULT = r"[^.]+"
-_NUMBER = r"\d+"
+_NUMBER = r"\d{1,18}"
 
 
 class Template:
@@ -93,7 +93,7 @@ class Template:
         value = values[name]
         if not shift:
             return value
-        if not value.isdecimal():
+        if not re.fullmatch(_NUMBER, value):
             raise ConfigError(f"Template {self.text!r} adds a number to {{{name}}}, which is {value!r}.")
         return str(int(value) + shift)
 

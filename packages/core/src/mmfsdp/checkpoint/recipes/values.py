@@ -69,14 +69,18 @@ class Values:
                 return key
             if key in self.configs:
                 return self.configs[key]
-            if key in self.sources and key not in (name, *asked):
+            # A model's config leaves out a value that is equal to another one; somebody who sets values may forget it.
+            if key in self.sources and key not in (name, *asked, *self.given):
                 return self._value(key, where, (name, *asked))
         if name not in self.sources:
             known = f"The recipe's values are {', '.join(self.sources)}" if self.sources else "The recipe has no values"
             raise ConfigError(f"{where}: {name!r} is neither a number nor a value. {known}.", config=where)
         looked = f", or put a config.json with {keys[0]!r} beside the checkpoint" if keys else ""
+        set_ones = [str(key) for key in keys if key in self.given]
+        may_differ = f" beside {set_ones[0]!r}, from which it may differ" if set_ones else ""
         raise ConfigError(
-            f"{where} needs the value {name!r}. Give it in 'recipe_values', as {name}=8{looked}.", config=where
+            f"{where} needs the value {name!r}{may_differ}. Give it in 'recipe_values', as {name}=8{looked}.",
+            config=where,
         )
 
 
