@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import mmfsdp
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.saving.verified_files import VerifiedFiles
+from mmfsdp.testing import single_rank
 
 COUNT = 100  # more than stay open
 
@@ -109,17 +112,75 @@ def test_what_is_only_a_part_of_a_checkpoint_is_refused_by_name(tmp_path: Path) 
             convert(tmp_path / "dcp" / name, tmp_path / "whole.safetensors")
 
 
+class Vector(torch.nn.Module):
+    """One weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+
+
 class TestDirectoriesOfWholeFiles:
     def test_as_accelerate_writes_full_state_dicts(self, tmp_path: Path) -> None:
-        for name in ("optimizer.bin", "pytorch_model_fsdp.bin"):
+        for name in ("optimizer.bin", "pytorch_model_fsdp.bin", "scheduler.bin", "scaler.pt", "sampler_1.bin"):
             torch.save({"w": torch.ones(2)}, tmp_path / name)
         (tmp_path / "trainer_state.json").write_text("{")
         (tmp_path / "notes.txt").write_text("none")
         with pytest.raises(
             CheckpointNotFoundError,
-            match=r"Open a checkpoint within it: 'optimizer.bin', 'pytorch_model_fsdp.bin'\. \[",
+            match=r"Open a checkpoint within it: 'pytorch_model_fsdp.bin', 'optimizer.bin'\. \[",
         ):
             open_layout(tmp_path)
+
+    def test_as_transformers_trainer_writes_shards(self, tmp_path: Path) -> None:
+        """As transformers 5.10 with accelerate 1.15 does: the weights come first, and what holds none is left out."""
+        torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "model.pth")
+        torch.save(
+            {"optimizer": {"state": {"w": {"step": torch.ones(())}}, "param_groups": []}}, tmp_path / "optim.pth"
+        )
+        run = tmp_path / "run"
+        for step in (5, 10):
+            folder = run / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            convert(tmp_path / "model.pth", folder / "pytorch_model_fsdp_0", to="dcp")
+            convert(tmp_path / "optim.pth", folder / "optimizer_0", to="dcp")
+            for name in ("rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"):
+                torch.save({"last_epoch": 1}, folder / name)
+            (folder / "trainer_state.json").write_text("{}")
+        torch.save({"args": 1}, run / "training_args.bin")
+        parts = ("pytorch_model_fsdp_0", "optimizer_0")
+        inner = "'pytorch_model_fsdp_0', 'optimizer_0'"
+        with pytest.raises(CheckpointNotFoundError, match=rf"Open a checkpoint within it: {inner}\."):
+            open_layout(folder)
+        inner = ", ".join(f"'checkpoint-{step}/{part}'" for step in (10, 5) for part in parts)
+        with pytest.raises(CheckpointNotFoundError, match=rf"Open a checkpoint within it: {inner}\."):
+            open_layout(run)
+        with pytest.raises(FormatError, match=r"or open what lies beside it: 'pytorch_model_fsdp_0'\."):
+            convert(folder / "optimizer_0", tmp_path / "out.safetensors")
+        with single_rank():
+            model = mmfsdp.shard(Vector())
+            optimizer = torch.optim.AdamW(model.parameters())
+            with pytest.raises(
+                FormatError, match=r"Beside it lies 'optimizer_0': load the weights without the optimizer"
+            ):
+                mmfsdp.load_checkpoint(folder / "pytorch_model_fsdp_0", model, optimizer)
+            with pytest.raises(FormatError, match=r"Open what lies beside it: 'pytorch_model_fsdp_0'\."):
+                mmfsdp.load_checkpoint(folder / "optimizer_0", model)
+
+    def test_as_transformers_trainer_writes_with_deepspeed(self, tmp_path: Path) -> None:
+        """As with DeepSpeed 0.19: a Hugging Face folder in the dtype of training, around DeepSpeed's own."""
+        step = tmp_path / "checkpoint-2"
+        (step / "global_step2").mkdir(parents=True)
+        (step / "latest").write_text("global_step2")
+        (step / "config.json").write_text("{}")
+        save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, step / "model.safetensors")
+        torch.save({"module": {}}, step / "global_step2" / "mp_rank_00_model_states.pt")
+        [note] = convert(step, tmp_path / "out.safetensors").notes
+        assert note.startswith("checkpoint-2/global_step2 is DeepSpeed's, with weights in full precision")
+        with single_rank():
+            model = mmfsdp.shard(Vector())
+            with pytest.raises(FormatError, match=r"Give DeepSpeed's checkpoint within it, 'global_step2'\."):
+                mmfsdp.load_checkpoint(step, model, torch.optim.AdamW(model.parameters()))
 
     def test_below_directories(self, tmp_path: Path) -> None:
         """As Composer's `save_checkpoint_to_disk` leaves them."""

@@ -11,7 +11,10 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within, optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.tree import listed
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import FormatError
@@ -77,7 +80,10 @@ def load_checkpoint(
         for key, what in (("state_dict", "weights"), ("optimizer", "optimizer state")):
             if key not in content and (key == "state_dict" or optimizer is not None):
                 found = name_list(sorted(map(str, content))) or "nothing"
-                raise FormatError(f"The checkpoint holds no {what} under {key!r}; it has {found}.", file=str(path))
+                raise FormatError(
+                    f"The checkpoint holds no {what} under {key!r}; it has {found}.{_elsewhere(path, key)}",
+                    file=str(path),
+                )
         if optimizer is not None and isinstance(content["optimizer"], list):
             raise FormatError(
                 "The optimizer's state is a list by rank: each rank saved pieces of flat parameters, and nothing says "
@@ -105,6 +111,19 @@ def load_checkpoint(
     rest = {**read_whole(content, scope), **on_disk}
     on_all_ranks(source.check_unchanged, scope)
     return rest, report
+
+
+def _elsewhere(path: str | Path, key: str) -> str:
+    """Return a sentence that says where weights or optimizer state are, if they are beside the path or within it."""
+    if key == "optimizer" and (name := of_deepspeed_within(place(path))):
+        return f" Give DeepSpeed's checkpoint within it, {name!r}."
+    if key == "optimizer" and (names := optimizers_beside(place(path))):
+        return (
+            f" Beside it lies {listed(names)}: load the weights without the optimizer, and then its state with "
+            "load_optim_state_dict(model, optimizer, read_checkpoint(...)['optimizer']); mmfsdp.saving has read_checkpoint."
+        )
+    names = weights_beside(place(path)) if key == "state_dict" else []
+    return f" Open what lies beside it: {listed(names)}." if names else ""
 
 
 def _without_prefix(content: dict[str, Any], own: list[str]) -> dict[str, Any]:
@@ -138,10 +157,10 @@ def reference_of(model: nn.Module) -> Layout:
     which order a flat parameter holds their elements.
     """
     tensors: dict[str, TensorEntry] = {}
-    for place, param in enumerate(find_sharded_model(model).plan.all_params()):
+    for number, param in enumerate(find_sharded_model(model).plan.all_params()):
         if len(param.shape) in (4, 5) and param.shape[1] > 1 and math.prod(param.shape[2:]) > 1:
             continue
-        whole = Chunk(Path("the model"), place, param.nbytes, (0,) * len(param.shape), param.shape)
+        whole = Chunk(Path("the model"), number, param.nbytes, (0,) * len(param.shape), param.shape)
         for name in (param.fqn, *param.aliases):
             tensors[name] = TensorEntry(name, param.dtype, param.shape, (whole,))
     return Layout(Path("the model"), "model", 1, tensors, {name: TensorRef(name) for name in tensors})

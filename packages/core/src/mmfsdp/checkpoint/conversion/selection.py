@@ -143,8 +143,19 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         renamed=rules.renames,
         casts=casts,
         dropped=dropped,
-        notes=selection.notes,
+        notes=(*selection.notes, *_of_another_copy(layout)),
     )
+
+
+def _of_another_copy(layout: Layout) -> tuple[str, ...]:
+    """Return a note if DeepSpeed's checkpoint lies within the folder: its weights may be of higher precision."""
+    if layout.format not in ("huggingface", "safetensors_index", "torch_index"):
+        return ()
+    name = import_module("mmfsdp.checkpoint.formats.suggestions").of_deepspeed_within(layout.path)
+    if name is None:
+        return ()
+    given = layout.path.name
+    return (f"{given}/{name} is DeepSpeed's, with weights in full precision and optimizer state, which {given} lacks",)
 
 
 def _through_recipe(

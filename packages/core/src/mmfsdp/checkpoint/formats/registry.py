@@ -68,7 +68,6 @@ TORCH_FILE = "pytorch_model.bin"
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
 
-_MOST_TRIED, _MOST_DIRECTORIES = 100, 10  # names in a directory, for an error message
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
     rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
@@ -497,7 +496,7 @@ def _recognised(source: Source) -> Format:
     for item in FORMATS:
         if item.sniff is not None and item.sniff(source):
             return item
-    path, names = source.path, source.names
+    path = source.path
     if text := _module("foreign").what_to_use(source.head, source.names or [path.name]):
         raise FormatError(f"{path.name} {text}", file=str(path))
     if path.is_dir():
@@ -506,16 +505,9 @@ def _recognised(source: Source) -> Format:
         )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
-        names = [name for name in source.names if not name.endswith(".distcp")]  # which are parts
-        inner = _within(path, names) or [
-            f"{name}/{below}" for name in names[:_MOST_DIRECTORIES] for below in _within(path / name)
-        ]
-        hint = f" Open a checkpoint within it: {name_list(inner)}." if inner else ""
-        if names and names == source.names and not inner and _looks_like_checkpoint(path.parent):
-            hint = f" The directory above it is a checkpoint: {str(path.parent)!r}."
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
-            f"{name_list(source.names) or 'nothing'}.{hint}",
+            f"{name_list(source.names) or 'nothing'}.{_module('suggestions').nearby(source)}",
             file=str(path),
         )
     if not source.head:
@@ -525,23 +517,6 @@ def _recognised(source: Source) -> Format:
         "of torch.save (.pth, .pt, .bin), safetensors files, their indexes, and directories of rank{i}.pth files or of "
         "torch's distributed checkpoint.",
         file=str(path),
-    )
-
-
-def _within(directory: Path, names: Iterable[str] | None = None) -> list[str]:
-    """Return the names in a directory, if it is one, that look like checkpoints."""
-    try:
-        if names is None:
-            names = Source(directory).names
-        return [name for name in [*names][:_MOST_TRIED] if _looks_like_checkpoint(directory / name)]
-    except OSError:  # what cannot be read is not suggested
-        return []
-
-
-def _looks_like_checkpoint(path: Path) -> bool:
-    source, directory = Source(path), path.is_dir()
-    return (directory or path.is_file()) and any(
-        item.directory == directory and item.sniff is not None and item.sniff(source) for item in FORMATS
     )
 
 
