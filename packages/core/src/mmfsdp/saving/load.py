@@ -120,7 +120,7 @@ def _elsewhere(path: str | Path, key: str) -> str:
     if key == "optimizer" and (names := optimizers_beside(place(path))):
         return (
             f" Beside it lies {listed(names)}: load the weights without the optimizer, and then its state with "
-            "load_optim_state_dict(model, optimizer, read_checkpoint(...)['optimizer']); mmfsdp.saving has read_checkpoint."
+            "load_optim_state_dict(model, optimizer, read_checkpoint(...)['optimizer']), from mmfsdp.saving."
         )
     names = weights_beside(place(path)) if key == "state_dict" else []
     return f" Open what lies beside it: {listed(names)}." if names else ""
