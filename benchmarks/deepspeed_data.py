@@ -1,11 +1,10 @@
-"""Writes files laid out as DeepSpeed's of four ranks, with AdamW's moments: ``python ... STAGE PATH BYTES-OF-WEIGHTS``.
+"""Writes files laid out as DeepSpeed's of four ranks, with AdamW's moments.
 
 They hold what DeepSpeed's ``zero_to_fp32.py`` and mmfsdp read; writing them with DeepSpeed itself needs gradients, too.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,3 @@ def write(stage: int, path: Path, nbytes: int, side: int = SIDE) -> None:
             torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     if stage != 3:
         torch.save(model, folder / "mp_rank_00_model_states.pt")
-
-
-if __name__ == "__main__":
-    write(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
