@@ -19,7 +19,7 @@ __all__ = ["merge_lora_command"]
 
 @click.command("merge-lora", cls=Command)
 @checkpoint_argument("base")
-@argument("adapter", type=PATH, help="The folder of the adapter, as peft's save_pretrained() writes it.")
+@argument("adapter", type=PATH, help="The folder of the adapter, as peft or diffusers saves it.")
 @argument("target", type=CHECKPOINT, help="The path to write: .safetensors, .pth or .pt, or a directory.")
 @option(
     "--prefix",
@@ -28,8 +28,16 @@ __all__ = ["merge_lora_command"]
     metavar="TEXT",
     help="What stands before the adapter's module names in the base.",
 )
+@option(
+    "--component",
+    section="Adapter",
+    metavar="NAME",
+    help="What the base is in diffusers' pipeline, such as unet, if the adapter is for several.",
+)
 @writing_options
-def merge_lora_command(base: Path | str, adapter: Path, target: Path | str, prefix: str, **given: Any) -> None:
+def merge_lora_command(
+    base: Path | str, adapter: Path, target: Path | str, prefix: str, component: str | None, **given: Any
+) -> None:
     """Merge a LoRA adapter into its base, in constant memory.
 
     Weights are computed in float64 and rounded once. The base may be sharded and of any format. DoRA and other variants
@@ -42,6 +50,6 @@ def merge_lora_command(base: Path | str, adapter: Path, target: Path | str, pref
     def write(**settings: Any) -> ConversionReport:
         from mmfsdp.checkpoint import merge_lora
 
-        return merge_lora(base, adapter, target, prefix=prefix, **settings)
+        return merge_lora(base, adapter, target, prefix=prefix, component=component, **settings)
 
     write_checkpoint(write, given)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
+from mmfsdp.checkpoint.arithmetic.diffusers_adapters import diffusers_file, read_diffusers_adapter
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
@@ -36,6 +38,7 @@ def merge_lora(
     conversion: Conversion | None = None,
     *,
     prefix: str = "",
+    component: str | None = None,
     reference: str | os.PathLike[str] | Layout | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -51,10 +54,13 @@ def merge_lora(
 
     Args:
         base: The base's checkpoint, of any format and sharding.
-        adapter: The folder that peft's ``save_pretrained`` wrote.
+        adapter: The folder that peft's ``save_pretrained`` wrote, or the file or folder of diffusers'
+            ``save_lora_weights``.
         target: The path to write; see `convert`.
         conversion: What to write and how.
         prefix: Stands before the adapter's module names in the base, such as ``'model.'``.
+        component: What the base is in diffusers' pipeline, such as ``'unet'``, if the adapter is for several and the
+            base's folder is not named so.
         reference: A complete checkpoint of the same model, if the base does not hold all shapes; see ``open_layout``.
         dry_run: Check and report everything that can be known without writing.
         progress: Called with the bytes written so far and the bytes to write.
@@ -73,9 +79,24 @@ def merge_lora(
     chosen = for_weights((conversion or Conversion()).changed(settings), "Merging an adapter")
     layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
     [layout] = restored_for([layout], target, chosen)
-    merged, notes = _merged(layout, read_adapter(adapter), prefix)
+    merged, notes = _merged(layout, _read(adapter, component, layout), prefix)
     report = convert(merged, target, chosen, dry_run=dry_run, progress=progress)
     return replace(report, notes=(*notes, *report.notes))
+
+
+def _read(adapter: str | os.PathLike[str], component: str | None, base: Layout) -> Adapter:
+    if (file := diffusers_file(adapter)) is not None:
+        return read_diffusers_adapter(file, component, _folder(base).name)
+    if component is not None:
+        raise ConfigError(
+            f"component={component!r} is for an adapter of a pipeline, in one file as diffusers writes it, which "
+            f"{os.fspath(adapter)!r} is not. Leave it out."
+        )
+    return read_adapter(adapter)
+
+
+def _folder(base: Layout) -> Path:
+    return base.path if base.path.is_dir() else base.path.parent
 
 
 def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[str, ...]]:
@@ -152,7 +173,7 @@ def _with_missing_head(base: Layout, names: Mapping[str, str], adapter: Adapter,
 
     The head was not replaced while the adapter was trained, unless it says so.
     """
-    folder = base.path if base.path.is_dir() else base.path.parent
+    folder = _folder(base)
     merged = [f"{prefix}{module}.weight" for module in adapter.factors]
     kept = {*names, *(prefix + name for name in adapter.replaced)}
     replaced = [prefix + name for name in adapter.replaced if prefix + name not in merged]
