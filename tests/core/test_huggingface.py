@@ -178,6 +178,20 @@ def test_a_recipe_and_its_numbers(tmp_path: Path) -> None:
     assert torch.equal(fused["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([*state.values()][:3]))
 
 
+@pytest.mark.parametrize("where", ["checkpoint", "checkpoint/ranks/huggingface"])
+def test_a_config_that_lies_near_is_named(where: str, source: Path, tmp_path: Path) -> None:
+    """As the Trainer of transformers leaves it above the ranks' files, and verl in a folder beside them."""
+    ranks = tmp_path / "checkpoint/ranks"
+    ranks.parent.mkdir()
+    convert(source, ranks, to="local", ranks=2)
+    like = tmp_path / where
+    shutil.copytree(folder(tmp_path / "made"), like, dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=f"Give a folder of the same model as 'like', such as {str(like)!r};"):
+        convert(ranks, tmp_path / "out", to="hf")
+    convert(ranks, tmp_path / "out", to="hf", like=like)
+    assert (tmp_path / "out/config.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
+_MOST_TRIED = 100  # folders, for an error message
 _WEIGHTS = re.compile(
     r".+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|ot|tflite|distcp|npz|mlmodel)|.+\.index\.json"
     r"|manifest\.json|\.metadata|\..+\.mmfsdp-\w+"
@@ -63,10 +65,20 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
             config="like",
         )
     raise ConfigError(
-        f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as 'like'; "
-        "its configuration and tokenizer are copied.",
+        f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as 'like'"
+        f"{_near(source)}; its configuration and tokenizer are copied.",
         config="like",
     )
+
+
+def _near(source: Path) -> str:
+    """Return, for an error message, a folder with a config that lies within a checkpoint or above it."""
+    with contextlib.suppress(OSError):
+        within = [path for path in sorted(source.iterdir()) if path.is_dir()] if source.is_dir() else []
+        for folder in (*within[:_MOST_TRIED], source.parent):
+            if (folder / CONFIG).is_file():
+                return f", such as {str(folder)!r}"
+    return ""
 
 
 def companions(like: Path, target: Path | None) -> dict[str, Path]:
