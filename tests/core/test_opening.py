@@ -16,6 +16,7 @@ from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.layout import Chunk, TensorEntry
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
+from mmfsdp.saving import read_checkpoint
 from mmfsdp.saving.verified_files import VerifiedFiles
 from mmfsdp.testing import single_rank
 
@@ -181,6 +182,23 @@ class TestDirectoriesOfWholeFiles:
             model = mmfsdp.shard(Vector())
             with pytest.raises(FormatError, match=r"Give DeepSpeed's checkpoint within it, 'global_step2'\."):
                 mmfsdp.load_checkpoint(step, model, torch.optim.AdamW(model.parameters()))
+
+    def test_as_nemo_automodel_writes(self, tmp_path: Path) -> None:
+        """As its Checkpointer does in 2026: weights and optimizer, and folders of what each rank has of its own."""
+        torch.save({"w": torch.ones(2)}, tmp_path / "model.pth")
+        state = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+        torch.save({"optim": state, "sched": {"last_epoch": 1}}, tmp_path / "optim.pth")
+        step = tmp_path / "epoch_0_step_1"
+        for name in ("rng", "dataloader"):
+            (step / name).mkdir(parents=True)
+            torch.save({"seed": torch.ones(3)}, step / name / f"{name}_dp_rank_0.pt")
+        convert(tmp_path / "model.pth", step / "model", to="dcp")
+        convert(tmp_path / "optim.pth", step / "optim", to="dcp")
+        with pytest.raises(CheckpointNotFoundError, match=r"Open a checkpoint within it: 'model', 'optim'\."):
+            open_layout(step)
+        content = read_checkpoint(step / "optim")
+        assert content["sched"] == {"last_epoch": 1}
+        assert content["optimizer"]["param_groups"][0]["lr"] == 0.1
 
     def test_below_directories(self, tmp_path: Path) -> None:
         """As Composer's `save_checkpoint_to_disk` leaves them."""

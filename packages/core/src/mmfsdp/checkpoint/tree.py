@@ -31,6 +31,7 @@ __all__ = [
     "top_level_key",
     "unique_name",
     "usual_content",
+    "usual_optimizer",
     "weights_of",
 ]
 
@@ -269,14 +270,19 @@ def usual_content(tree: Any, is_tensor: Callable[[Any], bool]) -> dict[Any, Any]
     found = find_weights(tree, is_tensor)
     if found is None:
         return None
-    content = {**found.above, **found.beside}
+    return {"state_dict": found.weights, **usual_optimizer({**found.above, **found.beside})}
+
+
+def usual_optimizer(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return content with its optimizer's state under ``'optimizer'``, whichever of the usual names it has."""
+    content = dict(content)
     for key in OPTIMIZER_KEYS:
         if "optimizer" not in content and isinstance(content.get(key), dict):
             content["optimizer"] = content.pop(key)
     several = content.get("optimizers")  # of Composer, by the names of their classes
     if "optimizer" not in content and isinstance(several, dict) and len(several) == 1:
         [content["optimizer"]] = content.pop("optimizers").values()
-    return {"state_dict": found.weights, **content}
+    return content
 
 
 def weights_of(layout: Layout) -> Weights:

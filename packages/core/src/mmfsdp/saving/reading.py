@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
-from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content
+from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content, usual_optimizer
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, same_path, scatter_objects, shared
 from mmfsdp.errors import FormatError
@@ -251,7 +251,7 @@ def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:
 def _named(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(f"{path.name} holds a {type(content).__name__}, not a state dict.", file=str(path))
-    content = usual_content(content, _is_tensor) or content
+    content = usual_content(content, _is_tensor) or usual_optimizer(content)
     return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
 
 

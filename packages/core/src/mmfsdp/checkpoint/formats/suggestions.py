@@ -14,9 +14,9 @@ __all__ = ["nearby", "of_deepspeed_within", "optimizers_beside", "weights_beside
 
 _MOST_TRIED, _MOST_DIRECTORIES = 100, 10  # names in a directory
 _OPTIMIZER = re.compile(r"(.*/)?optim.*")
-_WITHOUT_TENSORS = re.compile(  # what trainers save beside weights and optimizer
+_NO_WEIGHTS = re.compile(  # what trainers save beside weights and optimizer
     r"(rng_state|random_states|scheduler|lr_scheduler|training_args|scaler|sampler|dl_state_dict|data)(_\d+)?"
-    r"\.(bin|pt|pth)"
+    r"\.(bin|pt|pth)|rng|dataloader"
 )
 
 
@@ -76,7 +76,7 @@ def _within(directory: Path, names: Iterable[str] | None = None) -> list[str]:
     try:
         if names is None:
             names = Source(directory).names
-        tried = [name for name in names if not _WITHOUT_TENSORS.fullmatch(name)][:_MOST_TRIED]
+        tried = [name for name in names if not _NO_WEIGHTS.fullmatch(name)][:_MOST_TRIED]
         found = [name for name in tried if _looks_like_checkpoint(directory / name)]
     except OSError:  # what cannot be read is not suggested
         return []
