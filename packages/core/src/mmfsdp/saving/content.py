@@ -57,7 +57,7 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
         reason = (named[1] or named[2]) if named else str(error)
         raise UnsafePickleError(
             f"{name} holds {reason}, which is neither a tensor nor plain data. If you trust the file, pass that "
-            "class in safe_globals.",
+            "class in safe_globals. load_pretrained() reads the weights alone, and needs no class.",
             file=name,
         ) from error
     except (RuntimeError, EOFError, MemoryError, TypeError, ValueError) as error:
