@@ -233,6 +233,21 @@ def test_damaged_offsets(tmp_path: Path, info: str, message: str) -> None:
         open_layout(tmp_path / "in")
 
 
+def test_one_file_and_an_index_in_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    torch.save({"w": torch.arange(6.0), "v": torch.ones(9)}, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", folder, to="safetensors_index", max_shard_size=30, fsync=False)
+    (folder / "manifest.json").unlink()
+    assert convert(folder, tmp_path / "out.pth", dry_run=True).notes == ()
+    save_file({"w": torch.zeros(6), "v": torch.zeros(9)}, folder / "model.safetensors")
+    for config, other in ((False, "model.safetensors"), (True, "model.safetensors.index.json")):
+        if config:  # then it is a folder of Hugging Face's, whose libraries prefer the one file
+            (folder / "config.json").write_text("{}")
+        report = convert(folder, tmp_path / "out.pth", overwrite=True, fsync=False)
+        assert report.notes == (f"not read: {other} of in, which may hold other weights than those that were read",)
+        assert (torch.load(tmp_path / "out.pth")["state_dict"]["w"].sum() == 0) == config
+
+
 def test_a_file_of_a_rank_twice(tmp_path: Path) -> None:
     write_ranks(tmp_path / "in")
     one, two, three = sorted((tmp_path / "in").iterdir())[:3]

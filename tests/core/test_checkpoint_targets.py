@@ -12,7 +12,7 @@ from tests.core.samples import write_samples
 
 from mmfsdp import save_checkpoint, shard
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError, MmfsdpError
 from mmfsdp.testing import single_rank
 
 
@@ -61,6 +61,45 @@ def test_metadata_of_the_source_is_part_of_it(tmp_path: Path, kind: str, name: s
     with pytest.raises(ConfigError, match=r"is part of the source\. Choose another path"):
         convert(path, path / name, to="safetensors", overwrite=True, fsync=False)
     assert (path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["training_args.bin", "adapter_model.safetensors", "optimizer.bin", "faiss.index.json"]
+)
+@pytest.mark.parametrize("to", ["dcp", "hf", "safetensors_index"])
+def test_what_is_no_part_of_a_checkpoint_is_not_replaced(source: Path, name: str, to: str) -> None:
+    target = source.with_name("out")
+    target.mkdir()
+    (target / name).write_text("precious")
+    settings = {}
+    if to == "hf":
+        (target / "config.json").write_text("{}")
+        settings = {"like": target}
+    with pytest.raises(CheckpointError, match=rf"is not replaced: it also holds '{name}', which is not part of a"):
+        convert(source, target, to=to, overwrite=True, **settings)
+    assert (target / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local", "full", "hf"])
+def test_a_save_replaces_no_run(tmp_path: Path, kind: str) -> None:
+    run, like = tmp_path / "run", tmp_path / "like"
+    (run / "epoch_1").mkdir(parents=True)
+    like.mkdir()
+    (like / "config.json").write_text("{}")
+    given = {"kind": kind, "overwrite": True, **({"like": like} if kind == "hf" else {})}
+    with single_rank():
+        model = shard(torch.nn.Linear(4, 4), {"wrap": {"kind": "none"}})
+        with pytest.raises(MmfsdpError, match=r"is not replaced: it also holds .*'epoch_1'"):
+            save_checkpoint(run, model, **given)
+        (run / "epoch_1").rmdir()
+        (run / "training_args.bin").touch()
+        with pytest.raises(CheckpointError, match=r"is not replaced: it also holds 'training_args\.bin'"):
+            save_checkpoint(run, model, **given)
+        (run / "training_args.bin").unlink()
+        assert os.listdir(run) == []
+        for _ in range(2):  # what it wrote itself is replaced
+            save_checkpoint(run, model, **given)
+    assert len(open_layout(run).tensors) == 2
 
 
 def test_an_empty_path(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

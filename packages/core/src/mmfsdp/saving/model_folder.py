@@ -20,6 +20,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.conversion.model_folders import companions, copy_companion, like_folder, weights_stem
 from mmfsdp.checkpoint.conversion.weight_names import Ties, check_names
+from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file
@@ -89,7 +90,9 @@ class ModelFolder:
             if not scope.is_first:
                 return {}
             check_names({name: entries[name] for name in kept}, {*tensors}, found.like)
-            return companions(found.like, target if overwrite else None)
+            beside = companions(found.like, target if overwrite else None)
+            refuse_other_content(target, beside)
+            return beside
 
         return cls(kept, on_all_ranks(check, scope), stem)
 

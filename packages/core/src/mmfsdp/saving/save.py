@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing
+from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing, refuse_other_content
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import scope_of
@@ -57,7 +57,7 @@ def save_checkpoint(
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
         like: For ``hf``: a Hugging Face folder of the same model, whose configuration and tokenizer files are copied.
             If it has weights, their names and shapes must be the model's.
-        overwrite: Replace what is at ``path`` once the new checkpoint is complete.
+        overwrite: Replace the checkpoint at ``path`` once the new one is complete.
         blocking: ``False`` (``sharded`` only): return as soon as everything is copied to CPU memory, and write in the
             background while training continues. The next save of these ranks first waits for this one.
 
@@ -69,7 +69,8 @@ def save_checkpoint(
         TargetExistsError: Something is at ``path``, and ``overwrite`` is False; raised on every rank before anything
             is gathered.
         CheckpointError: The checkpoint, or the one before it in the background, could not be written; raised on every
-            rank. What was at ``path`` is untouched.
+            rank; or the directory to replace also holds what is not part of a checkpoint, such as another directory.
+            What was at ``path`` is untouched.
         RankMismatchError: Ranks gave different paths or other arguments; raised before anything is gathered.
         ConfigError: ``kind`` is unknown, does not fit the path or another argument, or cannot be saved in the
             background; or ``like`` does not fit the model.
@@ -97,8 +98,10 @@ def save_checkpoint(
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
     _make_free(target, state, overwrite)
+    scope = scope_of(state.mesh)
+    if overwrite and like is None:  # a model's folder keeps what else is there
+        on_all_ranks(lambda: refuse_other_content(target) if scope.is_first else None, scope)
     if like is not None:
-        scope = scope_of(state.mesh)
         weights = model_state_dict(model, "sharded")
         folder = ModelFolder.of(weights, Path(same_path(like, scope)), target, scope, overwrite=overwrite)
         save = DirectorySave.begin(target, scope, overwrite=overwrite)

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +18,19 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.output import check_output, published_path
 from mmfsdp.checkpoint.conversion.selection import Intent, intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.files.atomic import commit, discard, journal_of, leave, refuse_existing, temporary_sibling
+from mmfsdp.checkpoint.files.atomic import (
+    commit,
+    discard,
+    journal_of,
+    leave,
+    refuse_existing,
+    refuse_other_content,
+    temporary_sibling,
+)
 from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, write_files
-from mmfsdp.checkpoint.formats.registry import Format, opened
+from mmfsdp.checkpoint.formats.registry import MODEL_FILES, Format, opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry, files_beside
@@ -32,10 +40,6 @@ from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
 
-# Files in directories of checkpoints, by any writer.
-_OF_CHECKPOINTS = re.compile(
-    r"manifest\.json|.+\.index\.json|.+\.safetensors|\.metadata|.+\.distcp|rank\d+\.pth|.+\.bin|\..+\.mmfsdp-\w+"
-)
 # One of the files that Hugging Face's libraries divide a model into.
 _NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.ASCII)
 
@@ -160,7 +164,7 @@ def convert(
         if not chosen.resume:  # a part of it may be there already
             _check_space(target, written, free)
         with write_errors(target):
-            _check_replaceable(target, beside)
+            refuse_other_content(target, beside)
             temporary = temporary_sibling(target, exclusive=not replaces, resume=chosen.resume)
             try:
                 _write(temporary, target, intent, kind, chosen, progress)
@@ -217,6 +221,8 @@ def _not_read(layout: Layout) -> tuple[str, ...]:
         if origin.format == "safetensors_ranks":
             files = f"files of {origin.world_size} ranks" if origin.world_size > 1 else "the file of one rank"
             return (f"read: {files} of {origin.path.name}; how many there were is not written anywhere",)
+        if other := _weights_beside(origin):
+            return (f"not read: {other} of {origin.path.name}, which may hold other weights than those that were read",)
     if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
         remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
         return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)
@@ -224,6 +230,17 @@ def _not_read(layout: Layout) -> tuple[str, ...]:
     if match is None or int(match[1]) < 2 or layout.path.is_dir():
         return ()
     return (f"{layout.path.name} is one of {int(match[1])} files: give the directory or the index for all tensors",)
+
+
+def _weights_beside(layout: Layout) -> str | None:
+    """Return the one of a model's file and its index that is not read, if a folder has both: one is left over."""
+    if isinstance(layout.path, RemoteLike) or not layout.path.is_dir():
+        return None
+    read = {file.name for file in layout.files()}
+    for file, index in zip(MODEL_FILES[::2], MODEL_FILES[1::2], strict=True):
+        if all(present(layout.path / name) for name in (file, index)):
+            return index if file in read else file
+    return None
 
 
 def _folders() -> Any:
@@ -351,23 +368,6 @@ def _check_space(target: Path, needed: int, free: int) -> None:
     if needed > free:
         raise CheckpointError(
             f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
-        )
-
-
-def _check_replaceable(target: Path, kept: Container[str]) -> None:
-    """Raise if replacing a directory would remove files that are neither part of a checkpoint nor kept."""
-    if not target.is_dir() or target.is_symlink():
-        return
-    foreign = sorted(
-        entry.name
-        for entry in target.iterdir()
-        if entry.is_dir() or not (entry.name in kept or _OF_CHECKPOINTS.fullmatch(entry.name))
-    )
-    if foreign:
-        raise CheckpointError(
-            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is not part of a "
-            "checkpoint. Remove the directory yourself, or choose another path.",
-            file=str(target),
         )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +36,16 @@ __all__ = [
     "journal_of",
     "leave",
     "refuse_existing",
+    "refuse_other_content",
     "temporary_sibling",
 ]
+
+# Files in directories of checkpoints that are written here or by Hugging Face's libraries. Others, such as
+# training_args.bin or adapter_model.safetensors, are not what the new checkpoint takes the place of.
+_OF_CHECKPOINTS = re.compile(
+    r"manifest\.json|\.metadata|.+\.distcp|rank\d+\.pth|\..+\.mmfsdp-\w+"
+    r"|(?:(?:diffusion_)?pytorch_model|model|shard-\d+-model)\b.*\.(?:safetensors|bin)(?:\.index\.json)?"
+)
 
 _held: dict[Path, list[Lease]] = {}
 """The leases of the targets that this process is writing, by temporary path."""
@@ -213,6 +222,31 @@ def refuse_existing(path: Path) -> None:
     refuse_special(path)
     if os.path.lexists(path):
         raise _exists(path)
+
+
+def refuse_other_content(target: Path, kept: Container[str] = ()) -> None:
+    """Raise if replacing a directory would remove something that is not part of a checkpoint.
+
+    Args:
+        target: What will be replaced, if it is a directory.
+        kept: Names of files that the new directory will have, too.
+
+    Raises:
+        CheckpointError: There is such a file or directory.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    foreign = sorted(
+        entry.name
+        for entry in target.iterdir()
+        if entry.is_dir() or not (entry.name in kept or _OF_CHECKPOINTS.fullmatch(entry.name))
+    )
+    if foreign:
+        raise CheckpointError(
+            f"The directory {str(target)!r} is not replaced: it also holds {foreign[0]!r}, which is not part of a "
+            "checkpoint. Remove the directory yourself, or choose another path.",
+            file=str(target),
+        )
 
 
 def _exists(path: Path) -> TargetExistsError:
