@@ -177,3 +177,14 @@ def test_savers_and_removers_at_the_same_time(tmp_path: Path, samples: dict[str,
     assert sorted(os.listdir(tmp_path / "saved")) == ["step_10", "step_11"]
     assert all(verify(tmp_path / "saved" / name).ok for name in os.listdir(tmp_path / "saved"))
     convert(tmp_path / "saved" / "step_11", tmp_path / "out.pth")
+
+
+def test_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(3):
+        torch.save({"w": torch.ones(1)}, tmp_path / f"step_{step}.pth")
+    monkeypatch.chdir(tmp_path)
+    for call in (latest_checkpoint, lambda path: remove_old_checkpoints(path, keep=1)):
+        with pytest.raises(ConfigError, match="The path is empty"):
+            call("")
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(remove_old_checkpoints(".", keep=1)) == 2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.disk import remove
+from mmfsdp.checkpoint.files.disk import refuse_empty, remove
 from mmfsdp.checkpoint.files.siblings import Kind, Lease, claim_of, new_token, sibling, targets_of
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
@@ -38,7 +38,11 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, pattern: str = "*") 
     Returns:
         Its path. If a process died while it replaced that checkpoint, there may be nothing at the path, but what
         `open_layout` opens in its place.
+
+    Raises:
+        ConfigError: ``directory`` is empty.
     """
+    refuse_empty(directory)
     return next(_complete(Path(directory), pattern), None)
 
 
@@ -59,11 +63,12 @@ def remove_old_checkpoints(
             their numbers alone: where ``epoch_9.pth`` is the latest, neither ``best.pth`` nor ``best_epoch_3.pth``.
 
     Raises:
-        ConfigError: ``keep`` is less than 1.
+        ConfigError: ``keep`` is less than 1, or ``directory`` is empty.
         OSError: Something cannot be removed.
     """
     if keep < 1:
         raise ConfigError(f"keep={keep} would remove the latest checkpoint; keep 1 or more.")
+    refuse_empty(directory)
     directory = Path(directory)
     found = list(_complete(directory, pattern or "*"))
     if pattern is None:

@@ -38,6 +38,7 @@ __all__ = [
     "place",
     "present",
     "read_errors",
+    "refuse_empty",
     "refuse_missing_parent",
     "remove",
     "rename_new",
@@ -72,13 +73,18 @@ def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
     """
     if isinstance(path, RemoteLike):
         return cast(Path, path)
+    refuse_empty(path)
     text = os.fspath(path)
-    if not text:
-        raise ConfigError("The path is empty, as of a variable that is not set. For the current directory, write '.'.")
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
         return Path(path)
     found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text, to_write=to_write)
     return found
+
+
+def refuse_empty(path: str | os.PathLike[str]) -> None:
+    """Raise a ``ConfigError`` for an empty path, which pathlib takes for the current directory."""
+    if not os.fspath(path):
+        raise ConfigError("The path is empty, as of a variable that is not set. For the current directory, write '.'.")
 
 
 def present(path: Path) -> bool:
