@@ -110,6 +110,13 @@ def test_an_empty_path(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     convert(".", source.with_name("out.pth"))
 
 
+def test_a_character_that_no_name_holds(source: Path) -> None:
+    for name in ("out\0.pth", "out\0/out.pth"):
+        with pytest.raises(ConfigError, match="it holds a NUL character"):
+            convert(source, f"{source.parent}/{name}")
+    assert os.listdir(source.parent) == ["in.pth"]
+
+
 def test_a_file_in_place_of_a_directory(source: Path) -> None:
     with pytest.raises(ConfigError, match=r"in\.pth' is a file, and not a directory"):
         convert(source, source / "out.pth")

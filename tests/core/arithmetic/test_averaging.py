@@ -196,6 +196,9 @@ def test_each_byte_is_read_once_and_its_checksum_compared(tmp_path: Path, monkey
         ({"weights": [1, 1, -2]}, "'weights' must be finite and not add up to zero, got [1.0, 1.0, -2.0]."),
         ({"weights": [1, 1, math.nan]}, "'weights' must be finite and not add up to zero, got [1.0, 1.0, nan]."),
         ({"weights": [1, 1, 1], "ema": 0.5}, "'weights' and 'ema' are two ways to say the same. Give one of them."),
+        ({"weights": ["1", 1, 1]}, "'weights' must be numbers, got ['1', 1, 1]."),
+        ({"weights": "123"}, "'weights' must be numbers, got '123'."),
+        ({"ema": "0.9"}, "'ema' must lie between 0 and 1, got '0.9'."),
         ({"ema": 1.0}, "'ema' must lie between 0 and 1, got 1.0. 0.9 keeps nine tenths of the average."),
         ({"keep": "all"}, "Averaging works on the weights; leave out 'keep' 'all'."),
         ({"use_ema": True}, "Averaging works on 'state_dict'; convert each checkpoint with 'use_ema' first."),
@@ -204,6 +207,12 @@ def test_each_byte_is_read_once_and_its_checksum_compared(tmp_path: Path, monkey
 def test_settings_that_mean_nothing(sources: list[Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         average_checkpoints(sources, sources[0].with_name("out.pth"), **options)
+
+
+def test_one_source_that_is_no_list(sources: list[Path]) -> None:
+    for given in (str(sources[0]), sources[0], open_layout(sources[0])):
+        with pytest.raises(ConfigError, match=rf"'sources' is one checkpoint, '{sources[0]}'\. Give a list of two or"):
+            average_checkpoints(given, sources[0].with_name("out.pth"))
 
 
 def test_a_pattern_that_matches_nothing(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

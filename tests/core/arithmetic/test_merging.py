@@ -279,3 +279,10 @@ class TestAdaptersThatDoNotFit:
                 overwrite=True,
             )
         assert (folder / "adapter_config.json").read_bytes() == before
+
+    def test_an_empty_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = adapter("rslora", tmp_path)
+        monkeypatch.chdir(folder)
+        with pytest.raises(ConfigError, match="The path is empty"):
+            merge_lora("base.safetensors", "", "out.safetensors")
+        assert not (folder / "out.safetensors").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.arithmetic.factors import Factors, FactorTable, check_settings, trained_modules
-from mmfsdp.checkpoint.files.disk import nearest
+from mmfsdp.checkpoint.files.disk import nearest, refuse_empty
 from mmfsdp.checkpoint.formats.registry import open_layout
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
@@ -52,9 +52,11 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
 
     Raises:
         CheckpointNotFoundError: One of the files is missing.
+        ConfigError: The path is empty.
         FormatError: It is an adapter of another method than LoRA, or of a variant that cannot be merged here.
         CorruptCheckpointError: The files contradict each other.
     """
+    refuse_empty(path)
     folder = Path(path)
     folder = folder if folder.is_dir() else folder.parent
     config = folder / _CONFIG

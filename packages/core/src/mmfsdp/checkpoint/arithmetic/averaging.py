@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
@@ -74,6 +75,8 @@ def average_checkpoints(
     """
     require_numpy("Averaging")
     chosen = for_weights((conversion or Conversion()).changed(settings), "Averaging")
+    if isinstance(sources, str | os.PathLike | Layout):
+        raise ConfigError(f"'sources' is one checkpoint, {_named(sources)}. Give a list of two or more.")
     if len(sources) == 1:  # such as a pattern that a shell did not replace, since nothing matches it
         opened(sources[0], trust=chosen.trust, reference=reference, format=chosen.source_format)
     factors, total = _factors(len(sources), weights, ema)
@@ -85,6 +88,10 @@ def average_checkpoints(
     return replace(report, notes=(*notes, *report.notes))
 
 
+def _named(source: str | os.PathLike[str] | Layout) -> str:
+    return repr(str(source.path if isinstance(source, Layout) else os.fspath(source)))
+
+
 def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[tuple[float, ...], float]:
     """Return the factor of each source, and what their sum is divided by."""
     if count < 2:
@@ -92,9 +99,11 @@ def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> 
     if weights is not None and ema is not None:
         raise ConfigError("'weights' and 'ema' are two ways to say the same. Give one of them.")
     if ema is not None:
-        if not 0 < ema < 1:
+        if not isinstance(ema, Real) or not 0 < ema < 1:
             raise ConfigError(f"'ema' must lie between 0 and 1, got {ema!r}. 0.9 keeps nine tenths of the average.")
         return (ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - index) for index in range(1, count))), 1.0
+    if weights is not None and not all(isinstance(weight, Real) for weight in weights):
+        raise ConfigError(f"'weights' must be numbers, got {weights!r}.")
     factors = (1.0,) * count if weights is None else tuple(map(float, weights))
     if len(factors) != count:
         raise ConfigError(f"'weights' needs one number per checkpoint: expected {count}, got {len(factors)}.")

@@ -68,13 +68,15 @@ def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
     """Return the path of a checkpoint that is read or written: on this machine, or on a server if it is a URL.
 
     Raises:
-        ConfigError: It is empty. A URL is malformed, or what it needs is not installed, or it is to be written and
-            cannot be.
+        ConfigError: It is empty, or is to be written and holds a NUL character. A URL is malformed, or what it needs is
+            not installed, or it is to be written and cannot be.
     """
     if isinstance(path, RemoteLike):
         return cast(Path, path)
     refuse_empty(path)
     text = os.fspath(path)
+    if to_write and isinstance(text, str) and "\0" in text:
+        raise ConfigError(f"{text!r} is not the name of a file: it holds a NUL character.")
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
         return Path(path)
     found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text, to_write=to_write)
