@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import TargetExistsError, convert, diff, open_layout, verify
-from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FormatError
 
 EMBEDDING = "transformer.wte.weight"
 
@@ -165,6 +165,18 @@ def test_a_folder_keeps_its_files(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out/onnx")
     with pytest.raises(CheckpointError, match=r"'\.gitattributes', which is not part of a checkpoint"):
         convert(source, tmp_path / "out", max_shard_size="1MB", overwrite=True)
+
+
+def test_a_folder_gives_no_files_away_that_are_not_its_own(source: Path, tmp_path: Path) -> None:
+    like = folder(tmp_path / "like", dtype="float32")
+    (tmp_path / "secret").write_text("hush")
+    (like / "special_tokens_map.json").symlink_to("../secret")
+    with pytest.raises(FormatError, match=r"'special_tokens_map\.json', which is a link out of its directory\. If you"):
+        convert(source, tmp_path / "out", to="hf", like=like)
+    (like / "special_tokens_map.json").unlink()
+    (like / "special_tokens_map.json").symlink_to("tokenizer.json")
+    convert(source, tmp_path / "out", to="hf", like=like)
+    assert (tmp_path / "out/special_tokens_map.json").read_text() == (like / "tokenizer.json").read_text()
 
 
 def test_a_recipe_and_its_numbers(tmp_path: Path) -> None:

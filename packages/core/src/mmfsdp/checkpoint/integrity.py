@@ -247,7 +247,9 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         raise FormatError(f"{origin.name} names the file {name!r}: {error}.", file=str(origin)) from error
     if leads_out:
         raise FormatError(
-            f"{origin.name} names the file {name!r}, which is a link out of its directory.", file=str(path)
+            f"{origin.name} names the file {name!r}, which is a link out of its directory. If you trust it, put a copy "
+            "of the file in its place.",
+            file=str(path),
         )
     refuse_special(path, directory=False)
     return path

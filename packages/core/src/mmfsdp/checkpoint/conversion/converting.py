@@ -40,6 +40,8 @@ from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
 
+# Formats of folders in which a model's file and an index may both be.
+_IN_FILES = ("huggingface", "safetensors_index", "torch_index")
 # One of the files that Hugging Face's libraries divide a model into.
 _NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.ASCII)
 
@@ -234,7 +236,7 @@ def _not_read(layout: Layout) -> tuple[str, ...]:
 
 def _weights_beside(layout: Layout) -> str | None:
     """Return the one of a model's file and its index that is not read, if a folder has both: one is left over."""
-    if isinstance(layout.path, RemoteLike) or not layout.path.is_dir():
+    if isinstance(layout.path, RemoteLike) or layout.format not in _IN_FILES or not layout.path.is_dir():
         return None
     read = {file.name for file in layout.files()}
     for file, index in zip(MODEL_FILES[::2], MODEL_FILES[1::2], strict=True):
@@ -328,9 +330,10 @@ def _refuse_own_files(layout: Layout, target: Path) -> None:
 
 
 def _refuse_own_urls(layout: Layout, target: Path) -> None:
+    if not present(target):
+        return
     urls = {str(path) for path in _paths(layout) if isinstance(path, RemoteLike)}
-    below = any(str(target).startswith(f"{url}/") for url in urls)
-    if str(target) in urls or (below and present(target)):
+    if str(target) in urls or any(str(target).startswith(f"{url}/") for url in urls):
         raise _part_of_source(target)
 
 

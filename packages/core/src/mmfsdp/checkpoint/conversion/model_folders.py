@@ -16,6 +16,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.disk import at_home, place
 from mmfsdp.checkpoint.formats.registry import MODEL_STEMS
+from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -90,6 +91,7 @@ def companions(like: Path, target: Path | None) -> dict[str, Path]:
 
     Raises:
         ConfigError: The target holds a folder, which would be lost.
+        FormatError: A file of ``like`` is a link out of it: what is there is not the model's to give away.
     """
     found = {}
     if target is not None and target.is_dir():
@@ -105,10 +107,10 @@ def companions(like: Path, target: Path | None) -> dict[str, Path]:
     if isinstance(like, RemoteLike):
         paths |= {name: like / name for name in _COMPANIONS if name not in paths}
     for _, path in sorted(paths.items()):
-        # The hub's cache holds links. Hidden files belong to where they are.
+        # The hub's cache holds links, to its own files. Hidden files belong to where they are.
         there = path.is_offered() if isinstance(path, RemoteLike) else path.is_file()
         if there and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
-            found[path.name] = path
+            found[path.name] = path if isinstance(path, RemoteLike) else inside(like, path.name, like)
     return found
 
 
