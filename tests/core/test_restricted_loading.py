@@ -1,7 +1,8 @@
-"""What `restricted_load` makes of a pickle: numpy's arrays of numbers and text are data, in any release's spelling."""
+"""What `restricted_load` makes of a pickle: times, and numpy's arrays of numbers and text in any spelling, are data."""
 
 from __future__ import annotations
 
+import datetime
 import io
 import pickle
 import zipfile
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
 from mmfsdp.saving.content import restricted_load
@@ -47,6 +49,14 @@ def test_arrays_of_numbers_and_text(core: bytes) -> None:
     found = load(pickle.dumps(state, protocol=2))
     assert found[0] == state[0]
     assert np.array_equal(found[1], state[1])
+
+
+def test_times_and_versions() -> None:
+    """As Composer 0.32 saves them."""
+    zone = datetime.timezone(datetime.timedelta(hours=1))
+    day = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, zone)
+    given = [day, day.date(), day.time(), day - day.replace(day=1), zone, torch.__version__]
+    assert load(pickle.dumps(given, protocol=2)) == given
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import pickle
 import re
@@ -50,7 +51,7 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
         CorruptCheckpointError: It cannot be read.
     """
     try:
-        with torch.serialization.safe_globals([*_of_numpy(), *safe_globals]):
+        with torch.serialization.safe_globals([*_DATA, *_of_numpy(), *safe_globals]):
             return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+) was not|got <class '(\S+)'>", str(error))
@@ -62,6 +63,17 @@ def restricted_load(file: Path | io.BytesIO, name: str, safe_globals: Iterable[A
         ) from error
     except (RuntimeError, EOFError, MemoryError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"{name} cannot be read: {error}", file=name) from error
+
+
+# Plain data, though torch does not list it: Composer saves times and the version of torch, for example.
+_DATA = (
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    torch.torch_version.TorchVersion,
+)
 
 
 def _of_numpy() -> list[Any]:
