@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 import mmfsdp
 from mmfsdp.checkpoint import convert, layout_of_model, open_layout, verify
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.testing import run_ranks, single_rank
 
 KINDS = ("plain", "tied", "frozen")
@@ -95,6 +95,15 @@ def files_of_ranks(folder: Path, target: Path) -> None:
         assert same(found, torch.load(folder / f"own_{rank}.pth"))
     with pytest.raises(IncompleteCheckpointError, match="does not say the shapes of "):
         open_layout(folder / "bare_of_ranks")
+    several = folder / "several_kinds"
+    several.mkdir()
+    for path in (folder / "sharded_of_ranks").iterdir():
+        for kind in ("model", "optim"):
+            shutil.copy(path, several / path.name.replace("model", kind))
+    with pytest.raises(
+        FormatError, match=r"model_rank_0\.pt holds ShardedTensors of FSDP1, and several_kinds files of 2"
+    ):
+        open_layout(several)
     (folder / "sharded_of_ranks" / "model_rank_0.pt").rename(folder / "sharded_of_ranks" / "model_rank_7.pt")
     with pytest.raises(CorruptCheckpointError, match=r"model_rank_7\.pt holds the part of rank 0 of"):
         open_layout(folder / "sharded_of_ranks")

@@ -203,7 +203,14 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: 
             )
             return layout
     if not sharded and not whole:
-        path = kinds.get("state_dict", next(iter(kinds.values()))).first.path
+        first = kinds.get("state_dict", next(iter(kinds.values()))).first
+        path = first.path
+        if any(find_leaves(first.tree, PickledShards)):
+            raise FormatError(
+                f"{path.name} holds ShardedTensors of FSDP1, and {path.parent.name} files of {len(kinds)} kinds. Move "
+                "the files of each kind into a directory of their own, and read each.",
+                file=str(path),
+            )
         raise FormatError(
             f"{path.name} holds no DTensor, so that nothing says which part of which tensor it has. If the file is "
             "whole, open it instead of its directory. Otherwise save the model with torch's distributed checkpoint "
