@@ -56,6 +56,8 @@ def test_a_misspelt_command_suggests_the_right_one() -> None:
         (["inspect"], "error: Missing argument 'PATH'."),
         (["inspect", "x", "y"], "error: Got unexpected extra argument (y)"),
         (["verify", "x", "--jbos"], "error: No such option"),
+        (["inspect", ""], "error: Invalid value for 'PATH': The path is empty. For the current directory, write '.'."),
+        (["convert", "x", "", "--to", "dcp"], "error: Invalid value for 'TARGET': The path is empty."),
         (["inspect", "x", "--limit", "all"], "error: Invalid value for '--limit': 'all'"),
         (
             ["completion", "csh"],

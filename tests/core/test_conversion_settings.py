@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -66,6 +67,24 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             Conversion.from_file(path)
+
+
+def test_files_made_to_exhaust_are_refused_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    aliases = "&a [x, x, x, x, x, x, x, x, x, x], "
+    aliases += ", ".join(f"&{n} [{', '.join([f'*{m}'] * 10)}]" for m, n in itertools.pairwise("abcdefghi"))
+    for name, text, message in (
+        ("a.json", "[" * 100_000, r"a\.json cannot be parsed: it is nested too deeply"),
+        ("a.toml", f"to = {'[' * 100_000}", r"a\.toml cannot be parsed: it is nested too deeply"),
+        ("a.yaml", "[" * 10_000, r"a\.yaml cannot be parsed: it is nested too deeply"),
+        ("a.yaml", f"include: [{aliases}]", r"a\.yaml cannot be parsed: it holds more than 1000000 values, with each"),
+        ("a.yaml", "include: &a [*a]", r"a\.yaml cannot be parsed: it holds itself"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            Conversion.from_file(tmp_path / name)
+    (tmp_path / "a.yaml").write_text("include: &a ['x.*']\nexclude: *a\n")
+    assert Conversion.from_file(tmp_path / "a.yaml").exclude == ("x.*",)
 
 
 def test_keywords_win_over_a_conversion(source: Path) -> None:

@@ -48,6 +48,8 @@ class _LocalPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and (scheme := _REMOTE.match(value)):
             self.fail(f"{scheme[0]} is only read, and not here: give a path on this machine.", param, ctx)
+        if value == "":  # as of a variable that is not set; pathlib takes it for the current directory
+            self.fail("The path is empty. For the current directory, write '.'.", param, ctx)
         return super().convert(value, param, ctx)
 
 

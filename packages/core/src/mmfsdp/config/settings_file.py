@@ -12,6 +12,8 @@ from mmfsdp.errors import ConfigError
 
 __all__ = ["read_settings"]
 
+_MOST_VALUES = 1_000_000
+
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the settings in a file, by name.
@@ -30,11 +32,32 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{path.name} is not a .json, .toml or .yaml file.", file=str(path))
     try:
         content = readers[path.suffix](path.read_text(encoding="utf-8"))
+        _check_size(content)
     except ValueError as error:  # all three parsers raise one
         raise ConfigError(f"{path.name} cannot be parsed: {error}", file=str(path)) from None
+    except RecursionError:
+        raise ConfigError(f"{path.name} cannot be parsed: it is nested too deeply.", file=str(path)) from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path.name} holds a {type(content).__name__}, expected settings by name.", file=str(path))
     return dict(content)
+
+
+def _check_size(content: Any) -> None:
+    """Raise ``ValueError`` if content refers to itself so often that nobody could go through it, as YAML can."""
+    sizes: dict[int, int] = {}  # of the containers that were counted; 0 while one is
+
+    def count(value: Any) -> int:
+        if not isinstance(value, dict | list):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = 0
+            sizes[id(value)] = 1 + sum(map(count, value.values() if isinstance(value, dict) else value))
+        elif not sizes[id(value)]:
+            raise ValueError("it holds itself")
+        return sizes[id(value)]
+
+    if count(content) > _MOST_VALUES:
+        raise ValueError(f"it holds more than {_MOST_VALUES} values, with each alias as often as it is used")
 
 
 def _toml(text: str) -> Any:
