@@ -92,8 +92,15 @@ def test_a_reference_without_order(tmp_path: Path) -> None:
     weights = torch.load(tmp_path / "reference.pth")["state_dict"]
     del weights["head.weight"]
     save_file(weights, tmp_path / "reference.safetensors")
-    with pytest.raises(IncompleteCheckpointError, match=r"as a \.pth file, which keeps the model's order"):
-        open_layout(source, reference=tmp_path / "reference.safetensors")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file(weights, folder / "model.safetensors")
+    torch.save({name: weights[name] for name in sorted(weights)}, tmp_path / "sorted.pth")
+    torch.save({name: weights[name] for name in reversed(weights)}, tmp_path / "reversed.pth")
+    for name in ("reference.safetensors", "folder", "sorted.pth", "reversed.pth"):
+        with pytest.raises(IncompleteCheckpointError, match=r"as a \.pth file, which keeps the model's order"):
+            open_layout(source, reference=tmp_path / name)
     source = write(tmp_path, 2, "plain", False, "adamw", keep=False)
     weights["head.weight"] = weights["embed.weight"].clone()
     save_file(weights, tmp_path / "reference.safetensors")

@@ -19,6 +19,7 @@ from mmfsdp.checkpoint.formats.flat_parameters import (
     spans_in_order,
     spans_of_views,
 )
+from mmfsdp.checkpoint.formats.model_order import in_model_order
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -57,7 +58,7 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
     if reference is not None:
         key = next((key for key in ("state_dict", "model") if reference.tensors_below(key)), None)
         found = dict(reference.tensors) if reference.is_flat or key is None else reference.tensors_below(key)
-    return Known(shapes, tuple(groups), found, reference is not None and not reference.format.startswith("safetensors"))
+    return Known(shapes, tuple(groups), found, reference is not None and in_model_order(reference, found))
 
 
 def resolve_section(
@@ -111,7 +112,11 @@ def resolve_section(
             f"{files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
             "it has no optimizer state for them. Give a complete checkpoint of the same model as 'reference', such as "
             "the weights that training started from"
-            + ("." if known.ordered or not known.reference else ", as a .pth file, which keeps the model's order.")
+            + (
+                "."
+                if known.ordered or not known.reference
+                else ", as a .pth file, which keeps the model's order if nobody sorts it."
+            )
             + " Or give the model itself: layout_of_model(model) as 'reference'.",
             file=str(files[0]),
         )
