@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
 def _measure(name: str, folder: Path, nbytes: int, pairs: int, python: dict[str, Path]) -> dict[str, Any]:
     layout, made, target = LAYOUTS[name], folder / "in", folder / LAYOUTS[name].target
     words = (str(python[layout.writer]), str(HERE / "readers_data.py"), name, str(made), str(nbytes))
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{words}: exit code {done.returncode}: {done.stderr[-1000:]}")
     ours = converting(made / layout.source, target, *(word.replace("SOURCE", str(made)) for word in layout.options))
     subprocess.run(ours.words, check=True, stdout=subprocess.DEVNULL)
     written = target.rename(folder / "written")
