@@ -80,6 +80,7 @@ def test_optimizer_state_of_fsdp1_is_a_list_by_rank(tmp_path: Path) -> None:
 
 
 def test_a_script_that_saves_all_in_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed._mesh_layout", reason="torch 2.9 does not load the files of torch 2.13")
     for rank in range(2):
         held = {
             key: torch.load(GOLDEN / f"fsdp1-2/actor/{key}_world_size_2_rank_{rank}.pt", weights_only=False)
