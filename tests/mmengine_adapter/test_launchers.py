@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import socket
 import sys
@@ -68,9 +70,12 @@ for folder, variables in json.loads(sys.argv[1]).items():
 
 
 def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """Return a port that the system does not give to connections, such as those of tests that run beside this one."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def test_train_as_unsharded(tmp_path: Path, references: Callable[..., dict[str, Any]]) -> None:
@@ -94,7 +99,7 @@ def test_train_as_unsharded(tmp_path: Path, references: Callable[..., dict[str, 
     env["PATH"] = f"{scontrol.parent}{os.pathsep}{env['PATH']}"
     (tmp_path / "script.py").write_text(FORKED)
     done = run_script(tmp_path / "script.py", tmp_path, env, 110, [json.dumps(started)])
-    assert done.stdout.count("[0, 0]\n") == len(CASES), done.stderr[-3000:]
+    assert done.stdout.count("[0, 0]\n") == len(CASES), f"{done.stdout[-500:]}\n{done.stderr[-3000:]}"
     expected = references()["losses"][:4]
     for folder, variables in started.items():
         for rank in range(2):
