@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LLAMA = {"hidden_size": SIDE, "intermediate_size": 2 * SIDE, "num_attention_head
 
 
 def layers(nbytes: int) -> nn.Module:
-    """Return a model of square matrices of so many bytes in float32."""
+    """Return a model of square float32 matrices that take up about ``nbytes`` bytes."""
     count = max(2, nbytes // SIDE**2 // 4)
     return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(count)))
 
@@ -155,16 +156,10 @@ def fairscale(rank: int, path: Path, nbytes: int) -> None:
     torch.save(content, path / f"checkpoint_1-shard{rank}.pt")
 
 
-def stage2(rank: int, path: Path, nbytes: int) -> None:
-    """DeepSpeed's stage 2, with AdamW's moments."""
+def stage(number: int, rank: int, path: Path, nbytes: int) -> None:
+    """DeepSpeed's stage 2 or 3, with AdamW's moments."""
     if rank == 0:
-        write_stage(2, path, nbytes)
-
-
-def stage3(rank: int, path: Path, nbytes: int) -> None:
-    """DeepSpeed's stage 3, with AdamW's moments."""
-    if rank == 0:
-        write_stage(3, path, nbytes)
+        write_stage(number, path, nbytes)
 
 
 def universal(rank: int, path: Path, nbytes: int) -> None:
@@ -208,8 +203,8 @@ LAYOUTS: dict[str, Callable[[int, Path, int], None]] = {
     "torch_checkpointing": torch_checkpointing,
     "megatron": megatron,
     "fairscale": fairscale,
-    "stage2": stage2,
-    "stage3": stage3,
+    "stage2": partial(stage, 2),
+    "stage3": partial(stage, 3),
     "universal": universal,
     "legacy": legacy,
     "index": index,

@@ -39,6 +39,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "MODEL_FILES",
     "MODEL_STEMS",
+    "OF_DEEPSPEED",
     "RANK_FILE",
     "TORCH_FILE",
     "Content",
@@ -65,6 +66,9 @@ MODEL_FILES = tuple(f"{stem}.safetensors{suffix}" for stem in MODEL_STEMS for su
 TORCH_FILE = "pytorch_model.bin"
 """The same, written by ``torch.save``, as transformers did before safetensors."""
 
+OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
+"""What the names of DeepSpeed's files end with."""
+
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
 
@@ -72,7 +76,6 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
     rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
 )
-_OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 _ITEM_OF_RANK = re.compile(r".+_0\.pt", re.ASCII)
 _NAMED_RANK_FILE = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
 _SHARD_FILE = re.compile(r".*shard[_-]?\d{1,9}\.(pt|pth|bin|torch)|.+[_-]\d{1,9}\.torch", re.ASCII)
@@ -192,7 +195,7 @@ def _has_index(source: Source) -> bool:
 
 
 def _is_of_deepspeed(source: Source) -> bool:
-    if any(name.endswith(_OF_DEEPSPEED) for name in source.names):
+    if any(name.endswith(OF_DEEPSPEED) for name in source.names):
         return True
     return any((source.path / name).is_file() for name in source.names if name in ("latest", "latest_universal"))
 

@@ -1,4 +1,4 @@
-"""Finds checkpoints near a path that is none, or that holds only a part of what is needed, for error messages."""
+"""Finds the checkpoint that a user probably meant, for error messages: within the given path, beside it or above it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.formats.registry import FORMATS, Source
+from mmfsdp.checkpoint.formats.registry import FORMATS, OF_DEEPSPEED, Source
 
 __all__ = ["nearby", "of_deepspeed_within", "optimizers_beside", "weights_beside"]
 
@@ -21,7 +21,7 @@ _NO_WEIGHTS = re.compile(  # what trainers save beside weights and optimizer
 
 
 def nearby(source: Source) -> str:
-    """Return a sentence for a directory that is no checkpoint: which are within it, or that the one above is one."""
+    """Return a sentence that names the checkpoints within a directory, or the one that the directory is part of."""
     path, names = source.path, source.names
     unfinished = any(name.endswith(".distcp") for name in names)
     names = [name for name in names if not name.endswith(".distcp")]  # which are parts
@@ -55,13 +55,11 @@ def of_deepspeed_within(path: Path) -> str | None:
         return None
     try:
         names = [name for name in Source(path).names if (path / name).is_dir()]
-        return next((name for name in names if any(map(_is_of_deepspeed, Source(path / name).names))), None)
+        return next(
+            (name for name in names if any(file.endswith(OF_DEEPSPEED) for file in Source(path / name).names)), None
+        )
     except OSError:
         return None
-
-
-def _is_of_deepspeed(name: str) -> bool:
-    return name.endswith(("_model_states.pt", "_optim_states.pt"))
 
 
 def _beside(path: Path) -> list[str]:
