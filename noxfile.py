@@ -22,6 +22,7 @@ ADAPTER_WITH_MMENGINE = f"{ADAPTER}[mmengine]"
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # Four also on two cores: ranks wait for each other more than they work. In the order in which tests/conftest.py sorts.
 PARALLEL = ("--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder")
+USER_PROGRAM = "tests/typing_program.py"
 TEST_TRUTHS = ("safetensors",)  # what tests compare with; core itself does not need it
 
 # The environment that nox itself runs in. With venv_backend="none" a bare "python" would be the first one on PATH.
@@ -46,8 +47,16 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def types(session: nox.Session) -> None:
-    """Check the three packages with mypy --strict, in the current environment."""
+    """Check the three packages, and a program that uses them, with mypy --strict, in the current environment."""
     session.run(HERE, "-m", "mypy", *session.posargs)
+    session.run(HERE, "-m", "mypy", USER_PROGRAM, *session.posargs)
+
+
+@nox.session(default=False)
+def pyright(session: nox.Session) -> None:
+    """Check the program that uses the packages with pyright, against the current environment."""
+    session.install("pyright[nodejs]>=1.1.400")  # with a node of its own
+    session.run("pyright", "--pythonpath", HERE, USER_PROGRAM)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -130,9 +139,9 @@ def pages(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
-    """Train ten families of real models, sharded and not, and compare: a few minutes on two cores."""
+    """Train ten families of real models, and in frameworks, sharded and not: a few minutes on two cores."""
     install(session, CORE_WITH_TORCH, ADAPTER_WITH_MMENGINE, *TEST_TOOLS, *TEST_TRUTHS, "-r", "requirements-models.txt")
-    session.run("python", "-m", "pytest", "tests/models", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/models", "tests/distributed/test_frameworks.py", *session.posargs)
 
 
 @nox.session(default=False)

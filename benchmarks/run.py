@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
-ON_GPU = ("clip", "saving", "step")
+ON_GPU = ("overhead", "saving", "step")
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.measuring import DEVICE, QUICK  # noqa: E402 - found only now if this file is run by its path

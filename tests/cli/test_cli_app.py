@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
-from tests.cli.support import invoke, run
+from tests.cli.support import invoke, run, write_safetensors
 
 from mmfsdp.checkpoint import Conversion
 from mmfsdp_cli import __version__
+from mmfsdp_cli.choices import ModelChoice, StepChoice
+from mmfsdp_cli.help import summary
 from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
+PLANNING = {"plan", "rehearse", "fit", "measure"}
 WRITING = {"convert", "average", "merge-lora", "delta", "apply-delta"}
 
 
@@ -34,13 +39,17 @@ def test_a_command_is_imported_only_when_it_is_run() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'mmfsdp_cli.formats'" in done.stdout
     assert "'mmfsdp_cli.converting'" not in done.stdout
+    code = "import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: print([*sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert "'mmfsdp_cli.main'" in done.stderr
+    assert "'mmfsdp_cli.converting'" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["convert", "--help"]])
+@pytest.mark.parametrize("words", [[], ["plan"], ["rehearse"], ["fit"], ["measure"], ["doctor"], ["convert"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     heavy = "sorted({'torch', 'pydantic', 'numpy', 'mmfsdp.checkpoint', 'mmfsdp.config'} & set(sys.modules))"
     code = f"import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: print({heavy}, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
 
 
@@ -82,7 +91,7 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 def test_usage() -> None:
-    assert run("--version").stdout == f"mmfsdp-cli {__version__}\n"
+    assert run("--version").stdout == run("-V").stdout == f"mmfsdp-cli {__version__}\n"
     as_module = subprocess.run([sys.executable, "-m", "mmfsdp_cli", "--version"], capture_output=True, text=True)
     assert as_module.stdout == run("--version").stdout
     text = run("--help").stdout
@@ -91,12 +100,57 @@ def test_usage() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_the_summary_of_each(name: str) -> None:
+    command = app.get_command(CONTEXT, name)
+    assert command is not None
+    assert summary(command) in " ".join(run("--help").stdout.split())
+
+
+def test_quiet_commands_print_errors_only(tmp_path: Path) -> None:
+    source = tmp_path / "model.safetensors"
+    write_safetensors(source, {"w": [1.0, 2.0]})
+    for words in (["inspect", source], ["verify", source], ["convert", source, tmp_path / "a.pth"], ["formats"]):
+        done = run(*words, "--quiet")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "a.pth").is_file()
+    assert json.loads(run("inspect", source, "-q", "--json").stdout)["num_tensors"] == 1
+    source.write_bytes(source.read_bytes()[:-1])
+    done = run("verify", source, "-q")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+
+
+def test_verbose_errors_say_where_they_were_raised(tmp_path: Path) -> None:
+    short, long = (run("inspect", tmp_path / "none.pth", *words).stderr for words in ((), ("-v",)))
+    assert short.startswith("error: There is no checkpoint")
+    assert long.endswith(short)
+    assert "Traceback" in long
+    assert "registry.py" in long
+
+
+def test_formats_fit_a_narrow_terminal() -> None:
+    assert max(map(len, run("formats").stdout.splitlines())) <= 80
+
+
+def test_a_recipe_as_json() -> None:
+    found = json.loads(run("recipes", "megatron-llama-to-hf", "--json").stdout)
+    assert found["name"] == "megatron-llama-to-hf"
+    assert found["recipe"] == tomllib.loads(run("recipes", "megatron-llama-to-hf").stdout)
+
+
+def test_a_directory_is_inspected_by_its_only_file(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "weights.safetensors", {"w": [1.0, 2.0]})
+    assert "\nweights.safetensors, safetensors: 1 tensor, 8 B\n" in run("inspect", tmp_path).stdout
+    assert "\nsafetensors: 1 tensor, 8 B\n" in run("inspect", tmp_path / "weights.safetensors").stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_parameter_has_an_option_and_a_help_text(name: str) -> None:
     command = app.get_command(CONTEXT, name)
     assert command is not None
     assert command.callback is not None
     declared = inspect.signature(inspect.unwrap(command.callback)).parameters
-    taken = set(parameters(name))
+    taken = {*parameters(name)} - {"quiet", "verbose"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared.values()):
         # What is not declared is a field of Conversion, the opposite of one, or common to all commands that write.
         common = {"reference", "model", "model_arguments", "dry_run", "limit", "as_json"}
@@ -105,6 +159,9 @@ def test_each_parameter_has_an_option_and_a_help_text(name: str) -> None:
             settings -= {"keep", "drop", "use_ema", "publish"}
         assert taken - {*declared} == common | settings | {"no_checksums", "no_fsync"}
     else:
+        for group, record in (("chosen", ModelChoice), ("step", StepChoice)):
+            if group in declared:
+                taken = taken - {field.name for field in fields(record)} | {group}
         assert taken == {*declared} - {"context"}
     assert all(getattr(parameter, "help", None) for parameter in command.params)
     text = invoke(name, "--help").output
@@ -118,15 +175,18 @@ def test_options_are_called_the_same_in_every_command() -> None:
         for parameter in parameters(name).values():
             if isinstance(parameter, click.Option):
                 spelled.setdefault(parameter.name or "", set()).update(parameter.opts)
-    assert [options for options in spelled.values() if len(options) > 1] == []
+    assert [options for options in spelled.values() if len(options) > 1] == [{"-q", "--quiet"}, {"-v", "--verbose"}]
     for option, commands in {
         "as_json": {*COMMANDS} - {"completion"},
-        "limit": {"inspect", *WRITING, "verify", "diff", "plan", "doctor"},
+        "limit": {"inspect", *WRITING, "verify", "diff", "plan", "rehearse", "measure", "doctor"},
+        "batch": PLANNING - {"plan"},
+        "quiet": {*COMMANDS},
+        "verbose": {*COMMANDS},
         "keep": {"convert", "diff"},
         "jobs": {*WRITING, "verify", "diff"},
-        "ranks": {*WRITING, "plan", "doctor"},
-        "config": {"convert", "plan"},
-        "every_unit": {"plan", "doctor"},
+        "ranks": {*WRITING, *PLANNING, "doctor"},
+        "config": {"convert", *PLANNING},
+        "every_unit": {"plan", "rehearse", "measure", "doctor"},
         "trust": {"inspect", *WRITING, "verify", "diff"},
         "reference": {"inspect", *WRITING, "verify", "diff"},
     }.items():

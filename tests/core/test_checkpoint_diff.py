@@ -133,7 +133,7 @@ def test_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = diff(one, two).values
     assert (found.name, found.differing, found.max_abs) == ("state_dict/w", None, None)
     assert diff(one, one).same
-    with pytest.raises(ConfigError, match=r"needs numpy\. Install it with: pip install numpy"):
+    with pytest.raises(ConfigError, match=r"needs numpy\. Install it with: pip install 'mmfsdp\[numpy\]'"):
         diff(one, two, atol=1)
 
 

@@ -28,11 +28,13 @@ from mmfsdp.config import (
     ModuleNameWrap,
     NoWrap,
     PrecisionConfig,
+    PrecisionOverride,
     PrefetchConfig,
     ReferenceWrap,
     ShardConfig,
     ShardingConfig,
     SizeWrap,
+    written,
 )
 from mmfsdp.errors import ConfigError
 
@@ -294,9 +296,10 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "ShardConfig.sharding.strategy: 'FULL_SHRAD' is not accepted. Did you mean 'FULL_SHARD'",
     ),
     (
-        {"sharding": "FULL_SHRAD"},
-        "sharding.strategy",
-        "Accepted: 'FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2'.",
+        {"sharding": "full_shrad"},
+        "sharding",
+        "ShardConfig.sharding: 'full_shrad' is not accepted. Did you mean 'FULL_SHARD' or 'NO_SHARD'? Accepted: "
+        "'FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2'.",
     ),
     (
         {"sharding": {"strategy": 3}},
@@ -326,7 +329,17 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "ShardConfig.wrap.policies.0.policies.0.kind: 'sise' is not accepted. Did you mean 'size'? Accepted: 'auto', "
         "'none', 'size', 'module_class', 'module_name', 'reference', 'lambda', 'any_of', 'all_of'.",
     ),
-    ({"wrap": "sise"}, "wrap", "ShardConfig.wrap.kind: 'sise' is not accepted. Did you mean 'size'?"),
+    (
+        {"wrap": 3},
+        "wrap",
+        "ShardConfig.wrap: expected 'auto', 'none', 'size', the name of a class, a list of names or a mapping with a "
+        "'kind', got 3 (type int).",
+    ),
+    (
+        {"precision": torch.float64},
+        "precision",
+        "ShardConfig.precision: 'torch.float64' is not accepted. Accepted: 'fp32', 'bf16', 'fp16', 'bf16-pure'.",
+    ),
     (
         {"activation_checkpointing": {"modules": {"kind": "module_class", "clases": "B"}}},
         "activation_checkpointing.modules.clases",
@@ -382,8 +395,8 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     ),
     (
         {"precision": "bf-16"},
-        "precision.preset",
-        "ShardConfig.precision.preset: 'bf-16' is not accepted. Did you mean 'bf16' or 'fp16' or 'bf16-pure'? "
+        "precision",
+        "ShardConfig.precision: 'bf-16' is not accepted. Did you mean 'bf16' or 'fp16' or 'bf16-pure'? "
         "Accepted: 'fp32', 'bf16', 'fp16', 'bf16-pure'.",
     ),
     (
@@ -391,18 +404,22 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "precision.preset",
         "ShardConfig.precision.preset: ['bf16'] is not accepted.",
     ),
-    ({"precision": 16}, "precision", "ShardConfig.precision: expected a str (preset) or a mapping, got 16 (type int)."),
+    (
+        {"precision": 16},
+        "precision",
+        "ShardConfig.precision: expected a preset, a dtype or a mapping, got 16 (type int).",
+    ),
     (
         {"sharding": {"reshard_after_forward": 1}},
         "sharding.reshard_after_forward",
         "ShardConfig.sharding.reshard_after_forward: expected true, false or a group size of at least 2, got 1.",
     ),
-    ({"prefetch": "middle"}, "prefetch.backward", "ShardConfig.prefetch.backward: 'middle' is not accepted."),
+    ({"prefetch": "middle"}, "prefetch", "ShardConfig.prefetch: 'middle' is not accepted."),
     ({"prefetch": {"forward": -1}}, "prefetch.forward", "greater than or equal to 0, got -1 (type int)."),
     (
         {"cpu_offload": "yes"},
         "cpu_offload",
-        "ShardConfig.cpu_offload: expected a bool (enabled) or a mapping, got 'yes' (type str).",
+        "ShardConfig.cpu_offload: expected true, false or a mapping, got 'yes' (type str).",
     ),
     (
         {"init": {"param_init_fn": "f g"}},
@@ -413,8 +430,8 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     ({"engine": "fsdp3"}, "engine", "ShardConfig.engine: 'fsdp3' is not accepted. Did you mean 'fsdp2' or 'fsdp1'?"),
     (
         {"activation_checkpointing": "fulll"},
-        "activation_checkpointing.mode",
-        "ShardConfig.activation_checkpointing.mode: 'fulll' is not accepted. Did you mean 'full'?",
+        "activation_checkpointing",
+        "ShardConfig.activation_checkpointing: 'fulll' is not accepted. Did you mean 'full'?",
     ),
     (
         {"activation_checkpointing": {"modules": "size", "check_fn": "a:b"}},
@@ -434,6 +451,46 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "Set use_reentrant to False.",
     ),
 ]
+
+
+class TestShortForms:
+    @pytest.mark.parametrize("spelling", ["bf16", "BF16", "bfloat16", "torch.bfloat16", "BFloat16", torch.bfloat16])
+    def test_a_dtype_is_the_preset_of_its_name(self, spelling: Any) -> None:
+        expected = ShardConfig.from_dict({"precision": {"preset": "bf16"}})
+        assert expected.precision.reduce_dtype == "float32"
+        assert ShardConfig(precision=spelling) == ShardConfig(precision={"preset": spelling}) == expected
+        assert PrecisionConfig(preset=spelling) == expected.precision
+
+    def test_other_dtypes(self) -> None:
+        assert ShardConfig(precision=torch.float16) == ShardConfig(precision="fp16")
+        assert ShardConfig(precision="float32") == ShardConfig(precision=torch.float32) == ShardConfig()
+
+    @pytest.mark.parametrize("given", [nn.Linear, [nn.Linear], {nn.Linear}, "torch.nn.modules.linear:Linear"])
+    def test_classes_to_wrap(self, given: Any) -> None:
+        assert ShardConfig(wrap=given).wrap == ModuleClassWrap(classes=nn.Linear)
+        assert AnyOf(policies=[given]).policies == (ModuleClassWrap(classes=nn.Linear),)
+
+    def test_words_in_any_case(self) -> None:
+        config = ShardConfig.from_dict({"engine": "FSDP2", "activation_checkpointing": "Full", "prefetch": "Post"})
+        assert config == ShardConfig(engine="fsdp2", activation_checkpointing="full", prefetch="post")
+        assert ShardConfig.from_dict({"init": {"device": "CPU"}}).init.device == "cpu"
+
+    def test_type_checkers_know_every_setting(self) -> None:
+        for model, settings_of_model in (
+            (ShardConfig, written.ShardSettings),
+            (ShardingConfig, written.ShardingSettings),
+            (PrefetchConfig, written.PrefetchSettings),
+            (PrecisionConfig, written.PrecisionSettings),
+            (PrecisionOverride, written.OverrideSettings),
+            (ActivationCheckpointingConfig, written.ActivationSettings),
+            (SizeWrap, written.SizeWrapSettings),
+            (ModuleClassWrap, written.ClassWrapSettings),
+            (ModuleNameWrap, written.NameWrapSettings),
+            (ReferenceWrap, written.ReferenceWrapSettings),
+            (AnyOf, written.CombinedWrapSettings),
+            (AllOf, written.CombinedWrapSettings),
+        ):
+            assert model.model_fields.keys() == settings_of_model.__annotations__.keys(), model
 
 
 class TestMistakes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import copyreg
 import os
 import pickle
@@ -20,7 +22,13 @@ from tests.core.planted_names import stack_global, text
 from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.checkpoint.layout import TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, is_dotted_name, is_safe_name, read_pickle
+from mmfsdp.checkpoint.pickles.unpickling import (
+    PickledObject,
+    is_dotted_name,
+    is_known_object,
+    is_safe_name,
+    read_pickle,
+)
 from mmfsdp.errors import CorruptCheckpointError, UnsafePickleError
 
 FILE = Path("x")
@@ -135,6 +143,10 @@ def test_what_the_reader_takes_is_written_as_one_global_and_read_again(module: s
         assert is_dotted_name(kind.module)  # lines of GLOBAL may end where another name begins
         assert is_dotted_name(kind.qualname)
         assert trust or is_safe_name(kind.module, kind.qualname) or kind.qualname == "getattr"
+        if not is_known_object(value):  # only of a trusted file
+            with pytest.raises(UnsafePickleError, match="whoever loads it would call that"):
+                written([value])
+            continue
         again = written([value])
         expected = [f"{kind.module} {kind.qualname}"]
         if "." in kind.qualname:
@@ -221,12 +233,57 @@ def test_what_lies_within_a_class_loads_again(tmp_path: Path) -> None:
             "meta": {"statistics": Buffer.largest, "kind": Buffer.Kept, "x": Buffer.Kept()},
         }
         torch.save(tree, tmp_path / "in.pth", pickle_protocol=protocol)
-        convert(tmp_path / "in.pth", tmp_path / "out.pth", keep="all", trust=True, overwrite=True, fsync=False)
-        loaded = torch.load(tmp_path / "out.pth", weights_only=False)["meta"]
-        assert loaded["statistics"] is Buffer.largest
-        assert loaded["kind"] is Buffer.Kept
-        assert type(loaded["x"]) is Buffer.Kept
-        open_layout(tmp_path / "out.pth", trust=True)
+        report = convert(tmp_path / "in.pth", tmp_path / "out.pth", keep="all", trust=True, overwrite=True, fsync=False)
+        assert report.dropped == ("meta/statistics", "meta/kind", "meta/x")
+        assert torch.load(tmp_path / "out.pth", weights_only=True)["meta"] == {}
+
+
+class Caller:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("to", ["torch_zip", "dcp", "local"])
+def test_a_trusted_source_puts_no_call_into_the_target(to: str, tmp_path: Path) -> None:
+    caller = Caller(tmp_path / "called")
+    groups = [{"lr": 0.1, "params": [0], "hook": caller}]
+    ordered = collections.OrderedDict(a=1, b=[caller])
+    ordered.metadata = {"x": 1, "y": caller}  # type: ignore[attr-defined]
+    tree = {
+        "state_dict": {"w": torch.ones(4), "odd": caller},
+        "meta": {"deep": {"a": [1, (caller,)], "b": [1, (2,)]}, "config": argparse.Namespace(a=1, b=caller)},
+        "optimizer": {"state": {}, "param_groups": groups},
+        "ordered": ordered,
+        "top": caller,
+    }
+    torch.save(tree, tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", tmp_path / "out", to=to, keep="all", trust=True, fsync=False)
+    assert {*report.dropped} == {
+        *(
+            "state_dict/odd",
+            "meta/deep/a",
+            "meta/config",
+            "optimizer/param_groups/0/hook",
+            "ordered/b",
+            "ordered/metadata/y",
+        ),
+        "top",
+    }
+    layout = open_layout(tmp_path / "out")  # without trust
+    assert {*layout.tree} >= {"state_dict", "meta", "optimizer", "ordered"}
+    assert layout.tree["meta"]["deep"] == {"b": [1, (2,)]}
+    report = convert(tmp_path / "in.pth", tmp_path / "weights.pth", trust=True, fsync=False)
+    assert {"odd", "meta/deep/a", "meta/config"} <= {*report.dropped}
+    torch.load(tmp_path / "weights.pth", weights_only=True)
+    for file in tmp_path.rglob("*.pth"):
+        if file.name != "in.pth":
+            torch.load(file, weights_only=False)
+    assert not (tmp_path / "called").exists()
+    with pytest.raises(UnsafePickleError, match="whoever loads it would call that"):
+        PickleWriter().dumps(open_layout(tmp_path / "in.pth", trust=True).tree["top"])
 
 
 def test_the_version_of_torch_is_a_text(tmp_path: Path) -> None:

@@ -174,8 +174,31 @@ class TestPurity:
             plan(Net(), "FULL_SHARD")  # type: ignore[arg-type]
         assert str(caught.value) == (
             "A config must be a ShardConfig or a mapping, got 'FULL_SHARD' (type str). Write a dict such as "
-            "{'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: ShardConfig.from_json(Path(...).read_text())."
+            "{'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: ShardConfig.from_file('shard.toml')."
         )
+
+    def test_settings_as_keywords(self) -> None:
+        assert plan(Net(), None, 2, precision="bf16", wrap=Mlp) == plan(Net(), {"precision": "bf16", "wrap": Mlp}, 2)
+        config = ShardConfig(precision="bf16", sharding="SHARD_GRAD_OP")
+        replaced = plan(Net(), config, 2, precision="fp16")
+        assert replaced == plan(Net(), {"precision": "fp16", "sharding": "SHARD_GRAD_OP"}, 2)
+        assert config.precision.param_dtype == "bfloat16"
+        given = {"precision": "bf16"}
+        plan(Net(), given, 2, precision="fp16")
+        assert given == {"precision": "bf16"}
+        for name, hint in (("precison", "'precision'"), ("polcy", "'policy'"), ("meshh", "'mesh'")):
+            with pytest.raises(
+                ConfigError, match=f"'{name}' is neither an argument nor a setting. Did you mean {hint}"
+            ):
+                plan(Net(), None, 2, **{name: 1})  # type: ignore[arg-type]
+
+    def test_names_of_classes(self) -> None:
+        expected = plan(Net(), {"wrap": {"kind": "module_class", "classes": ["Mlp"]}}, 2)
+        assert plan(Net(), {"wrap": "Mlp"}, 2) == plan(Net(), {"wrap": ["Mlp"]}, 2) == expected
+        assert [unit.fqns for unit in plan(Net(), {"wrap": {Mlp}}, 2).units] == [unit.fqns for unit in expected.units]
+        for wrong, hint in (("Mlpp", "Mlp"), ("atuo", "auto")):
+            with pytest.raises(PolicyError, match=f"^No module of the model is a '{wrong}'. Did you mean '{hint}'"):
+                plan(Net(), {"wrap": wrong}, 2)
 
     def test_lazy_modules(self) -> None:
         with pytest.raises(PlanError) as caught:
@@ -448,8 +471,7 @@ class TestRefusals:
         assert str(caught.value) == (
             "Shard unit '(root)' mixes parameters of several dtypes (bfloat16: 'head.weight', 'head.bias'; float32: "
             "'embed.weight', 'embed.bias', 'norm.weight' and 1 more), which cannot be gathered together. Wrap the "
-            "modules of one dtype as units of their own, ignore those parameters, or set precision.storage_dtype. "
-            "[fqn='']"
+            "modules of one dtype as units of their own, ignore those parameters, or set precision.storage_dtype."
         )
         assert plan(model, {"precision": {"storage_dtype": "float32"}}, 2).root.params[-1].dtype == "float32"
         apart = plan(model, {"wrap": {"kind": "module_name", "patterns": "head"}}, 2)
@@ -732,7 +754,8 @@ class TestMesh:
                 (2, 4),
                 "FULL_SHARD",
                 "Strategy 'FULL_SHARD' shards over one mesh dimension, but the mesh is 2 x 4. Use 'HYBRID_SHARD' (or "
-                "'_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh. "
+                "'_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh. If a dimension is for "
+                "tensor parallelism, leave it out: name the dimensions, and give mesh['shard']. "
                 "[config='sharding.strategy']",
             ),
             (

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,9 +119,23 @@ def test_every_public_name_is_listed_by_dir_or_found() -> None:
     for room in ROOMS:
         module = importlib.import_module(room)
         assert len({*module.__all__}) == len(module.__all__), room
+        missing = {*module.__all__} - {*dir(module)}
+        assert not missing, f"dir({room}) does not show {missing}"
         for name in module.__all__:
             assert getattr(module, name) is getattr(module, name), f"{room}.{name} is made anew at every access"
             assert not isinstance(getattr(module, name), ModuleType), f"{room}.{name} is a module"
+
+
+def test_dir_and_help_show_the_public_names_before_one_is_used() -> None:
+    code = "import mmfsdp; shown = dir(mmfsdp); print(sorted({*mmfsdp.__all__} - {*shown}), 'lazy' in shown); "
+    code += "import rlcompleter; print(rlcompleter.Completer({'mmfsdp': mmfsdp}).attr_matches('mmfsdp.load_ch')); "
+    code += "help(mmfsdp)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, completed, *pages = done.stdout.splitlines()
+    assert names == "[] False"
+    assert completed == "['mmfsdp.load_checkpoint(']"
+    for name in ("shard(", "plan(", "load_checkpoint(", "class ShardPlan("):
+        assert any(name in line for line in pages), name
 
 
 if __name__ == "__main__":

@@ -152,6 +152,20 @@ def test_numbers_are_those_of_the_rehearsal(steps: tuple[Rehearsal, Rehearsal], 
     assert len(pages[0]) < 80_000
 
 
+def test_the_curve_fills_its_chart_and_cells_have_names(
+    steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]
+) -> None:
+    step, page = steps[0], pages[0]
+    top = json.loads(Reader(page).data["memory0-data"])["top"]
+    assert max(step.reserved()) > 2 * step.peak.nbytes, "the allocator takes whole blocks of 2 MiB"
+    assert step.peak.nbytes < top < 1.5 * step.peak.nbytes
+    assert "above this chart" in page
+    labels = re.findall(r'class="cell [^>]*><span>(.*?)</span>', page)
+    assert labels
+    assert not {*labels} & {*KINDS}
+    assert {"up", "the loss"} <= {*labels}
+
+
 def test_equal_layers_are_one_module(steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]) -> None:
     root = module_tree(steps[0])
     assert [*root.children] == ["layers", EVIL]

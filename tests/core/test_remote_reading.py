@@ -20,7 +20,7 @@ from tests.core.samples import write_samples
 from tests.core.web_server import Handler, Request, WebServer, serving
 
 from mmfsdp.checkpoint import convert, diff, open_layout, tensor_statistics, verify
-from mmfsdp.checkpoint.remote import connections, sessions
+from mmfsdp.checkpoint.remote import sessions
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -249,7 +249,7 @@ class TestBadServers:
         self, web: WebServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It may send less than it is asked for if it says so; what is too much is ignored."""
-        monkeypatch.setattr(connections, "_TIMEOUT", 0.5)
+        monkeypatch.setenv("MMFSDP_REMOTE_TIMEOUT", "0.5")
         silent = iter([True])
         size = (folder / "large.safetensors").stat().st_size
 

@@ -36,6 +36,23 @@ print(json.dumps(said))
 """
 
 
+LOOKED_UP = """
+import sys
+sys.modules['torch'] = None
+import mmfsdp, mmfsdp.planning, mmfsdp.rehearsal
+from mmfsdp.errors import MissingTorchError
+for module, name in ((mmfsdp, 'shard'), (mmfsdp.planning, 'plan'), (mmfsdp.rehearsal, 'rehearse')):
+    assert not hasattr(module, name), name
+    assert getattr(module, name, None) is None
+    assert name in dir(module)
+    try:
+        getattr(module, name)
+    except MissingTorchError as error:
+        print(error)
+help(mmfsdp)
+"""
+
+
 def said(statements: list[str], path: Path | None = None) -> dict[str, str]:
     """Return what each statement's error says, where torch is missing or is the one found in ``path``."""
     env = dict(os.environ)
@@ -63,3 +80,11 @@ def test_too_old(tmp_path: Path) -> None:
     for message in said(["from mmfsdp import shard", "import mmfsdp.saving"], tmp_path).values():
         assert "needs torch 2.9 or newer, and torch 2.8.0+cpu is installed." in message
         assert message.endswith("pip install --upgrade 'mmfsdp[torch]'")
+
+
+def test_looking_up() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOKED_UP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("mmfsdp.shard needs torch 2.9 or newer, which is not installed."), first
+    assert "class ShardConfig(" in done.stdout

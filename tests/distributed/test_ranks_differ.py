@@ -94,6 +94,31 @@ def old_optimizer(rank: int, strategy: str, kind: Any) -> str:
     return str(caught.value)
 
 
+def on_two_hosts(rank: int, kinds: list[str], counts: list[int]) -> str:
+    """Shard on two hosts of two ranks each; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "current_accelerator", lambda: kinds[rank])
+        patch.setattr(agreement, "kernel_of", lambda: f"node-{rank // 2}")
+        patch.setattr(torch.accelerator, "device_count", lambda: counts[rank])
+        try:
+            mmfsdp.shard(build("Tied"), {})
+        except RankMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_hosts_may_have_different_numbers_of_devices_of_one_type() -> None:
+    assert run_ranks(on_two_hosts, 4, ["cuda"] * 4, [8, 8, 4, 4]) == [""] * 4
+    advice = (
+        " Give every process of a host equally many devices, of the same type on all hosts (look at "
+        "CUDA_VISIBLE_DEVICES), or set init.device: cpu."
+    )
+    found = "Ranks differ: ranks 0, 1 have 8 cuda devices; rank 2 has 4 cuda devices; rank 3 has 1 cuda device."
+    assert run_ranks(on_two_hosts, 4, ["cuda"] * 4, [8, 8, 4, 1]) == [found + advice] * 4
+    found = "Ranks differ: ranks 0, 1 have 8 cuda devices; ranks 2, 3 have 8 xpu devices."
+    assert run_ranks(on_two_hosts, 4, ["cuda", "cuda", "xpu", "xpu"], [8] * 4) == [found + advice] * 4
+
+
 def test_devices_do_not_count_where_the_cpu_is_asked_for() -> None:
     run_ranks(on_the_cpu, 2)
 

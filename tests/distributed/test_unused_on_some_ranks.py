@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmfsdp
 from mmfsdp.errors import RankMismatchError
+from mmfsdp.runtime.messages import Message
 from mmfsdp.testing import run_ranks
 
 STEPS = 4
@@ -235,6 +237,46 @@ def test_ranks_that_use_different_units_are_told(strategy: str) -> None:
     """Fails without the digest: units of equal size are mixed up in silence."""
     for message in run_ranks(units_apart, 2, strategy):
         assert message.startswith("Ranks gathered or reduced different shard units")
+
+
+def units_apart_once(rank: int) -> tuple[int, str]:
+    """With a device that is behind: no message has arrived when the host asks."""
+    model = mmfsdp.shard(Chosen(), {"wrap": {"kind": "module_name", "patterns": ["parts.*"]}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Message, "has_arrived", lambda message: False)
+        for step in range(20):
+            try:
+                model(torch.ones(2, 6), rank if step == 0 else 0).backward()
+                optimizer.step()
+            except RankMismatchError as error:
+                return step, error.message
+    return 20, ""
+
+
+def test_a_message_that_is_late_is_not_forgotten() -> None:
+    """Fails if the next message takes its place: the mix-up of the first step would never be told."""
+    for step, message in run_ranks(units_apart_once, 2):
+        assert 1 < step < 6
+        assert message.startswith("Ranks gathered or reduced different shard units")
+
+
+def test_a_message_that_is_late_is_read_before_a_save(tmp_path: Path) -> None:
+    for message in run_ranks(saved_after_mixing_up, 2, str(tmp_path / "checkpoint")):
+        assert message.startswith("Ranks gathered or reduced different shard units")
+    assert not [*tmp_path.iterdir()]
+
+
+def saved_after_mixing_up(rank: int, path: str) -> str:
+    model = mmfsdp.shard(Chosen(), {"wrap": {"kind": "module_name", "patterns": ["parts.*"]}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Message, "has_arrived", lambda message: False)
+        model(torch.ones(2, 6), rank).backward()
+        optimizer.step()
+        with pytest.raises(RankMismatchError) as caught:
+            mmfsdp.save_checkpoint(path, model, optimizer, kind="sharded")
+    return caught.value.message
 
 
 def whole_in_buckets(rank: int, engine: str) -> int:

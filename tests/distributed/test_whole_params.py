@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mmfsdp
-from mmfsdp.errors import ShardStateError
 from mmfsdp.testing import run_ranks
 
 X = torch.arange(8)
@@ -130,35 +129,6 @@ def test_parameters_without_elements(engine: str) -> None:
 
 def test_control_torch_alone_fails_without_elements() -> None:
     assert "non-empty" in run_ranks(control_narrow, 2)[0]
-
-
-class Spy(torch.optim.SGD):
-    """Remembers whether its step was to be computed over all parameters at once."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.seen = self.param_groups[0]["foreach"]
-        super().step()
-
-
-def foreach_of_a_mixed_group(rank: int) -> tuple[Any, Any, str]:
-    model = shard_ignoring("pattern", "fsdp2")
-    optimizer = Spy(model.parameters(), lr=0.1)
-    model(X).sum().backward()
-    optimizer.step()
-    explicit = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-    with pytest.raises(ShardStateError) as caught:
-        explicit.step()
-    return optimizer.seen, optimizer.param_groups[0]["foreach"], caught.value.message
-
-
-def test_steps_over_sharded_and_whole_parameters_are_not_fused() -> None:
-    """On accelerators torch takes foreach by default, which fails on such a group. Fails if nothing is set."""
-    message = (
-        "SGD has foreach=True and a param group with both sharded and whole (ignored) parameters, which torch cannot "
-        "compute in one call. Leave foreach unset, or put the whole parameters into a param group of their own with "
-        "foreach=False."
-    )
-    assert run_ranks(foreach_of_a_mixed_group, 2) == [(False, None, message)] * 2
 
 
 class Outside(nn.Module):

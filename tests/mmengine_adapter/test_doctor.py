@@ -404,3 +404,52 @@ def test_a_config_is_not_changed(tmp_path: Path) -> None:
     config.diagnose(None)
     assert vars(config)["content"].keys() == before.keys()
     assert json.dumps(vars(config)["content"], default=str) == json.dumps(before, default=str)
+
+
+KEPT = """
+custom_imports = dict(imports=['tests.mmengine_adapter.diagnosed'], allow_failed_imports=False)
+model = dict(type='Pyramid', batch_norm=True)
+custom_hooks = [dict(type='EMAHook', momentum=2e-4, priority='ABOVE_NORMAL')]
+"""
+
+
+@pytest.mark.parametrize("style", ["one file", "_base_"])
+def test_pasted_lines_lose_nothing_of_the_config(style: str, tmp_path: Path) -> None:
+    text = KEPT + ADAMW
+    if style == "_base_":
+        (tmp_path / "base.py").write_text(text)
+        text = "_base_ = ['base.py']\n"
+    (shards,) = (item for item in diagnosis(tmp_path, text).findings if item.path == "strategy")
+    text += f"{shards.advice}\n"
+    (statistics,) = (item for item in diagnosis(tmp_path, text).findings if item.path == "model" and item.advice)
+    text += f"{statistics.advice}\n"
+    found = diagnosis(tmp_path, text)
+    assert found.ok
+    assert not [item for item in found.findings if item.level == "warning"]
+    settings = read_config(tmp_path / "config.py").content
+    assert settings["custom_imports"]["imports"] == ["mmfsdp_mmengine", "tests.mmengine_adapter.diagnosed"]
+    assert settings["custom_hooks"] == [
+        {"type": "EMAHook", "momentum": 2e-4, "priority": "ABOVE_NORMAL"},
+        {"type": "SyncBuffersHook"},
+    ]
+
+
+def test_keys_are_suggested_only_if_they_are_alike(tmp_path: Path) -> None:
+    model, wrapper = "model = dict(type='Transformer')\n", "optimizer=dict(type='AdamW')"
+    keys = "optim_wrapper = dict(paramwise_cfg=dict(custom_keys={'pos_block': dict(lr_mult=0.1), 'blocs': {}}), "
+    text = HEAD + STRATEGY + model + keys + wrapper + ")\n"
+    found = {item.path: item.here for item in diagnosis(tmp_path, text).findings if "custom_keys" in item.path}
+    assert found["optim_wrapper.paramwise_cfg.custom_keys['pos_block']"] == "no parameter name contains this key."
+    assert "Did you mean 'blocks'" in found["optim_wrapper.paramwise_cfg.custom_keys['blocs']"]
+
+
+def test_what_concerns_sharding_is_said_only_of_what_is_sharded(tmp_path: Path) -> None:
+    text = "model = dict(type='Transformer')\nfind_unused_parameters = True\noptim_wrapper = dict("
+    text += "accumulative_counts=2, clip_grad=dict(max_norm=1.0), optimizer=dict(type='AdamW'))\n"
+    imports = "custom_imports = dict(imports=['tests.mmengine_adapter.diagnosed'])\n"
+    paths = {"find_unused_parameters", "optim_wrapper.clip_grad", "optim_wrapper.accumulative_counts"}
+    assert not paths & {item.path for item in diagnosis(tmp_path, imports + text).findings}
+    found = {item.path: item for item in diagnosis(tmp_path, HEAD + STRATEGY + text).findings}
+    assert paths <= found.keys()
+    assert found["find_unused_parameters"].level == "changed"
+    assert "may differ from step to step" in found["find_unused_parameters"].here

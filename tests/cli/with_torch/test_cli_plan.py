@@ -1,4 +1,4 @@
-"""``mmfsdp-cli plan``: the plan of core, for models by name, settings from files and from the command line."""
+"""``plan``, ``rehearse``, ``fit`` and ``measure``: what core returns, for models by name and settings of all kinds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,17 @@ def build(width: int = 4, depth: int = 2) -> nn.Module:
     return nn.Sequential(*(Block(nn.Linear(width, width)) for _ in range(depth)), nn.Linear(width, 3))
 
 
-def plan(*words: object) -> tuple[int, str, str]:
-    result = invoke("plan", f"{HERE}:build", *words)
+def called(command: str, *words: object) -> tuple[int, str, str]:
+    result = invoke(command, f"{HERE}:build", *words)
     return result.exit_code, result.stdout, result.stderr
+
+
+def plan(*words: object) -> tuple[int, str, str]:
+    return called("plan", *words)
+
+
+def rehearse(*words: object) -> tuple[int, str, str]:
+    return called("rehearse", *words)
 
 
 def wrapped(**settings: object) -> dict[str, object]:
@@ -105,7 +113,7 @@ def test_wrong_settings(words: tuple[str, ...], message: str) -> None:
 def test_help_needs_no_torch() -> None:
     heavy = "assert not {*sys.modules} & {'torch', 'rich'}"
     code = f"import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: {heavy}"
-    for command in ("plan", "doctor"):
+    for command in ("plan", "rehearse", "doctor"):
         done = subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
 
@@ -123,33 +131,33 @@ def test_a_batch_rehearses_a_step() -> None:
     step = advise(wrapped(), build(), torch.empty(6, 4, device="meta"), mesh=2)
     arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4")
     told = "With AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ..."
-    assert plan(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
-    shown = plan(*arguments, "--json")[1]
+    assert rehearse(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
+    shown = rehearse(*arguments, "--json")[1]
     assert json.loads(shown)["rehearsal"] == json.loads(json.dumps(step.describe()))
     assert mmfsdp.ShardPlan.from_json(shown) == truth
     sgd = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"), optimizer="sgd-momentum")
     given = ("--optimizer", "torch.optim:SGD", "--optimizer-arg", "momentum=0.9")
-    head, *bars = plan(*arguments, *given, "--chart")[1].splitlines()
+    head, *bars = rehearse(*arguments, *given, "--chart")[1].splitlines()
     assert head.startswith(f"Memory of rank 0 over a step, peak {human_bytes(sgd.peak.nbytes)}:")
     assert {"backward", "zero_grad"} <= {bar.partition(",")[0] for bar in bars}
     named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")
     words = ("--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd", "--device", "a100")
-    assert f"\n\n{named.time('a100')}\n" in plan(*BLOCKS, *words)[1]
-    assert json.loads(plan(*BLOCKS, *words, "--json")[1])["time"]["seconds"] == named.time("a100").seconds
+    assert f"\n\n{named.time('a100')}\n" in rehearse(*BLOCKS, *words)[1]
+    assert json.loads(rehearse(*BLOCKS, *words, "--json")[1])["time"]["seconds"] == named.time("a100").seconds
 
 
 def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
     other, page = tmp_path / "other.json", tmp_path / "step.html"
     other.write_text(json.dumps({"precision": "bf16"}))
     arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4", "--diff", other, "--html", page)
-    code, told, _ = plan(*arguments)
+    code, told, _ = rehearse(*arguments)
     assert code == 0
     assert "precision" in told
     text = page.read_text(encoding="utf-8")
     step = mmfsdp.rehearse(mmfsdp.plan(build(), wrapped(), 2), build(), torch.empty(6, 4, device="meta"))
     assert f'Rank 0 holds most, <data value="{step.peak.nbytes}"' in text
     assert f"<b>{other}</b> needs" in text
-    code, _, told = plan(*arguments)
+    code, _, told = rehearse(*arguments)
     assert code == 2
     assert "exists already. Add --force to replace it." in " ".join(told.split())
     assert page.read_text(encoding="utf-8") == text
@@ -163,22 +171,22 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
         (("--batch", "6x4", "--batch", "x=6x4"), "give a name to all tensors, or to none"),
         (("--batch", "6x4", "--optimizer", "lion"), "'lion' is not an optimizer of torch.optim"),
         (("--batch", "6x5"), "The step failed in forward"),
-        (("--batch", "6x4", "--diff", "a.json"), "Give --batch or --diff, not both, unless --html shows both steps."),
-        (("--html", "a.html"), "needs --batch: the page shows a rehearsed step."),
+        (("--batch", "6x4", "--diff", "a.json"), "--diff needs --html, which shows both steps."),
+        ((), "Give the shapes of a batch with --batch, or for an MMEngine config --batch-size."),
         (("--batch", "6x4", "--html", "nowhere/a.html"), "the directory 'nowhere' does not exist."),
         (("--batch", "6x4", "--device", "h10"), "'h10' is not a device that is known"),
-        (("--device", "h100"), "the time of a step needs --batch"),
+        (("--device", "h100"), "Give the shapes of a batch"),
         (("--batch", "x=6x4"), "Sequential does not take this batch"),
         (("--batch-size", "0"), "'0' is neither a number of samples nor 'own'"),
         (("--batch-size", "2"), "is for configs that describe their data"),
-        (("--batch-size", "2", "--batch", "6x4"), "Give --batch or --batch-size, not both."),
-        (("--optimizer", "sgd", "--optimizer-arg", "lr=1"), "needs a rehearsal: --batch, or --batch-size."),
+        (("--batch-size", "2", "--batch", "6x4"), "Give the shapes of a batch with --batch, or"),
+        (("--batch-size", "2", "--batch-dim", "1"), "needs --batch, whose samples it counts"),
         (("--batch", "6x4", "--optimizer-arg", "lr=1"), "needs --optimizer"),
         (("--batch", "6x4", "--optimizer", "sgd", "--optimizer-arg", "lrr=1"), "unexpected keyword argument 'lrr'"),
     ],
 )
 def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
-    code, shown, told = plan(*words)
+    code, shown, told = rehearse(*words)
     assert code == 2
     assert message in " ".join(told.split())
     # The plan is still shown, because it needs no step.
@@ -188,7 +196,7 @@ def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
 def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     words = ("--model-arg", "width=64", "--batch", "8x64", "--ranks", 2, "--set", "precision=bf16")
     only = ("--set", "activation_checkpointing.mode=full", "--set", "sharding.strategy=FULL_SHARD")
-    code, out, err = plan(*words, *only, "--fit", "4GiB")
+    code, out, err = called("fit", *words, *only, "--memory", "4GiB")
     assert code == 0, err
     assert "# " in out.splitlines()[2]
     pasted = tmp_path / "fit.yaml"
@@ -197,19 +205,19 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     read, stated = mmfsdp.ShardConfig.from_file(pasted), mmfsdp.ShardConfig.from_dict(given)
     assert all(getattr(read, name) == getattr(stated, name) for name in given)
     assert plan(*words[:2], "--config", pasted)[0] == 0
-    assert "needs --batch" in plan("--fit", "10MiB")[2]
-    assert "needs --batch, whose samples" in plan("--batch-dim", "1")[2]
-    by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--fit", "4GiB", "--json")
-    searched = [json.loads(plan(*by_tokens, "--batch-dim", dim)[1])["considered"] for dim in (0, 1)]
+    assert "Give the shapes of a batch" in called("fit", "--memory", "10MiB")[2]
+    assert "Missing option '--memory'" in called("fit", *words)[2]
+    by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--memory", "4GiB", "--json")
+    searched = [json.loads(called("fit", *by_tokens, "--batch-dim", dim)[1])["considered"] for dim in (0, 1)]
     assert searched == [2, 4]  # 1 and 2 micro-batches of two samples; 1 to 8 of eight
-    assert "Give their number" in plan(*words[:-4], "--ranks", "2x2", "--fit", "10MiB")[2]
+    assert "Give their number" in called("fit", *words[:-4], "--ranks", "2x2", "--memory", "10MiB")[2]
 
 
-MEASURED = (*BLOCKS, "--batch", "6x4", "--measure", "--device", "cpu")
+MEASURED = (*BLOCKS, "--batch", "6x4", "--device", "cpu")
 
 
 def test_measured_beside_predicted() -> None:
-    code, out, _ = plan(*MEASURED)  # torch's profiler may write to stderr
+    code, out, _ = called("measure", *MEASURED)  # torch's profiler may write to stderr
     assert code == 0
     config = {**wrapped(), "init": {"device": "cpu"}}
     step = mmfsdp.rehearse(config, build(), torch.empty(6, 4), device_type="cpu")
@@ -217,18 +225,17 @@ def test_measured_beside_predicted() -> None:
     peak = human_bytes(step.peak.nbytes)
     assert f"; peak {peak} predicted, " in out
     for words, message in (
-        ((*MEASURED, "--ranks", 2), "runs the step on the ranks at hand, 1, not 2. To start them: torchrun"),
-        ((*MEASURED, "--assume", 0.1), "--measure runs the step of one plan."),
-        (("--measure",), "needs --batch: a step is run."),
+        ((*MEASURED, "--ranks", 2), "the step runs on the ranks at hand, 1, not 2. To start them: torchrun"),
+        ((), "Give the shapes of a batch with --batch"),
     ):
-        code, out, err = plan(*words)
+        code, out, err = called("measure", *words)
         assert (code, out) == (2, "")
         assert message in " ".join(err.replace("│", " ").split())
 
 
 def test_ranks_of_torchrun_measure_together() -> None:
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "mmfsdp-cli"]
-    words += ["plan", f"{HERE}:build", *MEASURED, "--json"]
+    words += ["measure", f"{HERE}:build", *MEASURED, "--json"]
     environ = {**environ_with_commands(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr

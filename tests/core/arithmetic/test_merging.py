@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import convert, merge_lora
+from mmfsdp.checkpoint.arithmetic import module_patterns
+from mmfsdp.checkpoint.arithmetic.module_patterns import of_modules
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError
 
 pytest.importorskip("numpy")
@@ -43,6 +47,42 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     for name, tensor in merged.items():
         torch.testing.assert_close(wide[name], tensor, rtol=1e-14, atol=1e-16)
         assert torch.equal(found[name], tensor.float())
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["head"],
+        ["hea."],
+        ["^head$"],
+        ["model.layers.0.fc", "layers.0"],
+        [r"layers\.\d+\.fc"],
+        ["(fc|head)"],
+        ["[a-h]+", ".*fc"],
+        [r"layers\.(?!1)\d+\.\w+"],
+        ["ead", "fc.*x"],
+    ],
+)
+def test_patterns_mean_what_they_mean_in_peft(patterns: list[str], tmp_path: Path) -> None:
+    names = ["head", "model.head", "model.layers.0.fc", "model.layers.1.fc", "layers.10.fc", "ahead", "headx", "x\n"]
+    found = of_modules(names, {pattern: place for place, pattern in enumerate(patterns)}, "rank_pattern", tmp_path)
+    for name in names:  # as get_pattern_key of peft does it
+        match = next((i for i, key in enumerate(patterns) if re.match(rf"(.*\.)?({key})$", name)), None)
+        assert found.get(name) == match
+
+
+@pytest.mark.parametrize("table", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_would_take_for_ever(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_patterns, "_LIMIT", 1.0)
+    folder = adapter("plain", tmp_path, **{table: {"(([a-z_])+.?)+[A-Z]([a-z])+!": 4}})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    long = "base_model.model." + "a" * 60
+    sides = {f"{long}.lora_A.weight": torch.ones(4, 3), f"{long}.lora_B.weight": torch.ones(3, 4)}
+    save_file({**tensors, **sides}, folder / "adapter_model.safetensors")
+    began = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=f"expressions of '{table}' in adapter_config.json take more than"):
+        merge_lora(GOLDEN / "plain/base.safetensors", folder, tmp_path / "out.safetensors")
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from mmfsdp.basics import Column
 
 __all__ = [
+    "is_quiet",
     "may_colour",
     "reporting_errors",
     "say",
     "say_lines",
     "say_list",
     "say_table",
+    "say_text",
     "say_usage_error",
     "shown_name",
     "terminal_width",
@@ -30,6 +33,7 @@ __all__ = [
 
 _FAILED = 1
 _USAGE = 2
+_INTERRUPTED = 130
 _NAME = 200  # characters
 _VALUES = ("model", "tensor", "tree")  # words that errors use for other things than the options of that name
 _NEGATED = {"verify": "--no-checksums", "fsync": "--no-fsync"}
@@ -59,20 +63,26 @@ def reporting_errors() -> Iterator[None]:
         if context.get("config") in known or context.get("file", "\0") in message:
             context = {key: value for key, value in context.items() if key not in ("config", "file")}
         message += f" ({', '.join(f'{key}: {value}' for key, value in context.items())})" if context else ""
-        _complain(message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
+        _complain(error, message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has seen enough. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(0) from None
     except OSError as error:
-        _complain(f"{error.strerror or error} (file: {error.filename})" if error.filename else str(error), _FAILED)
-    except KeyboardInterrupt:
-        _complain("Interrupted; nothing was written.", 130)
+        text = f"{error.strerror or error} (file: {error.filename})" if error.filename else str(error)
+        _complain(error, text, _FAILED)
+    except KeyboardInterrupt as error:
+        _complain(error, _interrupted(), _INTERRUPTED)
+    except Exception as error:  # a defect: its traceback follows
+        if not isinstance(error, click.ClickException | Exit):
+            _say_json(error, str(error), _FAILED)
+        raise
 
 
 def say_usage_error(error: click.UsageError) -> None:
     """Print what is wrong with the arguments of a command, how it is called, and where that is explained."""
     message = " ".join(error.format_message().split())  # click lists choices in lines of their own
+    _say_json(error, message, error.exit_code)
     colour = may_colour()  # asked for here, as the command's context has ended
     say(f"error: {message}", colour="red" if colour else None, err=True)
     if error.ctx is not None:
@@ -92,6 +102,8 @@ def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool =
         err: Print to stderr.
         indent: Spaces before each line, and two more before those that continue one.
     """
+    if is_quiet() and not err:
+        return
     width = terminal_width(sys.stderr if err else sys.stdout)
     for line in text.split("\n"):
         line = " " * indent + _visible(line)
@@ -105,17 +117,28 @@ def say(text: str, *, colour: str | None = None, bold: bool = False, err: bool =
         click.echo(click.style(line, fg=colour, bold=bold or None) if styled else line, err=err)
 
 
-def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidden: int = 0) -> None:
+def say_text(text: str) -> None:
+    """Print text as it is, to copy."""
+    if not is_quiet():
+        click.echo(text)
+
+
+def say_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, hidden: int = 0, widest: int | None = None
+) -> None:
     """Print a table that fits the terminal, its titles in bold.
 
     Args:
         columns: The columns.
         rows: The rows.
         hidden: How many rows more there are, which ``--limit`` leaves out.
+        widest: Characters that a line may have where there is no terminal.
     """
+    if is_quiet():
+        return
     from mmfsdp.basics import format_table
 
-    lines = format_table(columns, [[shown_name(cell) for cell in row] for row in rows], terminal_width())
+    lines = format_table(columns, [[shown_name(cell) for cell in row] for row in rows], terminal_width() or widest)
     for place, line in enumerate(lines):
         click.echo(click.style(line, bold=place == 0 or None, dim=place == 1 or None) if place < 2 else line)
     _say_hidden(hidden)
@@ -164,6 +187,16 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     return max(shutil.get_terminal_size().columns, 20)
 
 
+def is_quiet() -> bool:
+    """Tell whether the command that runs prints only warnings and errors."""
+    return _has("quiet")
+
+
+def _has(option: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.meta.get(f"mmfsdp_cli.{option}", False)
+
+
 def may_colour() -> bool:
     """Tell whether the environment allows colours on terminals; see https://no-color.org."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -204,6 +237,30 @@ def _target_exists(error: Exception) -> bool:
     return isinstance(error, TargetExistsError)
 
 
-def _complain(message: str, code: int) -> None:
+def _complain(error: BaseException, message: str, code: int) -> None:
+    _say_json(error, message, code)
+    if _has("verbose"):
+        import traceback  # only if asked for
+
+        click.echo(traceback.format_exc(), err=True, nl=False)
     say(f"error: {message}", colour="red", err=True)
     raise Exit(code)
+
+
+def _say_json(error: BaseException, message: str, code: int) -> None:
+    """Print an error for programs, where ``--json`` was given; what people read goes to stderr all the same."""
+    context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
+    # Where parsing failed, nobody knows yet which options there are.
+    given = context is not None and context.params.get("as_json")
+    if given if given is not None else "--json" in sys.argv[1:]:
+        where = {key: str(value) for key, value in getattr(error, "context", {}).items()}
+        content = {"type": type(error).__name__, "message": message, "context": where, "exit_code": code}
+        click.echo(json.dumps({"error": content}, indent=1))
+
+
+def _interrupted() -> str:
+    """Return what is said after Ctrl-C."""
+    context = click.get_current_context(silent=True)
+    if context is not None and context.params.get("resume"):
+        return "Interrupted. What was written is kept: run the same command again, with --continue, to go on from it."
+    return "Interrupted; nothing was written."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.console import reporting_errors, say
+from mmfsdp_cli.console import reporting_errors, say, say_text
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.modelling import running_user_code
 from mmfsdp_cli.options import PATH, flag, json_report, limit, ranks
@@ -90,4 +90,4 @@ def _print_finding(finding: Finding, colour: str) -> None:
         if text:
             say(f"{label}: {text}", indent=4)
     for index, line in enumerate(finding.advice.splitlines()):
-        click.echo(f"    {'write: ' if not index else '       '}{line}")
+        say_text(f"    {'write: ' if not index else '       '}{line}")

@@ -1,88 +1,74 @@
-"""Searches settings for ``mmfsdp-cli plan --fit``: what the command line leaves open is varied."""
+"""``mmfsdp-cli fit``: finds the fastest settings that fit into memory, and varies what the command line leaves open."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mmfsdp_cli.console import say
+from mmfsdp_cli.choices import ModelChoice, StepChoice, takes_model, takes_step
+from mmfsdp_cli.console import reporting_errors, say
+from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import running_user_code
+from mmfsdp_cli.options import json_report, option
 from mmfsdp_cli.plans import mesh_of
 from mmfsdp_cli.settings import with_settings
+from mmfsdp_cli.steps import assume, device, step_of
 
-if TYPE_CHECKING:
-    import torch.nn as nn
-
-    from mmfsdp.frontends import ReadConfig, TrainingStep
-
-__all__ = ["print_fit"]
+__all__ = ["fit_command"]
 
 
-def print_fit(
-    model: nn.Module,
-    source: ReadConfig | None,
-    step: TrainingStep,
-    memory: str,
-    ranks: str,
-    config: Path | None,
-    changes: dict[str, Any],
-    device: str,
-    assume: float | None,
-    batch_dim: int,
-    *,
-    as_json: bool,
+@click.command("fit", cls=Command)
+@takes_model("Number of ranks, 8 by default; how they are arranged is searched")
+@takes_step
+@option("--memory", section="Step", metavar="SIZE", required=True, help="Memory of the device, such as 80GiB.")
+@device("Search by the time of this device, by default h100:")
+@assume
+@json_report
+def fit_command(
+    chosen: ModelChoice, step: StepChoice, memory: str, device: str | None, assume: float | None, as_json: bool
 ) -> None:
-    """Print the fastest settings that fit.
+    """Print the fastest settings that fit into a device's memory. Needs torch.
 
-    Args:
-        model: The model, its parameters on the meta device.
-        source: The config that describes it, if there is one.
-        step: The step.
-        memory: Memory of the device, as text.
-        ranks: Number of ranks, as text.
-        config: A file of settings that stay.
-        changes: Single settings that stay, by their paths.
-        device: The device's name.
-        assume: The share of elements that masks select; None to fail where a model needs their values.
-        batch_dim: The dimension of the batch's tensors that counts samples.
-        as_json: Print JSON.
+    Settings that --config and --set give stay as they are. The time is that of --device, by default an h100.
 
-    Raises:
-        BadParameter: The ranks are a mesh, whose shape is searched.
+    Exit codes: 0 done; 2 nothing fits, the model, the batch or a setting is wrong, or torch is missing.
     """
-    from mmfsdp import fit
-    from mmfsdp.config import read_settings
+    wanted = chosen.wanted()
+    with reporting_errors():
+        built, source = chosen.build("fit")
+        from mmfsdp import fit
+        from mmfsdp.config import read_settings
 
-    number = mesh_of(ranks)
-    if not isinstance(number, int):
-        raise click.BadParameter(
-            f"--fit chooses how ranks are arranged. Give their number, not {ranks!r}.", param_hint="--ranks"
-        )
-    settings: dict[str, Any] = {} if config is None else dict(read_settings(config))
-    policy = None
-    if config is None and source is not None and source.shards():
-        means = source.settings(model)
-        settings, policy = means.config.model_dump(mode="json", exclude_unset=True), means.policy
-    with running_user_code():
-        found = fit(
-            model,
-            step.batch,
-            memory=memory,
-            ranks=number,
-            config=with_settings(settings, changes),
-            policy=policy,
-            device=device,
-            loss=step.loss,
-            optimizer=step.optimizer,
-            max_norm=step.max_norm,
-            assume=assume,
-            ema=step.ema,
-            batch_dim=batch_dim,
-        )
-    if as_json:
-        click.echo(json.dumps(found.describe(), indent=2))
-    else:
-        say(str(found))
+        training = step_of(built, source, step)
+        ranks = mesh_of(chosen.ranks or "8")
+        if not isinstance(ranks, int):
+            raise click.BadParameter(
+                f"fit chooses how ranks are arranged. Give their number, not {chosen.ranks!r}.", param_hint="--ranks"
+            )
+        settings: dict[str, Any] = {} if chosen.config is None else dict(read_settings(chosen.config))
+        policy = None
+        if chosen.config is None and source is not None and source.shards():
+            means = source.settings(built)
+            settings, policy = means.config.model_dump(mode="json", exclude_unset=True), means.policy
+        with running_user_code():
+            found = fit(
+                built,
+                training.batch,
+                memory=memory,
+                ranks=ranks,
+                config=with_settings(settings, wanted),
+                policy=policy,
+                device=device or "h100",
+                loss=training.loss,
+                optimizer=training.optimizer,
+                max_norm=training.max_norm,
+                assume=assume,
+                ema=training.ema,
+                batch_dim=step.batch_dim or 0,
+            )
+        if as_json:
+            click.echo(json.dumps(found.describe(), indent=2))
+        else:
+            say(str(found))

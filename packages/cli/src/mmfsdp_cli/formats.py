@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +11,12 @@ from mmfsdp_cli.console import reporting_errors, say_table
 from mmfsdp_cli.help import Command
 from mmfsdp_cli.options import json_report
 
+if TYPE_CHECKING:
+    from mmfsdp.checkpoint import FormatInfo
+
 __all__ = ["formats_command"]
+
+_WIDEST = 80
 
 
 @click.command("formats", cls=Command)
@@ -25,24 +31,14 @@ def formats_command(as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps([info.describe() for info in formats], indent=1))
             return
-        columns = (
-            Column("format"),
-            Column("reads", once=True),
-            Column("writes"),
-            Column("also called", wraps=True),
-            Column("what it is", wraps=True),
-        )
-        rows = [
-            (
-                info.name,
-                _yes(info.reads),
-                _yes(info.writes),
-                ", ".join([*info.suffixes, *info.aliases]) or "-",
-                info.description,
-            )
-            for info in formats
-        ]
-        say_table(columns, rows)
+        columns = (Column("format"), Column("reads"), Column("writes"), Column("what it is", wraps=True))
+        rows = [(info.name, _yes(info.reads), _yes(info.writes), _about(info)) for info in formats]
+        say_table(columns, rows, widest=_WIDEST)
+
+
+def _about(info: FormatInfo) -> str:
+    names = [*info.suffixes, *info.aliases]
+    return info.description + (f" ({', '.join(names)})" if names else "")
 
 
 def _yes(value: bool) -> str:

@@ -49,10 +49,32 @@ class Context(click.Context):
             self.color = False
 
 
+def _remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[f"mmfsdp_cli.{param.name}"] = value
+
+
 class Command(click.Command):
-    """A command whose help shows arguments first, then options under their headings."""
+    """A command whose help shows arguments first, then options under their headings. All take ``-q`` and ``-v``."""
 
     context_class = Context
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for short, name, help in (
+            ("-q", "--quiet", "Print only warnings and errors, and what --json asks for."),
+            ("-v", "--verbose", "Print where in the code an error was raised."),
+        ):
+            self.params.append(
+                Option(
+                    [short, name],
+                    section="Output",
+                    is_flag=True,
+                    expose_value=False,
+                    is_eager=True,
+                    callback=_remember,
+                    help=help,
+                )
+            )
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_usage(ctx, formatter)

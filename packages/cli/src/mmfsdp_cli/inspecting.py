@@ -160,9 +160,18 @@ def _print_totals(layout: Layout, limit: int) -> None:
 
     ranks = f", {layout.world_size} ranks" if layout.world_size > 1 else ""
     count = len(layout.tensors)
-    say(f"\n{layout.format}{ranks}: {count} tensor{'s' * (count != 1)}, {human_bytes(layout.nbytes)}", bold=True)
+    what = f"{count} tensor{'s' * (count != 1)}, {human_bytes(layout.nbytes)}"
+    say(f"\n{_lone_file(layout)}{layout.format}{ranks}: {what}", bold=True)
     content = [f"{shown_name(key) or '(at the top)'}: {_summary(found)}" for key, found in layout.content().items()]
     say_lines(content, limit, indent=2)
+
+
+def _lone_file(layout: Layout) -> str:
+    """Return the name of the only file that a directory's checkpoint was read from, with a comma after it."""
+    path = Path(str(layout.path))
+    files = {chunk.file for entry in layout.tensors.values() for chunk in entry.chunks()} if path.is_dir() else set()
+    lone = next(iter(files)) if len(files) == 1 else None
+    return "" if lone is None or layout.world_size > 1 else f"{Path(str(lone)).name}, "
 
 
 def _summary(found: Mapping[str, Any]) -> str:

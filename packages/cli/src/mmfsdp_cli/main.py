@@ -12,39 +12,58 @@ import click
 
 from mmfsdp_cli import __version__
 from mmfsdp_cli.console import say_usage_error
-from mmfsdp_cli.help import Context, summary
+from mmfsdp_cli.help import Context
 
 __all__ = ["app", "main"]
 
-_MODULES = {
-    "inspect": "inspecting",
-    "convert": "converting",
-    "average": "averaging",
-    "merge-lora": "merging",
-    "delta": "deltas",
-    "apply-delta": "deltas",
-    "verify": "verifying",
-    "diff": "differing",
-    "formats": "formats",
-    "recipes": "recipes",
-    "plan": "planning",
-    "doctor": "doctoring",
-    "completion": "completing",
+# The module and the summary of each command: the list of commands imports none of them.
+_COMMANDS = {
+    "inspect": ("inspecting", "Show the tensors of a checkpoint and what else it holds."),
+    "convert": ("converting", "Write a checkpoint in another format, in constant memory."),
+    "average": ("averaging", "Write the average of the weights of several checkpoints, in constant memory."),
+    "merge-lora": ("merging", "Merge a LoRA adapter into its base, in constant memory."),
+    "delta": (
+        "deltas",
+        "Write what changed from one checkpoint to another; apply-delta restores the second, bit for bit.",
+    ),
+    "apply-delta": ("deltas", "Write the second checkpoint from the first and their delta, bit for bit."),
+    "verify": (
+        "verifying",
+        "Check structure, coverage of every tensor, file sizes, checksums and manifest of a checkpoint.",
+    ),
+    "diff": ("differing", "Compare two checkpoints across formats and shardings: names, shapes, dtypes and values."),
+    "formats": ("formats", "List the formats."),
+    "recipes": (
+        "recipes",
+        "List the recipes that --recipe of convert takes by name, or print one to copy and change.",
+    ),
+    "plan": ("planning", "Show how a model would be sharded, for any number of ranks."),
+    "rehearse": (
+        "rehearsing",
+        "Show the memory of a step, activations included, and its time, for any number of ranks.",
+    ),
+    "fit": ("fitting", "Print the fastest settings that fit into a device's memory."),
+    "measure": ("measuring", "Run a few real steps on the CPUs at hand, and print predicted beside measured."),
+    "doctor": (
+        "doctoring",
+        "Check an MMEngine config: how it trains sharded, what differs from MMEngine, what to change.",
+    ),
+    "completion": ("completing", "Print the script with which a shell completes commands, options and values."),
 }
 
 
 class _Commands(click.Group):
-    """Imports a command when it is run, and all of them only for the help."""
+    """Imports a command when it is run."""
 
     context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_MODULES)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _MODULES:
+        if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"mmfsdp_cli.{_MODULES[cmd_name]}")
+        module = importlib.import_module(f"mmfsdp_cli.{_COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
@@ -52,17 +71,16 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in _MODULES and not name.startswith("-") and not ctx.resilient_parsing:
+        if name not in _COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             import difflib  # only when something is wrong
 
-            near = difflib.get_close_matches(name, _MODULES, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
             ctx.fail(f"No such command {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary(command)) for name, command in commands if command is not None])
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
 @click.group(
@@ -74,7 +92,9 @@ class _Commands(click.Group):
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
     "or argument is wrong.",
 )
-@click.version_option(__version__, message="mmfsdp-cli %(version)s", help="Print the version and exit.")
+@click.version_option(
+    __version__, "-V", "--version", message="mmfsdp-cli %(version)s", help="Print the version and exit."
+)
 @click.pass_context
 def app(ctx: click.Context) -> None:
     """Inspect, convert, verify and compare checkpoints, without torch; plan how a model is sharded, without ranks."""

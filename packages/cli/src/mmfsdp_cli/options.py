@@ -102,7 +102,7 @@ def completing(values: Callable[[], Iterable[str]]) -> Callable[[click.Context, 
     return complete
 
 
-json_report = flag("--json", "as_json", section=_OUTPUT, help="Print JSON, and no progress.")
+json_report = flag("--json", "as_json", section=_OUTPUT, help="Print JSON, and no progress; an error, too.")
 jobs = option(
     "--jobs",
     section="How carefully, how fast",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mmfsdp.planning import MemoryEstimate
     from mmfsdp.torch_style import Translated
 
-__all__ = ["memory_of", "mesh_of", "planned", "print_plan", "settings_of"]
+__all__ = ["known_optimizer", "memory_of", "mesh_of", "planned", "print_plan", "say_suggested", "settings_of"]
 
 
 def planned(model: nn.Module, ranks: str, means: Translated) -> ShardPlan:
@@ -77,6 +77,18 @@ def memory_of(plan: ShardPlan, optimizer: str | None) -> MemoryEstimate:
     from mmfsdp.planning import estimate_memory
 
     return estimate_memory(plan, int(optimizer) if optimizer is not None and optimizer.isdecimal() else optimizer)
+
+
+def known_optimizer(optimizer: object) -> str | None:
+    """Return the optimizer if `memory_of` knows its name."""
+    from mmfsdp.planning import OPTIMIZERS
+
+    return optimizer if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZERS else None
+
+
+def say_suggested(model: str) -> None:
+    """Print that the settings are those that doctor suggests, because a config shards nothing."""
+    say(f"{model} shards nothing. With the advice of 'mmfsdp-cli doctor', and with --set if given:\n")
 
 
 def print_plan(plan: ShardPlan, *, tree: bool = False, every_unit: bool = False, limit: int = 0) -> None:

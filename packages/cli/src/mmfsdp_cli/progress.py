@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from mmfsdp_cli.console import terminal_width
+from mmfsdp_cli.console import is_quiet, terminal_width
 
 __all__ = ["byte_progress", "count_progress"]
 
@@ -43,7 +43,7 @@ def count_progress(quiet: bool) -> Iterator[Progress | None]:
 @contextmanager
 def _progress(quiet: bool, text: Callable[[int], str], *, rate: bool) -> Iterator[Progress | None]:
     stream = sys.stderr
-    if quiet or stream is None:  # None: closed by the process that started this one
+    if quiet or is_quiet() or stream is None:  # None: closed by the process that started this one
         yield None
     elif not stream.isatty():
         yield _line_printer(stream, text)

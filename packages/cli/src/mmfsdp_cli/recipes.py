@@ -30,7 +30,13 @@ def recipes_command(name: str | None, as_json: bool) -> None:
             if not found:
                 hint = closest(name, [info.name for info in recipes])
                 raise ConfigError(f"There is no recipe {name!r}.{hint} `mmfsdp-cli recipes` lists them.")
-            click.echo(Path(found[0].path).read_text(encoding="utf-8"), nl=False)
+            text = Path(found[0].path).read_text(encoding="utf-8")
+            if as_json:
+                import tomllib
+
+                click.echo(json.dumps({**found[0].describe(), "recipe": tomllib.loads(text)}, indent=1))
+            else:
+                click.echo(text, nl=False)
             return
         if as_json:
             click.echo(json.dumps([info.describe() for info in recipes], indent=1))

@@ -1,159 +1,107 @@
-"""Rehearses a step for ``mmfsdp-cli plan``: reads the shapes of a batch, and draws memory over time."""
+"""``mmfsdp-cli rehearse``: shows the memory and the time of a step, for any number of ranks, without starting one."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import json
+from pathlib import Path
 
 import click
 
-from mmfsdp_cli.charts import bars
-from mmfsdp_cli.modelling import running_user_code
-from mmfsdp_cli.plans import mesh_of, planned
+from mmfsdp_cli.choices import ModelChoice, StepChoice, takes_model, takes_step
+from mmfsdp_cli.console import reporting_errors, say, say_lines, terminal_width
+from mmfsdp_cli.help import Command
+from mmfsdp_cli.options import PATH, flag, json_report, limit, option
+from mmfsdp_cli.plans import known_optimizer, memory_of, planned, print_plan, say_suggested, settings_of
+from mmfsdp_cli.reporting import free_target, write_report
+from mmfsdp_cli.steps import advised, assume, device, rehearsed, static_part_first, step_of, timeline_chart
 
-if TYPE_CHECKING:
-    import torch.nn as nn
+__all__ = ["rehearse_command"]
 
-    from mmfsdp import ShardPlan
-    from mmfsdp.frontends import ReadConfig, TrainingStep
-    from mmfsdp.rehearsal import Rehearsal
-    from mmfsdp.torch_style import Translated
-
-__all__ = ["advised", "rehearsed", "step_of", "timeline_chart"]
-
-_TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
-_SPANS = 24
+_VIEW = "What to show"
 
 
-def step_of(
-    model: nn.Module,
-    source: ReadConfig | None,
-    batch: Sequence[str],
-    batch_size: str | None,
-    optimizer: str | None,
-    settings: Mapping[str, Any],
-) -> TrainingStep | None:
-    """Return the step to rehearse; None if the command line asks for none.
+@click.command("rehearse", cls=Command)
+@takes_model("Number of ranks to rehearse for, 8 by default")
+@takes_step
+@device("Also print the time of the step, on:")
+@assume
+@flag("--chart", section=_VIEW, help="Show memory over the step as bars.")
+@option(
+    "--diff",
+    "other",
+    section=_VIEW,
+    type=PATH,
+    metavar="FILE",
+    help="With --html: also rehearse the step with these settings, and show what they change.",
+)
+@flag("--all", "every_unit", section=_VIEW, help="Show each unit; by default equal layers share a row.")
+@option("--html", section="Output", type=PATH, metavar="FILE", help="Write a page that shows the step.")
+@flag("--force", "overwrite", section="Output", help="Replace an existing page.")
+@limit
+@json_report
+def rehearse_command(
+    chosen: ModelChoice,
+    step: StepChoice,
+    device: str | None,
+    assume: float | None,
+    chart: bool,
+    other: Path | None,
+    every_unit: bool,
+    html: Path | None,
+    overwrite: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show the memory of a step, activations included, and its time, for any number of ranks. Needs torch.
 
-    Args:
-        model: The model, its parameters on the meta device.
-        source: The config that describes it, if there is one.
-        batch: Tensors as text: ``4x512x1024``, ``input_ids=1x4096:int64``.
-        batch_size: The number of samples for the data pipeline of `source`; ``own`` for its own number.
-        optimizer: The optimizer's name as given; None for that of `source`, or AdamW.
-        settings: The optimizer's arguments.
+    The step runs on tensors without values: they take no memory, and no device and no process are needed.
 
-    Raises:
-        BadParameter: A tensor is malformed, or only some have names; there is no config with a data pipeline; settings
-            of no optimizer.
+    Exit codes: 0 done; 2 the model, the batch, a setting or the number of ranks is wrong, or torch is missing.
     """
-    if settings and optimizer is None:
-        raise click.BadParameter("needs --optimizer", param_hint="--optimizer-arg")
-    if settings and not batch and batch_size is None:
-        raise click.BadParameter("needs a rehearsal: --batch, or --batch-size.", param_hint="--optimizer-arg")
-    with running_user_code():
-        from mmfsdp.frontends import TrainingStep
-        from mmfsdp.rehearsal import optimizer_from
-
-        if batch_size is not None:
-            if source is None:
-                raise click.BadParameter(
-                    "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
-                )
-            step = source.step(model, None if batch_size == "own" else int(batch_size))
-        elif batch:
-            step = TrainingStep(_batch(batch))
-            if optimizer is None and source is not None:
-                step = replace(step, optimizer=source.optimizer() or "adamw")
-        else:
-            return None
-        return step if optimizer is None else replace(step, optimizer=optimizer_from(optimizer, settings))
-
-
-def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None) -> Rehearsal:
-    """Return the rehearsal of a step.
-
-    Args:
-        model: The model, its parameters on the meta device.
-        plan: Its plan.
-        step: The step.
-        assume: The share of elements that masks select; None to fail where a model needs their values.
-    """
-    from mmfsdp import rehearse
-
-    with running_user_code():
-        return rehearse(plan, model, step.batch, **step.arguments(), assume=assume)
-
-
-def advised(
-    model: nn.Module, means: Translated, ranks: str, step: TrainingStep, assume: float | None, batch_dim: int
-) -> Rehearsal:
-    """Return the rehearsal of a step with the changes of its settings that lower its peak most.
-
-    Args:
-        model: The model, its parameters on the meta device.
-        means: The settings, as they were read.
-        ranks: Number of ranks, or a mesh, as text.
-        step: The step.
-        assume: See `rehearsed`.
-        batch_dim: The dimension of the batch's tensors that counts samples.
-    """
-    from mmfsdp.rehearsal import advise
-
-    if means.check_fn is not None or means.ignored_modules or means.ignored_params:
-        return rehearsed(
-            model, planned(model, ranks, means), step, assume
-        )  # these are of this model, not of its copies
-    given = {
-        **step.arguments(),
-        "mesh": mesh_of(ranks),
-        "policy": means.policy,
-        "assume": assume,
-        "batch_dim": batch_dim,
-    }
-    with running_user_code():
-        return advise(means.config, model, step.batch, **given)
-
-
-def timeline_chart(rehearsal: Rehearsal, width: int) -> str:
-    """Return bars of the memory over the step, one for each span of it."""
-    from mmfsdp.basics import human_bytes
-
-    rows = []
-    for moment, counts in rehearsal.timeline(_SPANS):
-        phase = rehearsal.at(moment).phase
-        largest = max(counts, key=lambda kind: counts[kind], default="")
-        rows.append((f"{phase}, mostly {largest}", sum(counts.values())))
-    head = f"Memory of rank {rehearsal.rank} over a step, peak {human_bytes(rehearsal.peak.nbytes)}:"
-    return "\n".join([head, *bars(rows, width)])
-
-
-def _batch(texts: Sequence[str]) -> Any:
-    import torch
-
-    from mmfsdp.basics import to_torch
-    from mmfsdp.errors import ConfigError
-
-    named: dict[str, torch.Tensor] = {}
-    placed = []
-    for text in texts:
-        found = _TENSOR.fullmatch(text)
-        if found is None:
-            raise click.BadParameter(
-                f"{text!r} is not a tensor. Write its shape, as in 4x512x1024 or input_ids=1x4096:int64.",
-                param_hint="--batch",
+    if sum((chart, as_json, other is not None)) > 1:
+        raise click.UsageError("Give one of --chart, --json and --diff.")
+    if other is not None and html is None:
+        raise click.UsageError("--diff needs --html, which shows both steps. To compare plans: mmfsdp-cli plan --diff.")
+    if html is not None:
+        free_target(html, overwrite=overwrite)
+    wanted = chosen.wanted()
+    with reporting_errors():
+        built, source = chosen.build("rehearse")
+        training = step_of(built, source, step)
+        ranks = chosen.ranks or "8"
+        means = settings_of(built, source, chosen.config, wanted)
+        plan = planned(built, ranks, means)
+        suggested = chosen.config is None and source is not None and not source.shards()
+        with static_part_first(plan, training, as_json=as_json):
+            found = (
+                rehearsed(built, plan, training, assume)
+                if chart
+                else advised(built, means, ranks, training, assume, step.batch_dim or 0)
             )
-        try:
-            dtype = to_torch(found["dtype"] or "float32")
-        except ConfigError as error:
-            raise click.BadParameter(str(error), param_hint="--batch") from None
-        tensor = torch.empty([int(size) for size in found["shape"].split("x")], dtype=dtype, device="meta")
-        if found["name"]:
-            named[found["name"]] = tensor
+        time = None if device is None else found.time(device)
+        second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
+        if html is not None:
+            steps = [found] if second is None else [found, rehearsed(built, second, training, assume)]
+            names = [str(chosen.config or chosen.model), str(other)][: len(steps)]
+            write_report(steps, names, html, device, overwrite=overwrite)
+        if second is not None:
+            say_lines(plan.diff(second).splitlines() or ["The plans are the same."], limit)
+        elif as_json:
+            memory = memory_of(plan, known_optimizer(step.optimizer or (source and source.optimizer())))
+            shown = {**plan.to_dict(), "memory": memory.describe()}
+            shown |= {} if source is None else {"plan_is_suggested": suggested}
+            shown |= {"rehearsal": found.describe()} | ({} if time is None else {"time": time.describe()})
+            click.echo(json.dumps(shown, indent=2))
+        elif chart:
+            say_lines(timeline_chart(found, terminal_width() or 80).split("\n"), 0)
         else:
-            placed.append(tensor)
-    if named and placed:
-        raise click.BadParameter("give a name to all tensors, or to none.", param_hint="--batch")
-    return named or tuple(placed)
+            if suggested:
+                say_suggested(chosen.model)
+            print_plan(plan, every_unit=every_unit, limit=limit)
+            say(f"\n{found}")
+            if time is not None:
+                say(f"\n{time.table(width=terminal_width())}")
+            for sentence in training.assumed:
+                say(f"\nRehearsed with {sentence}.")
+            if step.optimizer is None and step.batch and (source is None or source.optimizer() is None):
+                say("\nWith AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ...")

@@ -1,4 +1,4 @@
-"""Writes pages of HTML: those of ``mmfsdp-cli plan --html``, and of ``diff`` as far as the file is concerned."""
+"""Writes pages of HTML: those of ``mmfsdp-cli rehearse --html``, and of ``diff`` as far as the file is concerned."""
 
 from __future__ import annotations
 

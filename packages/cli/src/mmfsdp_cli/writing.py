@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmfsdp_cli.console import reporting_errors, say, say_list
+from mmfsdp_cli.console import reporting_errors, say, say_list, say_text
 from mmfsdp_cli.modelling import reference_of
 from mmfsdp_cli.options import completing, flag, jobs, json_report, limit, option, ranks, several, shapes_from, trust
 from mmfsdp_cli.progress import byte_progress
@@ -211,4 +211,4 @@ def _print(report: ConversionReport, limit: int) -> None:
         say(f"Not written: {name_list(report.dropped, count, quoted=False)}{hint}.")
     if report.dry_run:
         say("Settings, for --config:", bold=True)
-        click.echo(json.dumps(report.conversion.to_dict(defaults=False), indent=2))
+        say_text(json.dumps(report.conversion.to_dict(defaults=False), indent=2))

@@ -15,7 +15,9 @@ __all__ = [
     "IncompleteCheckpointError",
     "LostRankError",
     "MeshError",
+    "MissingTorchAttributeError",
     "MissingTorchError",
+    "MissingTorchImportError",
     "MmfsdpError",
     "PlanError",
     "PlanMismatchError",
@@ -25,6 +27,7 @@ __all__ = [
     "RehearsalError",
     "ShardStateError",
     "StateDictError",
+    "UnknownTorchError",
     "UnsafePickleError",
     "UnsupportedCallError",
     "closest",
@@ -37,7 +40,7 @@ class MmfsdpError(Exception):
     Args:
         message: What went wrong and what to write instead, one or more sentences.
         **context: Where it went wrong: ``config`` (dotted path), ``fqn``, ``file``, ``offset`` (bytes), ``rank``.
-            Entries that are ``None`` are dropped.
+            Entries that are ``None`` or empty, as the root's name is, are dropped.
 
     Attributes:
         message: The message without its context.
@@ -46,7 +49,7 @@ class MmfsdpError(Exception):
 
     def __init__(self, message: str, **context: object) -> None:
         self.message = message
-        self.context: Mapping[str, object] = {key: value for key, value in context.items() if value is not None}
+        self.context: Mapping[str, object] = {key: value for key, value in context.items() if value not in (None, "")}
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -64,8 +67,24 @@ def _rebuild(cls: type[MmfsdpError], message: str, context: dict[str, object]) -
     return cls(message, **context)
 
 
-class MissingTorchError(MmfsdpError, ImportError):
-    """torch is not installed, or it is older than mmfsdp supports."""
+class MissingTorchError(MmfsdpError):
+    """torch is not installed, or it is older than mmfsdp supports.
+
+    Imports raise it as an ``ImportError``, and ``mmfsdp.shard`` as an ``AttributeError``, so that ``hasattr`` is False.
+    No class can derive from both.
+    """
+
+
+class MissingTorchImportError(MissingTorchError, ImportError):
+    """A module or command that needs torch is imported or called without it."""
+
+
+class MissingTorchAttributeError(MissingTorchError, AttributeError):
+    """A public name that needs torch is looked up without it."""
+
+
+class UnknownTorchError(MmfsdpError, RuntimeError):
+    """The installed torch is newer than mmfsdp knows, and has changed where mmfsdp relies on it."""
 
 
 class ConfigError(MmfsdpError, ValueError):
@@ -148,18 +167,19 @@ class UnsafePickleError(CheckpointError):
     """A pickle wants to import something that is not on the list of safe names."""
 
 
-def closest(given: object, accepted: Iterable[object], *, count: int = 3) -> str:
+def closest(given: object, accepted: Iterable[object], *, count: int = 3, cutoff: float = 0.5) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest accepted spellings, or an empty string.
 
     Args:
         given: What the user wrote.
         accepted: The accepted spellings.
         count: The largest number of suggestions.
+        cutoff: How alike a suggestion is at least, from 0 to 1: `difflib.get_close_matches` says how it is measured.
     """
     import difflib  # only when something is wrong
 
     spellings = {str(name).lower(): str(name) for name in accepted}
-    matches = difflib.get_close_matches(str(given).lower(), spellings, n=count, cutoff=0.5)
+    matches = difflib.get_close_matches(str(given).lower(), spellings, n=count, cutoff=cutoff)
     if not matches:
         return ""
     return " Did you mean " + " or ".join(repr(spellings[match]) for match in matches) + "?"

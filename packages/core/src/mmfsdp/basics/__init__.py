@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.basics.dtypes import canonical_dtype, to_torch
     from mmfsdp.basics.machines import boot_id
+    from mmfsdp.basics.masking import hide_secrets, mask_secrets, mask_url
     from mmfsdp.basics.references import resolve_reference
     from mmfsdp.basics.tables import Column, format_table
     from mmfsdp.basics.text import human_bytes, name_list
@@ -19,7 +20,10 @@ __all__ = [
     "boot_id",
     "canonical_dtype",
     "format_table",
+    "hide_secrets",
     "human_bytes",
+    "mask_secrets",
+    "mask_url",
     "name_list",
     "require_torch",
     "resolve_reference",
@@ -30,11 +34,11 @@ _WHERE = {
     **dict.fromkeys(("canonical_dtype", "to_torch"), "mmfsdp.basics.dtypes"),
     **dict.fromkeys(("Column", "format_table"), "mmfsdp.basics.tables"),
     **dict.fromkeys(("human_bytes", "name_list"), "mmfsdp.basics.text"),
+    **dict.fromkeys(("hide_secrets", "mask_secrets", "mask_url"), "mmfsdp.basics.masking"),
     "boot_id": "mmfsdp.basics.machines",
     "require_torch": "mmfsdp.basics.torch_version",
     "resolve_reference": "mmfsdp.basics.references",
 }
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name)
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE)

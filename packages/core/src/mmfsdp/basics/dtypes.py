@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from reprlib import repr as brief
 from typing import Any
 
 from mmfsdp.errors import ConfigError, closest
@@ -116,6 +117,8 @@ def from_safetensors_code(code: str) -> str:
     Raises:
         ConfigError: The code is unknown.
     """
+    if not isinstance(code, str):
+        raise ConfigError(f"{brief(code)} is not a safetensors dtype code, which is text.")
     if code == "F4" or code.startswith("F6_"):
         raise ConfigError(
             f"{code!r} is a dtype of safetensors whose elements take less than a byte. No other format holds it: cast "

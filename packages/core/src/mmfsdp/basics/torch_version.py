@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from mmfsdp.errors import MissingTorchError
+from mmfsdp.errors import MissingTorchImportError
 
 __all__ = ["MINIMUM_TORCH", "NEWEST_TESTED_TORCH", "installed_release", "require_torch", "untested"]
 
@@ -23,7 +23,7 @@ def require_torch(what: str) -> None:
         what: What needs torch, as the error names it: ``'mmfsdp.sharding'``.
 
     Raises:
-        MissingTorchError: torch is not installed or is older than `MINIMUM_TORCH`.
+        MissingTorchImportError: torch is not installed or is older than `MINIMUM_TORCH`.
     """
     least = ".".join(map(str, MINIMUM_TORCH))
     try:
@@ -31,11 +31,11 @@ def require_torch(what: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise MissingTorchError(
+        raise MissingTorchImportError(
             f"{what} needs torch {least} or newer, which is not installed. Install it with: pip install 'mmfsdp[torch]'"
         ) from None
     if installed_release() < MINIMUM_TORCH:
-        raise MissingTorchError(
+        raise MissingTorchImportError(
             f"{what} needs torch {least} or newer, and torch {torch.__version__} is installed. Upgrade it with: "
             "pip install --upgrade 'mmfsdp[torch]'"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
@@ -39,6 +39,5 @@ _WHERE = {
     "wait_timeout": "mmfsdp.collective.channels",
 }
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.collective.steps")
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE, default="mmfsdp.collective.steps")

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from mmfsdp.basics.machines import boot_id
+from mmfsdp.basics.variables import seconds_of
 from mmfsdp.collective.lost_ranks import is_lost
-from mmfsdp.errors import ConfigError, LostRankError, ShardStateError
+from mmfsdp.errors import LostRankError, ShardStateError
 
 __all__ = ["Channel", "GlooChannel", "host_of", "kernel_of", "naming_lost_ranks", "wait_timeout"]
 
@@ -107,14 +108,7 @@ def wait_timeout() -> timedelta:
     Raises:
         ConfigError: The variable is not a positive number.
     """
-    given = os.environ.get(_TIMEOUT, "")
-    try:
-        seconds = float(given or _HOUR)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"{_TIMEOUT} is {given!r}, not a positive number of seconds. Unset it to wait for one hour.")
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=seconds_of(_TIMEOUT, _HOUR, "Unset it to wait for one hour."))
 
 
 def host_of() -> str:

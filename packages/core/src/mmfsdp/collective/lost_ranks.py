@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mmfsdp.errors import LostRankError, MmfsdpError
 
-__all__ = ["Waiting", "is_lost"]
+__all__ = ["Waiting", "is_lost", "lost_rank_error"]
 
 _LOST = re.compile(r"gloo|nccl|timed? ?out|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE)
 
@@ -39,13 +39,23 @@ class Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_lost(error):
-            first_line = str(error).strip().partition("\n")[0]
-            raise LostRankError(
-                f"The other ranks did not take part while this rank was {self._doing} ({first_line}). All ranks must "
-                "run the same units equally often. Usual causes: ranks have different numbers of batches (let the "
-                "sampler pad or drop: round_up=True, drop_last=True); only some ranks use a unit (exclude it in the "
-                "wrap policy); one rank alone made a call that every rank must make, such as clipping, saving or a "
-                "forward; or another rank failed or was killed (see its own output).",
-                rank=dist.get_rank(),
-            ) from error
+        if error is not None and is_lost(error):
+            raise lost_rank_error(error, self._doing) from error
+
+
+def lost_rank_error(error: BaseException, doing: str) -> LostRankError:
+    """Return the error that says what this rank did when the others did not take part.
+
+    Args:
+        error: What torch raised.
+        doing: See `Waiting`.
+    """
+    first_line = str(error).strip().partition("\n")[0]
+    return LostRankError(
+        f"The other ranks did not take part while this rank was {doing} ({first_line}). All ranks must run the same "
+        "units equally often. Usual causes: ranks have different numbers of batches (let the sampler pad or drop: "
+        "round_up=True, drop_last=True); only some ranks use a unit (exclude it in the wrap policy); one rank alone "
+        "made a call that every rank must make, such as clipping, saving or a forward; or another rank failed or was "
+        "killed (see its own output).",
+        rank=dist.get_rank(),
+    )

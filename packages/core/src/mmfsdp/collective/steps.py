@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from mmfsdp.basics.masking import mask_url
 from mmfsdp.collective.channels import kernel_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import LostRankError, MmfsdpError, RankMismatchError
@@ -155,7 +156,8 @@ def same_path(path: str | os.PathLike[str], scope: Scope) -> str:
     given = gather_objects(scope, own)
     other = next(place for place, path in enumerate(given) if path != given[0])
     raise RankMismatchError(
-        f"Ranks gave different paths of a checkpoint: rank 0 {given[0]!r}, rank {other} {given[other]!r}. Give the "
+        f"Ranks gave different paths of a checkpoint: rank 0 {mask_url(given[0])!r}, rank {other} "
+        f"{mask_url(given[other])!r}. Give the "
         "same path on every rank. If a name contains the time, make it on one rank and broadcast it."
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.config.activation import ActivationCheckpointingConfig
+    from mmfsdp.config.compiling import CompileConfig
     from mmfsdp.config.precision import PrecisionConfig, PrecisionOverride
     from mmfsdp.config.schema import CpuOffloadConfig, InitConfig, PrefetchConfig, ShardConfig, ShardingConfig
     from mmfsdp.config.settings_file import read_settings
@@ -28,6 +29,7 @@ __all__ = [
     "AllOf",
     "AnyOf",
     "AutoWrap",
+    "CompileConfig",
     "CpuOffloadConfig",
     "InitConfig",
     "ModuleClassWrap",
@@ -46,6 +48,7 @@ __all__ = [
 
 _WHERE = {
     "ActivationCheckpointingConfig": "mmfsdp.config.activation",
+    "CompileConfig": "mmfsdp.config.compiling",
     **dict.fromkeys(("PrecisionConfig", "PrecisionOverride"), "mmfsdp.config.precision"),
     **dict.fromkeys(
         ("CpuOffloadConfig", "InitConfig", "PrefetchConfig", "ShardConfig", "ShardingConfig"), "mmfsdp.config.schema"
@@ -67,6 +70,5 @@ _WHERE = {
     "read_settings": "mmfsdp.config.settings_file",
 }
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name)
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE)

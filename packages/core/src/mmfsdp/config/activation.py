@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, PositiveInt
 
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Names, Reference
+from mmfsdp.config.fields import Names, Reference, as_mapping, is_word, one_of
 from mmfsdp.config.wrap import Wrap
 
-__all__ = ["ActivationCheckpointingConfig"]
+if TYPE_CHECKING:
+    from mmfsdp.config.written import ActivationSettings
+
+__all__ = ["ActivationCheckpointing", "ActivationCheckpointingConfig"]
+
+_read_mode = one_of("full", "every_n", "selective", "ops")
+_Mode = Annotated[Literal["full", "every_n", "selective", "ops"], BeforeValidator(_read_mode)]
 
 
 class ActivationCheckpointingConfig(ConfigModel):
     """Activation checkpointing: recompute activations in backward, which saves their memory."""
 
-    mode: Literal["full", "every_n", "selective", "ops"] = "full"
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ActivationSettings]) -> None: ...
+
+    mode: _Mode = "full"
     """``full``: every shard unit below the root (or what ``modules`` selects). ``every_n``: each n-th of those.
     ``selective``: what ``modules`` or ``check_fn`` selects. ``ops``: as ``full``, but for results of ``save_ops``."""
     n: PositiveInt = 2
@@ -53,3 +63,9 @@ class ActivationCheckpointingConfig(ConfigModel):
         if self.use_reentrant and (self.mode == "ops" or self.offload):
             wish = "mode 'ops'" if self.mode == "ops" else "offload"
             raise ValueError(f"use_reentrant=True cannot be combined with {wish}. Set use_reentrant to False.")
+
+
+ActivationCheckpointing = Annotated[
+    ActivationCheckpointingConfig | None,
+    as_mapping("mode", _read_mode, is_word, expected="a mode", schema=ActivationCheckpointingConfig | _Mode | None),
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -11,9 +12,20 @@ from pydantic import BeforeValidator, PlainSerializer
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.references import check_reference
 from mmfsdp.basics.text import compile_pattern
-from mmfsdp.errors import MmfsdpError
+from mmfsdp.errors import MmfsdpError, closest
 
-__all__ = ["Dtype", "Names", "Pattern", "Patterns", "Reference", "Strategy", "as_mapping"]
+__all__ = [
+    "Dtype",
+    "Names",
+    "Pattern",
+    "Patterns",
+    "Reference",
+    "Strategy",
+    "as_mapping",
+    "is_word",
+    "one_of",
+    "read_strategy",
+]
 
 T = TypeVar("T")
 
@@ -39,13 +51,37 @@ def _floating_dtype(value: Any) -> str:
     return name
 
 
-def _strategy(value: Any) -> Any:
-    # torch's enum is accepted without importing torch: its members have a name.
-    name = getattr(value, "name", value)
-    if not isinstance(name, str):
-        return name
-    upper = re.sub(r"[-\s]", "_", name.strip().upper().rpartition(".")[2])
+def one_of(*words: str, spelling: Callable[[str], str] = str.lower) -> Callable[[Any], str]:
+    """Return a function that returns the word that a value stands for, and rejects others as they were written.
+
+    Args:
+        *words: The accepted words.
+        spelling: Turns what was written, a string or the name of an enum member, into an accepted word.
+    """
+
+    def read(value: Any) -> str:
+        name = value.name if isinstance(value, Enum) else value
+        if isinstance(name, str) and (word := spelling(name.strip())) in words:
+            return word
+        accepted = ", ".join(map(repr, words))
+        raise ValueError(f"{value!r} is not accepted.{closest(value, words)} Accepted: {accepted}.")
+
+    return read
+
+
+def is_word(value: Any) -> bool:
+    """Tell whether a value is a string or a member of an enum."""
+    return isinstance(value, str | Enum)
+
+
+def _strategy_name(text: str) -> str:
+    upper = re.sub(r"[-\s]", "_", text.upper().rpartition(".")[2])
     return "_HYBRID_SHARD_ZERO2" if upper == "HYBRID_SHARD_ZERO2" else upper
+
+
+read_strategy = one_of(
+    "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", spelling=_strategy_name
+)
 
 
 def _pattern(value: Any) -> str:
@@ -70,22 +106,25 @@ def _class_name(value: Any) -> Any:
     return f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else value
 
 
-def as_mapping(key: str, *scalars: type, schema: Any) -> BeforeValidator:
-    """Return a validator that reads a bare value of the given types as ``{key: value}``.
+def as_mapping(
+    key: str, read: Callable[[Any], Any], is_bare: Callable[[Any], bool], *, expected: str, schema: Any
+) -> BeforeValidator:
+    """Return a validator that reads a bare value as ``{key: value}``.
 
     Args:
         key: The setting that a bare value stands for.
-        *scalars: Types of bare values.
+        read: Returns the setting's value for a bare one, or raises ValueError.
+        is_bare: Tells whether a value has the type of a bare one.
+        expected: What a bare value is, for the error.
         schema: What is accepted, for the JSON schema.
     """
 
     def validate(value: Any) -> Any:
-        if isinstance(value, scalars):
-            return {key: value}
+        if is_bare(value):
+            return {key: read(value)}
         if value is None or isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
             return value
-        kinds = " or ".join(scalar.__name__ for scalar in scalars)
-        raise ValueError(f"expected a {kinds} ({key}) or a mapping, got {value!r} (type {type(value).__name__}).")
+        raise ValueError(f"expected {expected} or a mapping, got {value!r} (type {type(value).__name__}).")
 
     return BeforeValidator(validate, json_schema_input_type=schema)
 
@@ -95,7 +134,7 @@ Dtype = Annotated[str, _checked(_floating_dtype)]
 
 Strategy = Annotated[
     Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
-    BeforeValidator(_strategy),
+    BeforeValidator(read_strategy),
 ]
 """A sharding strategy by the name that torch's FSDP1 gave it; any case, or torch's enum member."""
 

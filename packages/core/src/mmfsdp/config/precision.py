@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mmfsdp.basics.dtypes import is_floating_point
+from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Dtype, Names, as_mapping
+from mmfsdp.config.fields import Dtype, Names, as_mapping, one_of
 from mmfsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mmfsdp.config.written import OverrideSettings, PrecisionSettings
 
 __all__ = ["PRESETS", "Precision", "PrecisionConfig", "PrecisionOverride"]
 
@@ -22,9 +25,37 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16-pure": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "storage_dtype": "bfloat16"},
 }
 
+_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _preset_name(text: str) -> str:
+    with contextlib.suppress(ConfigError):
+        return _OF_DTYPE.get(canonical_dtype(text), text)
+    return text.lower()
+
+
+def _is_bare(value: Any) -> bool:
+    return isinstance(value, str) or _is_torch_dtype(value)
+
+
+def _is_torch_dtype(value: Any) -> bool:
+    return f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype"  # without importing torch
+
+
+_preset_word = one_of(*PRESETS, spelling=_preset_name)
+
+
+def _read_preset(value: Any) -> str:
+    """Return the preset that a name, a dtype's name or a ``torch.dtype`` stands for."""
+    return _preset_word(str(value) if _is_torch_dtype(value) else value)
+
 
 class PrecisionOverride(ConfigModel):
     """Dtypes for the shard units whose module matches, in place of the model-wide ones."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[OverrideSettings]) -> None: ...
 
     modules: Names = Field(min_length=1)
     """Class names or FQN patterns. A match becomes a shard unit of its own if it is none yet; in place of a container
@@ -37,8 +68,13 @@ class PrecisionOverride(ConfigModel):
 class PrecisionConfig(ConfigModel):
     """Mixed precision. A bare preset name may stand for the whole: ``precision: bf16``."""
 
-    preset: Literal["fp32", "bf16", "fp16", "bf16-pure"] = "fp32"
-    """Starting point; a field given beside it wins. ``fp16`` needs a gradient scaler."""
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[PrecisionSettings]) -> None: ...
+
+    preset: Annotated[Literal["fp32", "bf16", "fp16", "bf16-pure"], BeforeValidator(_read_preset)] = "fp32"
+    """Starting point; a field given beside it wins. A dtype stands for the preset of its name. ``fp16`` needs a
+    gradient scaler."""
     param_dtype: Dtype | None = None
     """Dtype of gathered parameters, forward and backward. Shards and optimizer keep the model's dtype."""
     reduce_dtype: Dtype | None = None
@@ -63,13 +99,13 @@ class PrecisionConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            data = {"preset": data}
         if not isinstance(data, Mapping):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        preset = given.get("preset", "fp32")
-        filled = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
+        preset: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # of a wrong preset: the field reports it
+            preset = PRESETS[_read_preset(given.get("preset", "fp32"))]
+        filled = {**preset, **given}
         if "param_dtype" in filled and "reduce_dtype" not in filled:
             # Report a wrong dtype once, for the field that the user wrote.
             with contextlib.suppress(ConfigError):
@@ -85,5 +121,11 @@ class PrecisionConfig(ConfigModel):
 
 Precision = Annotated[
     PrecisionConfig,
-    as_mapping("preset", str, schema=PrecisionConfig | Literal["fp32", "bf16", "fp16", "bf16-pure"]),
+    as_mapping(
+        "preset",
+        _read_preset,
+        _is_bare,
+        expected="a preset, a dtype",
+        schema=PrecisionConfig | Literal["fp32", "bf16", "fp16", "bf16-pure"],
+    ),
 ]

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
-from mmfsdp.config.activation import ActivationCheckpointingConfig
+from mmfsdp.config.activation import ActivationCheckpointing
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping
+from mmfsdp.config.compiling import Compile
+from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
 from mmfsdp.config.precision import Precision, PrecisionConfig
 from mmfsdp.config.wrap import AutoWrap, Wrap
 
+if TYPE_CHECKING:
+    from mmfsdp.config.written import PrefetchSettings, ShardingSettings, ShardSettings
+
 __all__ = ["CpuOffloadConfig", "InitConfig", "PrefetchConfig", "ShardConfig", "ShardingConfig"]
+
+_Engine = Annotated[
+    Literal["auto", "fsdp2", "fsdp1", "replicate"], BeforeValidator(one_of("auto", "fsdp2", "fsdp1", "replicate"))
+]
+_DEVICES = ("auto", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "mtia", "mlu", "musa", "privateuseone")
+_Device = Annotated[
+    Literal["auto", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "mtia", "mlu", "musa", "privateuseone"],
+    BeforeValidator(one_of(*_DEVICES)),
+]
+
+
+def _backward_name(text: str) -> str:
+    """Return ``'pre'`` for ``'BACKWARD_PRE'``, the name of torch's enum member."""
+    return text.lower().rpartition(".")[2].removeprefix("backward_")
+
+
+_read_backward = one_of("pre", "post", "none", spelling=_backward_name)
+_Backward = Annotated[Literal["pre", "post", "none"], BeforeValidator(_read_backward)]
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _reshard(value: Any) -> Any:
@@ -23,6 +49,10 @@ def _reshard(value: Any) -> Any:
 
 class ShardingConfig(ConfigModel):
     """How parameters are sharded over ranks."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ShardingSettings]) -> None: ...
 
     strategy: Strategy = "FULL_SHARD"
     """``FULL_SHARD``: least memory. ``SHARD_GRAD_OP``: parameters stay gathered between forward and backward, one
@@ -55,7 +85,11 @@ class CpuOffloadConfig(ConfigModel):
 class PrefetchConfig(ConfigModel):
     """When the next unit's parameters are gathered."""
 
-    backward: Literal["pre", "post", "none"] = "pre"
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[PrefetchSettings]) -> None: ...
+
+    backward: _Backward = "pre"
     """``pre``: before the current unit's gradients are computed (fastest, most memory); ``post``: after; ``none``."""
     forward: NonNegativeInt = 0
     """How many units ahead forward gathers explicitly; 0 leaves it to the order of kernels."""
@@ -70,23 +104,9 @@ class InitConfig(ConfigModel):
     """Seed of meta-device initialisation, the same on every rank and for every world size."""
     param_init_fn: Reference | None = None
     """Function ``(module) -> None`` that initialises a model on the meta device, called for every module."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "mtia", "mlu", "musa", "privateuseone"] = "auto"
+    device: _Device = "auto"
     """``auto``: the accelerator if there is one and the process group has a backend for it (gloo is not one), else the
     CPU. ``privateuseone`` is whatever device type an extension of torch has registered."""
-
-
-def _sharding(value: Any) -> Any:
-    """Accept a bare strategy, by name or as torch's enum member."""
-    is_strategy = isinstance(value, str) or hasattr(value, "name")
-    return {"strategy": value} if is_strategy else value
-
-
-def _prefetch(value: Any) -> Any:
-    """Accept ``'pre'``, ``'BACKWARD_POST'`` or torch's enum member for the backward direction."""
-    name = getattr(value, "name", value)
-    if isinstance(name, str):
-        return {"backward": name.strip().lower().rpartition(".")[2].removeprefix("backward_")}
-    return value
 
 
 class ShardConfig(ConfigModel):
@@ -100,25 +120,28 @@ class ShardConfig(ConfigModel):
         'FULL_SHARD'
     """
 
-    engine: Literal["auto", "fsdp2", "fsdp1", "replicate"] = "auto"
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ShardSettings]) -> None: ...
+
+    engine: _Engine = "auto"
     """``auto`` takes ``fsdp2`` unless the strategy is ``NO_SHARD`` or a setting needs ``fsdp1``."""
     sharding: Annotated[
-        ShardingConfig, BeforeValidator(_sharding, json_schema_input_type=ShardingConfig | Strategy)
+        ShardingConfig,
+        as_mapping("strategy", read_strategy, is_word, expected="a strategy", schema=ShardingConfig | Strategy),
     ] = Field(default_factory=ShardingConfig)
     wrap: Wrap = Field(default_factory=AutoWrap)
     precision: Precision = Field(default_factory=PrecisionConfig)
-    activation_checkpointing: Annotated[
-        ActivationCheckpointingConfig | None,
-        as_mapping(
-            "mode", str, schema=ActivationCheckpointingConfig | Literal["full", "every_n", "selective", "ops"] | None
-        ),
-    ] = None
-    cpu_offload: Annotated[CpuOffloadConfig, as_mapping("enabled", bool, schema=CpuOffloadConfig | bool)] = Field(
-        default_factory=CpuOffloadConfig
-    )
+    activation_checkpointing: ActivationCheckpointing = None
+    compile: Compile = None
+    """``true``, or the settings of `CompileConfig`: compile each shard unit below the root."""
+    cpu_offload: Annotated[
+        CpuOffloadConfig,
+        as_mapping("enabled", bool, _is_bool, expected="true, false", schema=CpuOffloadConfig | bool),
+    ] = Field(default_factory=CpuOffloadConfig)
     prefetch: Annotated[
         PrefetchConfig,
-        BeforeValidator(_prefetch, json_schema_input_type=PrefetchConfig | Literal["pre", "post", "none"]),
+        as_mapping("backward", _read_backward, is_word, expected="a direction", schema=PrefetchConfig | _Backward),
     ] = Field(default_factory=PrefetchConfig)
     init: InitConfig = Field(default_factory=InitConfig)
 
@@ -157,8 +180,23 @@ class ShardConfig(ConfigModel):
         ]
         if fsdp1_only and self.engine in {"fsdp2", "replicate"}:
             raise ValueError(f"{' and '.join(fsdp1_only)} needs engine 'fsdp1', not {self.engine!r}.")
+        if self.compile is not None:
+            self._check_compiled()
         if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD":
             raise ValueError(
                 f"engine 'replicate' holds everything on every rank; sharding.strategy {self.sharding.strategy!r} "
                 "contradicts it. Set strategy 'NO_SHARD', or engine 'fsdp2'."
+            )
+
+    def _check_compiled(self) -> None:
+        if not self.sharding.use_orig_params:
+            raise ValueError(
+                "torch compiles nothing that has flat parameters (sharding.use_orig_params=False). Set use_orig_params "
+                "to True, or remove compile."
+            )
+        recomputing = self.activation_checkpointing
+        if recomputing is not None and (recomputing.offload or recomputing.use_reentrant):
+            what = "offload" if recomputing.offload else "use_reentrant=True"
+            raise ValueError(
+                f"activation_checkpointing.{what} does not work in compiled units. Set it to False, or remove compile."
             )

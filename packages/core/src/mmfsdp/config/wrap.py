@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from pydantic import BeforeValidator, Field, JsonValue, PositiveInt
 
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.config.fields import Names, Patterns, Reference
+
+if TYPE_CHECKING:
+    from mmfsdp.config.written import (
+        ClassWrapSettings,
+        CombinedWrapSettings,
+        NameWrapSettings,
+        ReferenceWrapSettings,
+        SizeWrapSettings,
+    )
 
 __all__ = [
     "AllOf",
@@ -40,6 +50,10 @@ class SizeWrap(ConfigModel):
     The rule is that of ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[SizeWrapSettings]) -> None: ...
+
     kind: Literal["size"] = "size"
     min_num_params: PositiveInt = 100_000_000
     """Parameters (elements) that a module must hold outside of units below it."""
@@ -52,6 +66,10 @@ class SizeWrap(ConfigModel):
 class ModuleClassWrap(ConfigModel):
     """Every instance of the named classes becomes a unit, subclasses included."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ClassWrapSettings]) -> None: ...
+
     kind: Literal["module_class"] = "module_class"
     classes: Names = Field(min_length=1)
     """``'Block'``, ``'my.models.Block'``, ``'my.models:Block'``, or the class itself, which is kept as its name."""
@@ -60,6 +78,10 @@ class ModuleClassWrap(ConfigModel):
 class ModuleNameWrap(ConfigModel):
     """Every module whose FQN matches becomes a unit."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[NameWrapSettings]) -> None: ...
+
     kind: Literal["module_name"] = "module_name"
     patterns: Patterns = Field(min_length=1)
     """Globs such as ``'blocks.*'`` (``*`` within one part, ``**`` across parts) or ``'re:blocks\\.\\d+'``."""
@@ -67,6 +89,10 @@ class ModuleNameWrap(ConfigModel):
 
 class ReferenceWrap(ConfigModel):
     """A policy function, given by its import path, with any signature that a version of torch accepts."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ReferenceWrapSettings]) -> None: ...
 
     kind: Literal["reference", "lambda"] = "reference"
     target: Reference
@@ -77,6 +103,10 @@ class ReferenceWrap(ConfigModel):
 class AnyOf(ConfigModel):
     """A module becomes a unit if any of the policies selects it."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[CombinedWrapSettings]) -> None: ...
+
     kind: Literal["any_of"] = "any_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)
 
@@ -84,27 +114,43 @@ class AnyOf(ConfigModel):
 class AllOf(ConfigModel):
     """A module becomes a unit if all of the policies select it."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[CombinedWrapSettings]) -> None: ...
+
     kind: Literal["all_of"] = "all_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)
-
-
-def _shorthand(value: Any) -> Any:
-    if value is None:
-        return {"kind": "none"}
-    return {"kind": value.strip().lower()} if isinstance(value, str) else value
 
 
 _Kinds = Annotated[
     AutoWrap | NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf,
     Field(discriminator="kind"),
 ]
+_KINDS = ("auto", "none", "size", "module_class", "module_name", "reference", "lambda", "any_of", "all_of")
+
+
+def _shorthand(value: Any) -> Any:
+    """Read a bare kind, or class names."""
+    if value is None:
+        return {"kind": "none"}
+    if isinstance(value, str) and (kind := value.strip().lower()) in _KINDS:
+        return {"kind": kind}
+    if isinstance(value, str | type | list | tuple | set | frozenset):
+        return {"kind": "module_class", "classes": value}
+    if isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
+        return value
+    raise ValueError(
+        "expected 'auto', 'none', 'size', the name of a class, a list of names or a mapping with a 'kind', got "
+        f"{value!r} (type {type(value).__name__})."
+    )
 
 
 Wrap = Annotated[
-    _Kinds, BeforeValidator(_shorthand, json_schema_input_type=_Kinds | Literal["auto", "none", "size"] | None)
+    _Kinds,
+    BeforeValidator(_shorthand, json_schema_input_type=_Kinds | str | list[str] | None),
 ]
 """Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'auto'``,
-``'none'``, ``'size'``; None is `NoWrap`."""
+``'none'``, ``'size'``; another word is the name of a class, and a list has several; None is `NoWrap`."""
 
 AnyOf.model_rebuild()
 AllOf.model_rebuild()

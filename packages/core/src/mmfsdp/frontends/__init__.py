@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 
@@ -30,6 +30,5 @@ _WHERE = {
     "TrainingStep": "mmfsdp.frontends.steps",
 }
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name, needs_torch={"build_model"})
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE, needs_torch={"build_model"})

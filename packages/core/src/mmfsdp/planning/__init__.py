@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 
@@ -52,6 +52,5 @@ _WHERE = {
 
 _NEEDS_TORCH = {"plan", "repeated_classes"}
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name, default="mmfsdp.planning.records", needs_torch=_NEEDS_TORCH)
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE, default="mmfsdp.planning.records", needs_torch=_NEEDS_TORCH)

@@ -34,7 +34,7 @@ def ask_torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> Verdict
             try:
                 policy._run_policy(module, {*module.modules(), *skipped} - {module}, {})
             except ValueError as culprit:
-                raise PolicyError(f"{name} fails for module {fqn!r}: {culprit}", fqn=fqn) from error
+                raise PolicyError(f"{name} fails for module {fqn or '(root)'!r}: {culprit}", fqn=fqn) from error
         raise
     found = {id(module): (f"policy: {name}", settings) for module, settings in targets.items()}
     return Verdicts(inside=lambda module, numel: True, wrap=lambda module, numel: found.get(id(module)))
@@ -55,7 +55,7 @@ def ask_callable(root: nn.Module, policy: Callable[..., Any]) -> Verdicts:
         answer = ask(module, recurse, numel)
         if not isinstance(answer, bool):
             raise PolicyError(
-                f"Policy {name!r} must return True or False, but for module {names[id(module)]!r} with "
+                f"Policy {name!r} must return True or False, but for module {names[id(module)] or '(root)'!r} with "
                 f"recurse={recurse} it returned {answer!r} (type {type(answer).__name__}).",
                 fqn=names[id(module)],
             )

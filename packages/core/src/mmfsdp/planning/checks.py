@@ -10,16 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
+from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.records import MeshSpec, ShardUnit
 
 __all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise if the model is sharded, wrapped or compiled already.
+    """Raise if the model is sharded, wrapped, compiled or divided by tensor parallelism already.
 
     Raises:
-        PlanError: A module is sharded or wrapped already, or ``torch.compile()`` returned the model.
+        PlanError: It is; the message says what to plan instead.
     """
     if [name for name, _ in model.named_children()] == ["_orig_mod"]:
         raise PlanError(
@@ -37,6 +38,7 @@ def check_unsharded(model: nn.Module) -> None:
                 "model; a model is sharded once, with all its units.",
                 fqn=fqn,
             )
+    check_plain(model)
 
 
 def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) -> None:

@@ -13,10 +13,13 @@ from mmfsdp.planning.records import MeshSpec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MeshLike", "mesh_spec"]
+__all__ = ["MeshLike", "check_names", "mesh_spec"]
 
 MeshLike: TypeAlias = "int | Sequence[int] | MeshSpec | DeviceMesh | None"
 """A world size, a (replicate, shard) pair, a `MeshSpec`, a DeviceMesh, or None for the running world."""
+
+_MODEL_PARALLEL = {"tp", "tensor", "etp", "mp", "model", "ep", "expert", "experts", "pp", "pipe", "pipeline"}
+"""Parts of names of mesh dimensions along which ranks hold different parts of the model, not of the batch."""
 
 
 def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
@@ -39,7 +42,8 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
         if len(shape) == 2 and shape[0] > 1:
             raise MeshError(
                 f"Strategy {strategy!r} shards over one mesh dimension, but the mesh is {shape[0]} x {shape[1]}. "
-                "Use 'HYBRID_SHARD' (or '_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh.",
+                "Use 'HYBRID_SHARD' (or '_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh. If "
+                "a dimension is for tensor parallelism, leave it out: name the dimensions, and give mesh['shard'].",
                 config="sharding.strategy",
             )
         return MeshSpec(shard=world_size)
@@ -106,8 +110,29 @@ def _shape(mesh: Any) -> tuple[int, ...]:
         shape = tuple(mesh.mesh.shape)
     else:
         raise MeshError(f"A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got {mesh!r}.")
+    check_names(getattr(mesh, "mesh_dim_names", None) or ())
     if len(shape) not in (1, 2) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise MeshError(
             f"A mesh must have one dimension (shard) or two (replicate, shard) of at least one rank each, got {shape}."
         )
     return shape
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check that no dimension of a mesh is named after tensor or pipeline parallelism; one dimension may be.
+
+    Args:
+        names: The names of the dimensions; none for a mesh without names.
+
+    Raises:
+        MeshError: One of several is.
+    """
+    other = [name for name in names if _MODEL_PARALLEL & {*name.lower().split("_")}]
+    ours = [name for name in names if name not in other]
+    if other and ours:
+        index = ", ".join(f'"{name}"' for name in ours)
+        raise MeshError(
+            f"Dimension {other[0]!r} of the mesh {tuple(names)} is not for data parallelism, and mmfsdp shards over "
+            f"ranks that get different batches. Give mesh[{index}]. It can shard the modules that tensor or pipeline "
+            "parallelism leaves whole; docs/howto/frameworks.md has an example."
+        )

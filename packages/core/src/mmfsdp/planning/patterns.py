@@ -46,7 +46,12 @@ def class_names(cls: type) -> set[str]:
 
 
 def match_classes(
-    wanted: Iterable[str], modules: Mapping[str, nn.Module], *, config: str | None = None, must_match: bool = True
+    wanted: Iterable[str],
+    modules: Mapping[str, nn.Module],
+    *,
+    config: str | None = None,
+    must_match: bool = True,
+    words: Iterable[str] = (),
 ) -> dict[type, str]:
     """Return the classes of a model's modules that are, or derive from, one of the named classes.
 
@@ -58,6 +63,7 @@ def match_classes(
         modules: FQN to module.
         config: Path of the setting that holds the names.
         must_match: Whether a name that no module has is an error.
+        words: What else a misspelt name may have meant.
 
     Raises:
         PolicyError: A name matched no module; the message names the closest classes in the model.
@@ -78,7 +84,8 @@ def match_classes(
                     f"{name!r} is not a class. Write several as a list: [{', '.join(several)}].", config=config
                 )
             hint = (
-                closest(name.replace(":", ".").rpartition(".")[2], present) or f" The model has: {name_list(present)}."
+                closest(name.replace(":", ".").rpartition(".")[2], [*present, *words])
+                or f" The model has: {name_list(present)}."
             )
             raise PolicyError(f"No module of the model is a {name!r}.{hint}", config=config)
         for cls in hits:

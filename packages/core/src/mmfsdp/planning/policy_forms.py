@@ -90,7 +90,7 @@ def _declared(root: nn.Module, config: ConfigModel, ignored: set[int]) -> Verdic
                 wrap=lambda module, numel: reason if numel >= least and type(module) not in excluded else None,
             )
         case ModuleClassWrap():
-            classes = match_classes(config.classes, modules, config="wrap.classes")
+            classes = match_classes(config.classes, modules, config="wrap.classes", words=("auto", "none", "size"))
             return by_class({cls: f"class: {name}" for cls, name in classes.items()})
         case ModuleNameWrap():
             # A shared module has several names.

@@ -11,7 +11,17 @@ from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import MeshError
 
-__all__ = ["ActivationPlan", "BufferEntry", "MeshSpec", "Note", "ParamEntry", "Record", "ShardUnit", "UnitPrecision"]
+__all__ = [
+    "ActivationPlan",
+    "BufferEntry",
+    "CompilePlan",
+    "MeshSpec",
+    "Note",
+    "ParamEntry",
+    "Record",
+    "ShardUnit",
+    "UnitPrecision",
+]
 
 
 class Record(BaseModel):
@@ -157,11 +167,22 @@ class ActivationPlan(Record):
     determinism_check: Literal["default", "none"] = "default"
 
 
+class CompilePlan(Record):
+    """The shard units that are compiled in place; other fields are those of ``module.compile()``."""
+
+    fqns: tuple[str, ...]
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
 class Note(Record):
     """A decision of the plan that the configuration does not state, or another remark for its reader."""
 
     kind: Literal[
         "engine",
+        "compile",
         "container",
         "tied",
         "scalar",

@@ -29,6 +29,7 @@ _COLUMNS = (
     Column("dtypes", wraps=True, once=True, rank=2),
     Column("reshard", once=True, rank=1),
     Column("AC", once=True, rank=1),
+    Column("compiled", once=True, rank=1),
     Column("matched by", wraps=True, rank=4),
 )
 
@@ -44,10 +45,13 @@ def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None
     groups = equal_units(plan, every_unit=every_unit)
     recomputed = _recomputed(plan)
     rows = [[name, str(len(units)), *_cells(plan, units[0], recomputed)] for name, units in groups]
-    columns, explained = [*_COLUMNS], ["Where a row stands for several units, its sizes are those of one."]
+    columns, explained = list(_COLUMNS), ["Where a row stands for several units, its sizes are those of one."]
     if len(groups) == len(plan.units):
         columns, explained = [columns[0], *columns[2:]], []
         rows = [[row[0], *row[2:]] for row in rows]
+    if not compiled_units(plan):
+        place = len(columns) - 2
+        columns, rows = columns[:place] + columns[place + 1 :], [row[:place] + row[place + 1 :] for row in rows]
     lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan)]
     return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
 
@@ -213,8 +217,15 @@ def _cells(plan: ShardPlan, unit: ShardUnit, recomputed: frozenset[str]) -> list
         str(unit.precision),
         "-" if plan.engine == "replicate" else str(unit.reshard_after_forward).lower(),
         "yes" if recomputed & {*unit.fqns} else "-",
+        compiled_units(plan).get(unit.fqn, "-"),
         unit.matched_by,
     ]
+
+
+def compiled_units(plan: ShardPlan) -> dict[str, str]:
+    """Return by FQN ``'yes'`` for each unit that the plan compiles, ``'already'`` for each that the user compiled."""
+    planned = dict.fromkeys(plan.compile.fqns if plan.compile else (), "yes")
+    return planned | dict.fromkeys(plan.compiled_already, "already")
 
 
 def _names(unit: ShardUnit) -> str:

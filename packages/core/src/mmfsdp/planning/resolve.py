@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
@@ -11,10 +11,11 @@ from torch.nn.parameter import UninitializedParameter
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.torch_version import untested
 from mmfsdp.config import AutoWrap, ShardConfig
-from mmfsdp.errors import ConfigError, PlanError
+from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.automatic import explain
 from mmfsdp.planning.checks import check_forward_methods, check_reshard, check_units, check_unsharded
+from mmfsdp.planning.compiling import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
@@ -25,9 +26,14 @@ from mmfsdp.planning.records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import draft_units, has_forward
 
+if TYPE_CHECKING:
+    from mmfsdp.config.written import ShardSettings
+
 __all__ = ["plan"]
 
 Engine = Literal["fsdp2", "fsdp1", "replicate"]
+
+_ARGUMENTS = ("mesh", "policy", "check_fn", "ignored_modules", "ignored_params", "param_init_fn")  # of plan and shard
 
 
 def plan(
@@ -39,6 +45,7 @@ def plan(
     check_fn: Callable[[nn.Module], bool] | None = None,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
+    **settings: Unpack[ShardSettings],
 ) -> ShardPlan:
     """Decide how to shard ``model``. Pure: not collective, no process group, nothing is changed.
 
@@ -51,6 +58,7 @@ def plan(
         check_fn: ``(module) -> bool``, in place of ``config.activation_checkpointing.check_fn``.
         ignored_modules: Module objects, besides ``config.sharding.ignored_modules``.
         ignored_params: Parameter objects, besides ``config.sharding.ignored_parameters``.
+        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each replaces that of ``config``.
 
     Returns:
         The plan; equal inputs give equal plans.
@@ -65,7 +73,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"plan() needs an nn.Module, got {model!r} (type {type(model).__name__}).")
     check_unsharded(model)
-    config = _as_config(config)
+    config = _as_config(config, settings)
     engine, reason = _choose_engine(config)
     spec = mesh_spec(
         mesh, config.sharding if engine != "replicate" else config.sharding.model_copy(update={"strategy": "NO_SHARD"})
@@ -112,6 +120,8 @@ def plan(
     activations = activation_plan(model, config.activation_checkpointing, units, check_fn)
     if activations is not None:
         notes += _cache_notes(model)
+    compilation, compile_notes = compile_plan(model, config.compile, units)
+    notes += compile_notes
     return ShardPlan(
         engine=engine,
         engine_reason=reason,
@@ -126,6 +136,8 @@ def plan(
         use_orig_params=config.sharding.use_orig_params,
         keep_low_precision_grads=config.precision.keep_low_precision_grads,
         activation_checkpointing=activations,
+        compile=compilation,
+        compiled_already=compiled_already(model, units),
         cpu_offload=config.cpu_offload.enabled,
         pin_memory=config.cpu_offload.pin_memory,
         backward_prefetch=config.prefetch.backward,
@@ -138,18 +150,24 @@ def plan(
     )
 
 
-def _as_config(config: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
-    if config is None:
-        return ShardConfig()
-    if isinstance(config, ShardConfig):
+def _as_config(config: ShardConfig | Mapping[str, Any] | None, settings: ShardSettings) -> ShardConfig:
+    for name in settings.keys() - ShardConfig.model_fields.keys():
+        known = [*ShardConfig.model_fields, *_ARGUMENTS]
+        raise ConfigError(f"{name!r} is neither an argument nor a setting.{closest(name, known)}")
+    if isinstance(config, ShardConfig) and not settings:
         return config
-    if isinstance(config, Mapping):
-        return ShardConfig.from_dict(config)
-    raise ConfigError(
-        f"A config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}). Write a dict "
-        "such as {'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: "
-        "ShardConfig.from_json(Path(...).read_text())."
-    )
+    if isinstance(config, ShardConfig):
+        given: Mapping[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    elif isinstance(config, Mapping):
+        given = config
+    elif config is None:
+        given = {}
+    else:
+        raise ConfigError(
+            f"A config must be a ShardConfig or a mapping, got {config!r} (type {type(config).__name__}). Write a dict "
+            "such as {'sharding': 'FULL_SHARD', 'wrap': 'auto'}, or read a file: ShardConfig.from_file('shard.toml')."
+        )
+    return ShardConfig.from_dict({**given, **settings})
 
 
 def _choose_engine(config: ShardConfig) -> tuple[Engine, str]:

@@ -10,7 +10,16 @@ from pydantic import ValidationError
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import PlanError
-from mmfsdp.planning.records import ActivationPlan, BufferEntry, MeshSpec, Note, ParamEntry, Record, ShardUnit
+from mmfsdp.planning.records import (
+    ActivationPlan,
+    BufferEntry,
+    CompilePlan,
+    MeshSpec,
+    Note,
+    ParamEntry,
+    Record,
+    ShardUnit,
+)
 from mmfsdp.planning.render import equal_units, render_diff, render_table, render_tree
 
 __all__ = ["ShardPlan"]
@@ -36,6 +45,9 @@ class ShardPlan(Record):
     use_orig_params: bool = True
     keep_low_precision_grads: bool = False
     activation_checkpointing: ActivationPlan | None = None
+    compile: CompilePlan | None = None
+    compiled_already: tuple[str, ...] = ()
+    """FQNs of units that were compiled before the plan was made, which keep what they were compiled with."""
     cpu_offload: bool = False
     pin_memory: bool = True
     backward_prefetch: Literal["pre", "post", "none"] = "pre"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 
 from mmfsdp.errors import PlanError
+from mmfsdp.planning.compiled import compiled_around, is_compiled_wrapper
 from mmfsdp.planning.policies import Match, own_parameters
 from mmfsdp.planning.records import Note
 
@@ -40,7 +41,7 @@ class UnitDraft:
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether ``module`` can be called; containers such as ``ModuleList`` cannot."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or is_compiled_wrapper(module)
 
 
 def draft_units(
@@ -60,6 +61,7 @@ def draft_units(
     notes: list[Note] = []
     matches = _replace_containers(root, matches, notes)
     matches = _hoist_used_by_parent(root, matches, notes)
+    matches = _hoist_to_compiled(root, matches)
     drafts = [UnitDraft([match]) for match in matches] + [UnitDraft([Match("", root, "the whole model")])]
     names: dict[int, str] = {}
     while shared := _shared(owned := _owners(root, drafts, ignored)):
@@ -116,6 +118,24 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
             )
         )
     return [match for match in matches if id(match.module) not in used]
+
+
+def _hoist_to_compiled(root: nn.Module, matches: list[Match]) -> list[Match]:
+    """Make a compiled wrapper the unit in place of the module in it: a compiler cannot gather what it compiles."""
+    parents: dict[int, list[nn.Module]] = {}
+    names: dict[int, str] = {}
+    for fqn, module in root.named_modules():
+        names[id(module)] = fqn
+        for child in module.children():
+            parents.setdefault(id(child), []).append(module)
+    hoisted = []
+    for match in matches:
+        around = compiled_around(match.module, parents)
+        if around is match.module or around is root:
+            hoisted.append(match)
+        else:
+            hoisted.append(Match(names[id(around)], around, f"{match.reason} (compiled)", match.settings))
+    return list({id(match.module): match for match in hoisted}.values())
 
 
 def _owners(root: nn.Module, drafts: Iterable[UnitDraft], ignored: set[int]) -> list[tuple[int, list[UnitDraft]]]:

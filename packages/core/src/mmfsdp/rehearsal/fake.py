@@ -29,6 +29,8 @@ from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from mmfsdp.runtime.backward import is_backward
+
 __all__ = [
     "CANNOT_BE_FAKED",
     "FewChunks",
@@ -40,7 +42,6 @@ __all__ = [
     "forward_place",
     "group_of",
     "is_accumulating",
-    "is_backward",
     "is_fake",
     "is_made_in",
     "local_of",
@@ -67,15 +68,17 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what torch logs before raising, and warnings that FSDP1 causes.
+    """Drop what torch logs before raising, and warnings that FSDP1 and the recorder's global hooks cause.
 
-    It compares addresses, which fake tensors lack, and copies of its views are asked for gradients.
+    FSDP1 compares addresses, which fake tensors lack, and copies of its views are asked for gradients. What
+    ``torch.compile()`` returned warns of global hooks.
     """
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             yield
     finally:
@@ -221,11 +224,6 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-def is_backward() -> bool:
-    """Return whether autograd runs a backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_accumulating() -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,8 @@ from mmfsdp.rehearsal.timing.devices import Device
 from mmfsdp.rehearsal.timing.ranges import Range
 from mmfsdp.rehearsal.timing.roofline import weight_of
 from mmfsdp.rehearsal.timing.step_time import works_of
-from mmfsdp.runtime.param_groups import around
+from mmfsdp.runtime.torch_fsdp2.groups import Group
+from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
@@ -49,12 +49,14 @@ class _Block(nn.Module):
         return result
 
 
-class _Watch:
+class _Watch(Subscriber):
     """Adds up the seconds that a step spends in each phase and role.
 
     Args:
         clock: Returns seconds.
     """
+
+    turn = Turn.MEASURING
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -66,18 +68,15 @@ class _Watch:
         self.seconds[self._place] += now - self._since
         self._since, self._place = now, (phase, role)
 
-    def within(self, role: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call`` as a function whose seconds are those of a role."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._place
-            self.begin(before[0], role)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.begin(*before)
-
-        return run
+    @contextmanager
+    def communicating(self, group: Group, role: Role) -> Iterator[None]:
+        """Note that the step gathers or reduces a unit."""
+        before = self._place
+        self.begin(before[0], role)
+        try:
+            yield
+        finally:
+            self.begin(*before)
 
 
 def issue_seconds(device: Device, clock: Callable[[], float]) -> dict[str, float]:
@@ -119,10 +118,7 @@ def _step_seconds(
     state = shard_in_place(model, plan, build_mesh(plan.mesh, "cpu"))
     optimizer = make_optimizer("adamw", list(state.module.parameters()), "cpu")
     watch = _Watch(clock)
-    for group in state.groups:
-        for method in ("unshard", "wait_for_unshard"):
-            around(group, method, partial(watch.within, "gather"))
-        around(group, "post_backward", partial(watch.within, "reduce"))
+    subscribe(watch, state.groups)
     steps = []
     for _ in range(_STEPS):
         run_step(watch.begin, state.module, [batch], default_loss, optimizer, 1.0)

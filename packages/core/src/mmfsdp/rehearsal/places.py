@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ import torch.nn as nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.rehearsal.fake import backward_place, forward_place, is_backward
+from mmfsdp.rehearsal.fake import backward_place, forward_place
+from mmfsdp.runtime.backward import is_backward
 from mmfsdp.runtime.flat_params import around_gathering
-from mmfsdp.runtime.param_groups import around, name_of
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
+from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
 
 __all__ = ["Places"]
 
@@ -93,11 +95,10 @@ class Places:
                 if output is None and not self.failed and sys.exception() is not None:
                     self.failed = name  # torch calls this hook while an exception goes up
 
-        for group in state.groups:
-            _follow(self, group, reduced)
+        subscribe(_Follower(self, reduced), state.groups)
         if state.is_fsdp1:
             # FSDP1 has no method of its own that reduces.
-            around_gathering(state.module, lambda name, gather: self.within(lambda: name, True, gather))
+            around_gathering(state.module, self.gathering)
         with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(enter),
@@ -110,40 +111,41 @@ class Places:
         self._numbers.append(forward_place())
         self._owners.append(self._modules[-1] if self._modules else "")
 
-    def within(self, unit: Callable[[], str], gathers: bool, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call`` as a function that gathers or reduces a unit while it runs."""
+    @contextmanager
+    def communicating(self, unit: str, gathers: bool) -> Iterator[None]:
+        """Return a context in which a unit is gathered or reduced."""
+        before = self.unit, self.gathers
+        self.unit, self.gathers = unit, gathers
+        try:
+            yield
+        finally:
+            self.unit, self.gathers = before
+
+    def gathering(self, unit: str, gather: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``gather`` as a function that gathers a unit while it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self.unit, self.gathers
-            self.unit, self.gathers = unit(), gathers
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.unit, self.gathers = before
+            with self.communicating(unit, True):
+                return gather(*args, **kwargs)
 
         return run
 
 
-def _follow(places: Places, group: Any, reduced: Callable[[Any], None]) -> None:
-    def unit() -> str:  # torch names its groups when the model first runs
-        name = name_of(group)
-        return "" if name == "(root)" else name
+class _Follower(Subscriber):
+    """Tells places which unit communicates."""
 
-    for method in ("unshard", "wait_for_unshard"):
-        around(group, method, lambda call: places.within(unit, True, call))
+    turn = Turn.MEASURING
 
-    def reducing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(*args: Any) -> Any:
-            result = call(*args)
-            reduced(group)
-            return result
+    def __init__(self, places: Places, reduced: Callable[[Group], None]) -> None:
+        self._places = places
+        self._reduced = reduced
 
-        within = places.within(unit, False, reduce)
+    def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
+        name = name_of(group)  # torch names its groups when the model first runs
+        return self._places.communicating("" if name == "(root)" else name, role == "gather")
 
-        def run(*args: Any) -> Any:
-            reduced(group)
-            return within(*args)
+    def before_reduce(self, group: Group) -> None:
+        self._reduced(group)
 
-        return run
-
-    around(group, "post_backward", reducing)
+    def reduced(self, group: Group) -> None:
+        self._reduced(group)

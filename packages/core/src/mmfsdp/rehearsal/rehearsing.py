@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError
+from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
@@ -42,8 +43,8 @@ from mmfsdp.rehearsal.sync_norms import sync_norms
 from mmfsdp.rehearsal.values import Values
 from mmfsdp.rehearsal.worlds import fake_world
 from mmfsdp.runtime.guards import unwatched
-from mmfsdp.runtime.param_groups import gradients_of
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.torch_fsdp2.unreduced import gradients_of
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
@@ -108,6 +109,7 @@ def rehearse(
         plan = make_plan(model, plan, 1 if mesh is None else mesh)
     elif mesh is not None:
         raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
+    check_plain(model)
     if not 0 <= rank < plan.mesh.world_size:
         raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
     return _rehearsed(
@@ -172,8 +174,10 @@ def _rehearsed(
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         stack.enter_context(allocated_by_size())
+        if plan.compiled_already:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         with FewChunks():
-            state = shard_in_place(fake_model(model), plan, ranks)
+            state = shard_in_place(fake_model(model), plan.model_copy(update={"compile": None}), ranks)
         module = state.module  # the state alone would not keep it
         offloads = whole = None
         if plan.cpu_offload and plan.engine != "fsdp1" and device_type != "cpu":

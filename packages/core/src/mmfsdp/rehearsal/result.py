@@ -19,8 +19,11 @@ from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
-__all__ = ["Rehearsal"]
+__all__ = ["EAGER_INSTEAD", "Rehearsal"]
 
+EAGER_INSTEAD = (
+    "Units are compiled in training, but not in this rehearsal: compiled ones keep fewer activations and are faster."
+)
 _POINTS = 120  # of a timeline
 
 
@@ -57,6 +60,11 @@ class Rehearsal:
     """How an operator of each signature is called, to measure it."""
     savings: tuple[Saving, ...] = ()
     """The changes that lower the peak most, if `mmfsdp.rehearsal.advise` looked for them."""
+
+    @property
+    def is_eager_instead(self) -> bool:
+        """Whether units are compiled in training; a rehearsal runs them eagerly."""
+        return self.plan.compile is not None or bool(self.plan.compiled_already)
 
     @cached_property
     def peak(self) -> Moment:
@@ -193,6 +201,8 @@ class Rehearsal:
             lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {_range(self.device_bytes())}")
         if self.on_cpu:
             lines.insert(-1, f"In CPU memory, because the plan offloads: {human_bytes(self.cpu_bytes)}")
+        if self.is_eager_instead:
+            lines.insert(-1, EAGER_INSTEAD)
         kinds = [
             (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
         ]

@@ -26,8 +26,9 @@ def compute_in_full_precision(module: nn.Module) -> None:
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         return _back(output, incoming.pop() if incoming else None)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    # A compiler would compile them once for each module.
+    module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
+    module.register_forward_hook(torch.compiler.disable(after))
 
 
 def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from mmfsdp.collective.lost_ranks import Waiting
@@ -36,19 +37,22 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float, foreach: bool 
     params = list(params)
     whole: list[torch.Tensor] = []
     sharded: dict[_Placed, list[torch.Tensor]] = {}
+    last: tuple[Any, Any] = (None, None)
+    parts: list[torch.Tensor] = []
     for param in params:
         grad = param.grad
         if not isinstance(param, DTensor):
             whole += [] if grad is None else [grad]
             continue
-        parts = sharded.setdefault(_placed(param), [])
+        if last != (placed := (id(param.device_mesh), param.placements)):  # most are placed as the one before
+            last, parts = placed, sharded.setdefault(_placed(param), [])
         if isinstance(grad, DTensor):
             parts.append(grad.to_local())
     norms = [_reduced(_norm(parts, norm_type, foreach), *placed, norm_type) for placed, parts in sharded.items()]
     if whole or not norms:
         norms.append(_norm(whole, norm_type, foreach))
     # From the parameters, not the gradients: a rank may hold no element of the widest dtype.
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    dtype = torch.float64 if torch.float64 in {param.dtype for param in params} else torch.float32
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([_wide(norm).to(device) for norm in norms]), norm_type)
     return total.to(dtype)
@@ -93,8 +97,9 @@ def check_finite_norm(total: torch.Tensor, norm_type: float) -> None:
 
 
 def _placed(param: DTensor) -> _Placed:
-    dims = tuple(dim for dim, placement in enumerate(param.placements) if isinstance(placement, Shard))
-    if any(not isinstance(placement, (Shard, Replicate)) for placement in param.placements):
+    # Matrices of tensor parallelism that are sharded as well have a placement that is no `Shard` in every torch.
+    dims = tuple(dim for dim, placement in enumerate(param.placements) if not placement.is_replicate())
+    if any(placement.is_partial() for placement in param.placements):
         raise NotImplementedError(f"Gradients placed as {param.placements} have no norm on a rank.")
     return param.device_mesh, dims
 
@@ -102,7 +107,11 @@ def _placed(param: DTensor) -> _Placed:
 def _norm(parts: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
     # torch raises an error for the largest of no elements.
     parts = [part for part in parts if part.numel()]
-    return get_total_norm(parts, norm_type, foreach=foreach) if parts else torch.zeros(())
+    if not parts:
+        return torch.zeros(())
+    if foreach is None and parts[0].device.type == "cpu":
+        foreach = True  # torch's default there is a call for each tensor
+    return get_total_norm(parts, norm_type, foreach=foreach)
 
 
 def _wide(norm: torch.Tensor) -> torch.Tensor:

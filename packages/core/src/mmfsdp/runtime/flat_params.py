@@ -6,7 +6,8 @@ torch has no public function that frees a gathered flat parameter, or that says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from mmfsdp.collective.lost_ranks import Waiting
 
 __all__ = [
     "FlatPiece",
+    "around_flat_forward",
     "around_gathering",
     "flat_param_names",
     "flat_params",
     "flat_pieces",
     "free_flat_params",
     "is_flat_gathered",
+    "keep_param_order",
     "name_gathering",
 ]
 
@@ -73,6 +76,46 @@ def free_flat_params(module: nn.Module) -> None:
             handle._prefetched = False
 
 
+def keep_param_order(model: nn.Module, order: Mapping[nn.Module, Sequence[str]]) -> None:
+    """Let modules list their parameters in a given order. Not collective.
+
+    With ``use_orig_params`` torch registers the parameters of a flat parameter anew, behind those that it does not
+    hold, at every gathering and freeing. An optimizer would then number them otherwise than the unsharded model's.
+
+    Args:
+        model: The sharded root.
+        order: For each module, the names of its own parameters before sharding.
+    """
+    for _, unit in _units(model):
+        if unit._use_orig_params:
+            _keep_order(unit._handle, order)
+
+
+def _keep_order(handle: Any, order: Mapping[nn.Module, Sequence[str]]) -> None:
+    flat = handle.flat_param
+    modules = dict.fromkeys(info.module for info in (*flat._param_infos, *flat._shared_param_infos))
+    mixed = [module for module in modules if [*module._parameters] != [*order[module]]]
+    if not mixed:
+        return
+
+    def restore() -> None:
+        for module in mixed:
+            for name in order[module]:
+                if name in module._parameters:
+                    module._parameters[name] = module._parameters.pop(name)
+
+    def restoring(register: Callable[..., None]) -> Callable[..., None]:
+        def register_in_order(*args: Any, **kwargs: Any) -> None:
+            register(*args, **kwargs)
+            restore()
+
+        return register_in_order
+
+    handle._use_sharded_views = restoring(handle._use_sharded_views)
+    handle._use_unsharded_views = restoring(handle._use_unsharded_views)
+    restore()
+
+
 def name_gathering(module: nn.Module) -> None:
     """Make errors of lost ranks name the unit that was being gathered, in forward and in backward."""
     for _, unit in _units(module):
@@ -94,6 +137,29 @@ def around_gathering(module: nn.Module, wrap: Callable[[str, Callable[..., Any]]
     for start, unit in _units(module):
         handle: Any = unit._handle
         handle.unshard = wrap(start.rstrip("."), handle.unshard)
+
+
+def around_flat_forward(
+    module: nn.Module, wrap: Callable[[Callable[[], list[str]], Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace what runs before each gathering by ``wrap(replaced, it)``.
+
+    ``replaced()`` returns the FQNs of parameters in whose place modules have other tensors than torch put there.
+    """
+    for start, unit in _units(module):
+        handle: Any = unit._handle
+        handle.pre_unshard = wrap(functools.partial(_replaced_in, start, handle), handle.pre_unshard)
+
+
+def _replaced_in(start: str, handle: Any) -> list[str]:
+    flat = handle.flat_param
+    if not handle.is_sharded(flat) and handle.uses_sharded_strategy:
+        return []  # views of what is gathered are registered
+    if not handle._use_orig_params:
+        registered = handle._fully_sharded_module._parameters.get("_flat_param")
+        return [] if registered is flat else [f"{start}_flat_param"]
+    places = zip(flat._param_infos, flat._params, flat._fqns, strict=True)
+    return [start + fqn for info, param, fqn in places if info.module._parameters.get(info.param_name) is not param]
 
 
 def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:

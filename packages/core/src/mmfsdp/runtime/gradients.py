@@ -9,10 +9,9 @@ sizes.
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,23 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import RankMismatchError
-from mmfsdp.runtime.param_groups import (
-    Group,
-    around,
-    has_gradient,
-    name_of,
-    shards_of,
-    stand_in_for_missing,
-    will_gather,
-)
+from mmfsdp.runtime.backward import current_backward
+from mmfsdp.runtime.messages import Message
+from mmfsdp.runtime.torch_fsdp2.gathering import will_gather
+from mmfsdp.runtime.torch_fsdp2.groups import Group, reduces, shards_of
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.unreduced import fill_missing, has_gradient
 
 __all__ = ["GradientAgreement"]
 
 _DIGEST = 8  # bytes
+_MOST_UNREAD = 4
+"""Messages of earlier backwards that may be under way; a host that is further ahead of its device waits."""
+
 _Placed = list[tuple[int, torch.nn.Parameter]]
 
 
-class GradientAgreement:
+class GradientAgreement(Subscriber):
     """Completes the gradients of one sharded model in each backward that reduces them.
 
     Collective in backward: every rank of the mesh.
@@ -48,85 +47,81 @@ class GradientAgreement:
             gradients.
         whole: Parameters that every rank holds whole; their gradients are averaged here, in one bucket per dtype.
         is_reduced: Returns whether the current backward reduces the gradients of whole parameters.
+        kept: Called when a group keeps its gradients instead of reducing them.
     """
 
+    turn = Turn.AGREEING
+
     def __init__(
-        self, mesh: DeviceMesh, groups: list[Group], whole: list[torch.nn.Parameter], is_reduced: Callable[[], bool]
+        self,
+        mesh: DeviceMesh,
+        groups: list[Group],
+        whole: list[torch.nn.Parameter],
+        is_reduced: Callable[[], bool],
+        kept: Callable[[], None],
     ) -> None:
         self._rank_groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
         self._world_size = mesh.size()
         self._device = torch.device(mesh.device_type)
         self._whole = [weakref.ref(param) for param in whole]
-        self._is_reduced = is_reduced
+        self._is_reduced, self._kept = is_reduced, kept
         self._missing: dict[int, dict[int, torch.nn.Parameter]] = {}
         self._trained_with: set[int] = set()
         self._sequence = 0
-        self._backward = -1
-        self._sent: _Sent | None = None
+        self._backward: int | None = None
+        self._unread: deque[tuple[Message, bytes]] = deque()
         self._count = len(whole)
+        self._first: dict[int, int] = {}  # by id of a group: the place of its first parameter in the message
         for group in groups:
-            around(group, "unshard", functools.partial(self._noting, weakref.ref(group), self._count))
-            around(group, "wait_for_unshard", functools.partial(self._waiting, weakref.ref(group)))
-            around(group, "post_backward", functools.partial(self._completing, weakref.ref(group), self._count))
+            self._first[id(group)] = self._count
             self._count += len(list(shards_of(group)))
+        subscribe(self, groups)
 
     def begin(self) -> None:
         """Arrange that the current backward completes its gradients at its end. Call it as often as you like."""
-        backward = torch._C._current_graph_task_id()  # torch has no public name for the current backward
-        if backward != self._backward:
+        if (backward := current_backward()) != self._backward:
             self._backward = backward
             Variable._execution_engine.queue_callback(self._finish)
 
     def check(self) -> None:
-        """Check the message of the last backward if it has arrived. Not collective; the host never waits for a device.
+        """Check the messages of earlier backwards that have arrived. Not collective; does not wait for a device.
 
         Raises:
             RankMismatchError: Ranks gathered and reduced different units.
         """
-        sent = self._sent
-        if sent is not None and sent.has_arrived():
-            self._sent = None
-            sent.check()
+        while self._unread and self._unread[0][0].has_arrived():
+            self._read()
 
-    def _noting(self, group: weakref.ref[Group], first: int, unshard: Callable[..., Any]) -> Callable[..., Any]:
-        def note_and_gather(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                self._trained_with.add(first)
-            live = group()
-            assert live is not None  # one of its methods is running
-            if will_gather(live):
-                self._note(first, 0)
-            # What is gathered first under inference_mode() could never be gathered again outside of it.
-            with torch.inference_mode(False), Waiting(f"gathering the shard unit {name_of(live)!r}"):
-                return unshard(*args, **kwargs)
+    def settle(self) -> None:
+        """Wait for the messages of all backwards and check them. Not collective: they are under way already.
 
-        return note_and_gather
+        Raises:
+            RankMismatchError: Ranks gathered and reduced different units.
+        """
+        while self._unread:
+            self._read()
 
-    def _waiting(self, group: weakref.ref[Group], wait: Callable[..., Any]) -> Callable[..., Any]:
-        def wait_for_gathered() -> Any:
-            live = group()
-            assert live is not None
-            with torch.inference_mode(False), Waiting(f"gathering the shard unit {name_of(live)!r}"):
-                return wait()
+    def before_gather(self, group: Group) -> None:
+        """Note that the unit is gathered, and whether to train with it."""
+        first = self._first[id(group)]
+        if torch.is_grad_enabled():
+            self._trained_with.add(first)
+        if will_gather(group):
+            self._note(first, 0)
 
-        return wait_for_gathered
-
-    def _completing(
-        self, group: weakref.ref[Group], first: int, post_backward: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def complete_and_reduce(*args: Any) -> Any:
-            live = group()
-            assert live is not None
-            # A unit that no rank used since the last reduction is not reduced.
-            if live.reduce_grads and (first in self._trained_with or has_gradient(live)):
-                self._trained_with.discard(first)
-                self._remember(first, list(shards_of(live)), stand_in_for_missing(live))
-                self._note(first, 1)
-                self.begin()
-            with Waiting(f"reducing the gradients of the shard unit {name_of(live)!r}"):
-                return post_backward(*args)
-
-        return complete_and_reduce
+    def before_reduce(self, group: Group) -> None:
+        """Give zeros to parameters that this rank did not use."""
+        first = self._first[id(group)]
+        if not reduces(group):
+            self._kept()
+        # A unit that no rank used since the last reduction is not reduced.
+        elif first in self._trained_with or has_gradient(group):
+            self._trained_with.discard(first)
+            missing = fill_missing(group)
+            if missing or first in self._missing:
+                self._remember(first, list(shards_of(group)), missing)
+            self._note(first, 1)
+            self.begin()
 
     def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
         known = self._missing.get(first)
@@ -148,12 +143,15 @@ class GradientAgreement:
         whole = self._live_whole() if self._is_reduced() else []
         lacking = [place for place, param in whole if param.grad is None]
         self.check()
-        self._sent = sent = self._send([*lacking, *(place for place, _ in missing)])
+        while len(self._unread) >= _MOST_UNREAD:
+            self._read()
+        self._send([*lacking, *(place for place, _ in missing)])
         self._average(whole)
         if not missing and not lacking:
             return
-        self._sent = None
-        used = sent.check()
+        used = b""
+        while self._unread:  # this backward's message is the last
+            used = self._read()
         for place, shard in missing:
             if not used[place]:
                 shard.grad = None
@@ -161,13 +159,29 @@ class GradientAgreement:
             if not used[place]:
                 param.grad = None
 
-    def _send(self, unused: list[int]) -> _Sent:
+    def _send(self, unused: list[int]) -> None:
         digest = (self._sequence % 256**_DIGEST).to_bytes(_DIGEST, "little")
         self._sequence = 0
         content = bytearray(b"\1" * self._count + digest + bytes(255 - byte for byte in digest))
         for place in unused:
             content[place] = 0
-        return _Sent(digest, torch.frombuffer(content, dtype=torch.uint8).to(self._device), self._rank_groups)
+        self._unread.append((Message(content, self._device, self._rank_groups), digest))
+
+    def _read(self) -> bytes:
+        """Wait for the oldest message, check it, and return for each parameter whether any rank used it."""
+        message, sent = self._unread.popleft()
+        with Waiting("agreeing on the parameters that a backward used"):
+            content = message.read()
+        digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
+        if digest != sent or inverse != bytes(255 - byte for byte in digest):
+            self._unread.clear()
+            raise RankMismatchError(
+                "Ranks gathered or reduced different shard units, or the same ones in another order, so this backward "
+                "mixed up parameters or gradients. Every rank must run the same units: a part of the model that only "
+                "some ranks use must not be a unit of its own (exclude it in the wrap policy), and calls that gather "
+                "must be made on every rank."
+            )
+        return content
 
     def _average(self, whole: _Placed) -> None:
         buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
@@ -186,42 +200,3 @@ class GradientAgreement:
     def _live_whole(self) -> _Placed:
         found = ((place, reference()) for place, reference in enumerate(self._whole))
         return [(place, param) for place, param in found if param is not None and param.requires_grad]
-
-
-class _Sent:
-    """A message that all ranks reduce by maximum: which parameters were used, and a digest with its complement."""
-
-    def __init__(self, digest: bytes, content: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
-        self._digest = digest
-        self._content = content
-        self._work: Any = None
-        for group in groups:
-            if self._work is not None:
-                self._work.wait()
-            self._work = dist.all_reduce(content, dist.ReduceOp.MAX, group=group, async_op=True)
-        self._event: Any = None
-        if content.device.type != "cpu":
-            self._work.wait()  # on an accelerator the stream waits, not the host
-            self._content = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
-            self._content.copy_(content, non_blocking=True)
-            self._event = torch.get_device_module(content.device).Event()
-            self._event.record()
-
-    def has_arrived(self) -> bool:
-        """Return whether `check` can run without making the host wait for an accelerator."""
-        return self._event is None or bool(self._event.query())
-
-    def check(self) -> bytes:
-        """Wait for the other ranks, and return one byte per parameter: whether any rank used it."""
-        with Waiting("agreeing on the parameters that a backward used"):
-            self._work.wait() if self._event is None else self._event.synchronize()
-        content = bytes(self._content.tolist())
-        digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
-        if digest != self._digest or inverse != bytes(255 - byte for byte in digest):
-            raise RankMismatchError(
-                "Ranks gathered or reduced different shard units, or the same ones in another order, so this backward "
-                "mixed up parameters or gradients. Every rank must run the same units: a part of the model that only "
-                "some ranks use must not be a unit of its own (exclude it in the wrap policy), and calls that gather "
-                "must be made on every rank."
-            )
-        return content

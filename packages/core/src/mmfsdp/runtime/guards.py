@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mmfsdp.errors import GradScalerError, ShardStateError
+from mmfsdp.errors import GradScalerError
 from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
+from mmfsdp.runtime.mixed_groups import divide_groups, is_mixed, join_groups
+from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.scaling import agrees_on_inf
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
@@ -29,8 +29,8 @@ class _Known:
 
     num_params: int
     models: list[weakref.ref[ShardedModel]]
-    mixed: list[dict[str, Any]]
-    """Param groups with both sharded and whole parameters; torch cannot step all of them in one fused call."""
+    has_mixed: bool
+    """Whether a param group must be divided for a step."""
 
 
 _hooks: list[Any] = []
@@ -58,37 +58,41 @@ def unwatched() -> Iterator[None]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _paused:
+        divide_groups(optimizer)
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != count:
-        # Once per optimizer, find the models that own its parameters.
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        models = [model for model in live_models() if model.owns(params)]
-        for model in models:
-            _check_first_step(optimizer, model, params)
-        mixed = [group for group in optimizer.param_groups if models and _is_mixed(group, type(optimizer).__name__)]
-        known = _known[optimizer] = _Known(count, [weakref.ref(model) for model in models], mixed)
+        known = _known[optimizer] = _learn(optimizer, count)
     for reference in known.models:
         if (state := reference()) is not None:
             state.check_reduced(f"{type(optimizer).__name__} is about to step")
             if state.agreement is not None:
                 state.agreement.check()
             state.before_writing()
-            if state.lost_writes is not None:
-                state.lost_writes.check()
-    for group in known.mixed:
-        group["foreach"] = False
+            state.check_writes()
+    if known.has_mixed:
+        divide_groups(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (known := _known.get(optimizer)) is not None:
-        for group in known.mixed:
-            group["foreach"] = None
+    join_groups(optimizer)
 
 
-def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[torch.Tensor]) -> None:
-    model.check_trainable(params, type(optimizer).__name__)
+def _learn(optimizer: Optimizer, count: int) -> _Known:
+    """Find and check the models that own an optimizer's parameters: once per optimizer, and when it gets more."""
+    join_groups(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    models = []
+    for model in live_models():
+        if roles := model.roles(params):
+            check_roles(roles, type(optimizer).__name__)
+            _check_first_step(optimizer, model)
+            models.append(weakref.ref(model))
+    return _Known(count, models, bool(models) and any(is_mixed(group) for group in optimizer.param_groups))
+
+
+def _check_first_step(optimizer: Optimizer, model: ShardedModel) -> None:
     check_gradient_hooks(model.module, model.plan, is_sharded=True)
     if not model.plan.needs_grad_scaler:
         return
@@ -104,21 +108,6 @@ def _check_first_step(optimizer: Optimizer, model: ShardedModel, params: list[to
             f"With engine 'fsdp1' an infinite gradient is in one rank's shard only: with {type(scaler).__name__} that "
             "rank alone would skip its step, and ranks would drift apart. Use mmfsdp.GradScaler."
         )
-
-
-def _is_mixed(group: dict[str, Any], name: str) -> bool:
-    """Return whether ``foreach``, torch's default on accelerators, would mix sharded and whole parameters."""
-    trained = [param for param in group["params"] if param.requires_grad]
-    if len({isinstance(param, DTensor) for param in trained if param.dim()}) < 2 or "foreach" not in group:
-        return False
-    for setting in ("foreach", "fused"):
-        if group.get(setting):
-            raise ShardStateError(
-                f"{name} has {setting}=True and a param group with both sharded and whole (ignored) parameters, which "
-                f"torch cannot compute in one call. Leave {setting} unset, or put the whole parameters into a param "
-                f"group of their own with {setting}=False."
-            )
-    return group["foreach"] is None
 
 
 def _grad_scaler() -> GradScaler | None:

@@ -14,14 +14,20 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.errors import StateDictError
+from mmfsdp.runtime.data_parallel import watch_wrappers
 from mmfsdp.runtime.flat_params import flat_params, name_gathering
+from mmfsdp.runtime.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.guards import watch_optimizers
+from mmfsdp.runtime.other_weights import refuse_other_flat_weights, refuse_other_weights
 from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
-from mmfsdp.runtime.param_groups import begin_root, keep_state_dicts_pure
-from mmfsdp.runtime.second_order import refuse_second_order
+from mmfsdp.runtime.resizing import refuse_resizing
+from mmfsdp.runtime.second_order import RefuseSecondOrder
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.torch_fsdp2.iterations import begin_root
+from mmfsdp.runtime.torch_fsdp2.observing import subscribe
+from mmfsdp.runtime.torch_fsdp2.state_dict_hooks import keep_state_dicts_pure
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.unit_parts import UnitParts
 
@@ -46,18 +52,24 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
             # If forward failed, torch calls this hook in an except block, without an output.
             _end_forward(live, sys.exception() if output is None else None)
 
-    module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after, always_call=True)
+    # Not compiled: the model may be, with fullgraph=True.
+    module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
     _watch_gradients(state, me)
     name_gathering(module)
+    guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)
+    refuse_other_flat_weights(module)
     if not state.is_fsdp1:
         for group in state.groups:
             keep_state_dicts_pure(group)
-            refuse_second_order(group)
+        subscribe(RefuseSecondOrder(), state.groups)
+        refuse_other_weights(module, state.groups)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)
         module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    refuse_resizing(module)
     watch_optimizers()
+    watch_wrappers()
 
 
 def _end_forward(state: ShardedModel, error: BaseException | None) -> None:
@@ -119,7 +131,11 @@ def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None
         if (live := me()) is not None and live.agreement is not None and not live.unreduced:
             live.agreement.begin()
 
-    state.agreement = GradientAgreement(state.mesh, state.groups, trained, is_reduced)
+    def kept() -> None:
+        if (live := me()) is not None:
+            live.unreduced = True
+
+    state.agreement = GradientAgreement(state.mesh, state.groups, trained, is_reduced, kept)
     for param in trained:
         param.register_post_accumulate_grad_hook(begin)
     for flat in flat_params(state.module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -12,47 +10,76 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.param_groups import around, gathered_values
+from mmfsdp.runtime.torch_fsdp2.gathering import gathered_values
+from mmfsdp.runtime.torch_fsdp2.groups import Group
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe, unsubscribe
 
 __all__ = ["LostWrites"]
 
-_Sums = dict[str, torch.Tensor]
+_FORWARDS = 8
+"""Training forwards after which nothing more is compared, where no optimizer of torch steps."""
 
 
-class LostWrites:
-    """Compares the values of gathered parameters when they are freed with those before, until the first step.
+class LostWrites(Subscriber):
+    """Compares the values of gathered parameters when they are freed with those before, in the first steps.
 
     torch computes with gathered copies, which it throws away. Weights that a model changes in its forward, such as
     those of a momentum encoder or a codebook, would silently stay what they are.
 
+    It keeps one flag per parameter, and leaves when it has been checked: before the first step of an optimizer of
+    torch, or after `_FORWARDS` forwards.
+
     Args:
         module: The sharded root; nothing is compared while it is in evaluation mode.
         groups: Its parameter groups.
-
-    Attributes:
-        is_over: Whether the first step was checked.
     """
 
-    def __init__(self, module: nn.Module, groups: Iterable[Any]) -> None:
-        self.is_over = False
-        self._found: list[tuple[_Sums, _Sums]] = []
-        me, root = weakref.ref(self), weakref.ref(module)
-        for group in groups:
-            _watch(group, me, root)
+    turn = Turn.COMPARING
 
-    def add(self, before: _Sums, after: _Sums) -> None:
-        """Note sums of parameters' values when they were gathered, and when they were freed."""
-        self._found.append((before, after))
+    def __init__(self, module: nn.Module, groups: list[Group]) -> None:
+        self._root = weakref.ref(module)
+        self._groups = [weakref.ref(group) for group in groups]
+        self._forwards = 0
+        self._before: dict[int, tuple[list[str], torch.Tensor]] = {}
+        self._changed: dict[int, tuple[list[str], torch.Tensor]] = {}
+        subscribe(self, groups)
 
-    def check(self) -> None:
-        """Check, before the first step, that nothing was lost. Not collective; waits for the device.
+    def gathered(self, group: Group) -> None:
+        """Keep what the copies add up to."""
+        root = self._root()
+        if root is not None and root.training:
+            self._before[id(group)] = _sums(group)
+
+    def before_free(self, group: Group) -> None:
+        """Compare what they add up to with that, and keep which differ."""
+        if (before := self._before.pop(id(group), None)) is None or not before[0]:
+            return
+        names, first = before
+        _, second = _sums(group)
+        changed = (first != second) & ~(first.isnan() & second.isnan())
+        if (known := self._changed.get(id(group))) is not None:
+            changed |= known[1]
+        self._changed[id(group)] = names, changed
+
+    def count_forward(self) -> bool:
+        """Count a training forward, and return whether there were enough, so that `finish` is due."""
+        self._forwards += 1
+        return self._forwards > _FORWARDS
+
+    def finish(self) -> None:
+        """Leave, and check that nothing was lost. Not collective; waits for the device.
 
         Raises:
             ShardStateError: A parameter was written while it was gathered.
         """
-        self.is_over = True
-        found, self._found = self._found, []
-        changed = {name for before, after in found for name in _changed(before, after)}
+        unsubscribe(self, [group for reference in self._groups if (group := reference()) is not None])
+        found, self._changed, self._before = self._changed, {}, {}
+        changed = [
+            name
+            for names, flags in found.values()
+            for name, is_changed in zip(names, flags.tolist(), strict=True)
+            if is_changed
+        ]
         if changed:
             raise ShardStateError(
                 f"{name_list(sorted(changed))} {'was' if len(changed) == 1 else 'were'} written in a forward, which "
@@ -62,36 +89,10 @@ class LostWrites:
             )
 
 
-def _watch(group: Any, me: weakref.ref[LostWrites], root: weakref.ref[nn.Module]) -> None:
-    before: _Sums = {}
-
-    def noting(gathering: Callable[[], None]) -> Callable[[], None]:
-        def gathered() -> None:
-            gathering()
-            watch, model = me(), root()
-            if watch is not None and not watch.is_over and model is not None and model.training:
-                before.update(_sums(group))
-
-        return gathered
-
-    def comparing(freeing: Callable[[], None]) -> Callable[[], None]:
-        def freed() -> None:
-            watch = me()
-            if before and watch is not None and not watch.is_over:
-                watch.add(dict(before), _sums(group))
-            before.clear()
-            freeing()
-
-        return freed
-
-    around(group, "_to_unsharded", noting)
-    around(group, "_to_sharded", comparing)
-    around(group, "_to_sharded_post_forward", comparing)
-
-
 @torch.no_grad()
-def _sums(group: Any) -> _Sums:
-    return {name: _sum(value) for name, value in gathered_values(group)}
+def _sums(group: Group) -> tuple[list[str], torch.Tensor]:
+    found = {name: _sum(value) for name, value in gathered_values(group)}
+    return [*found], torch.stack([*found.values()]) if found else torch.zeros(0)
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:
@@ -101,9 +102,3 @@ def _sum(value: torch.Tensor) -> torch.Tensor:
     if value.dtype.itemsize == 1:  # torch does not add up float8
         value = value.view(torch.uint8)
     return value.sum(dtype=torch.float32)
-
-
-def _changed(before: _Sums, after: _Sums) -> Iterable[str]:
-    first, second = torch.stack([*before.values()]), torch.stack([after[name] for name in before])
-    differs = (first != second) & ~(first.isnan() & second.isnan())
-    return (name for name, is_different in zip(before, differs.tolist(), strict=True) if is_different)

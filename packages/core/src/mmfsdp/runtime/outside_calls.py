@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
+from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from torch.utils.module_tracker import ModuleTracker
 
-from mmfsdp.basics.torch_releases import enter_again
 from mmfsdp.errors import ShardStateError
+from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.casting import in_full_precision
+from mmfsdp.runtime.torch_fsdp2.groups import Group, groups_of
+from mmfsdp.runtime.torch_fsdp2.iterations import enter_again
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.view_outputs import accept_views, keep_backward_hook
 
@@ -30,7 +33,7 @@ _tracker = ModuleTracker()
 
 
 class _Routed:
-    """Replaces ``forward`` of a module inside a unit."""
+    """Stands in for ``forward`` of a module inside a unit while the unit is not in use."""
 
     def __init__(self, module: nn.Module, gate: UnitGate) -> None:
         self.module = module
@@ -59,7 +62,7 @@ class _Routed:
 
 
 class _RoutedUnit(_Routed):
-    """Replaces ``forward`` of a flat unit's module, through which calls of everything inside go."""
+    """Stands in for ``forward`` of a flat unit's module, through which calls of everything inside go."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate = self.gate
@@ -78,7 +81,7 @@ def _gather_and_run(routed: _Routed, args: tuple[Any, ...], kwargs: dict[str, An
         if gate.is_freed:
             raise _called_in_backward(routed.module, gate.members[0])
         return routed.forward(*args, **kwargs)
-    routed.came_from_outside = True
+    routed.came_from_outside = gate.is_called_from_outside = True
     gate.begin()
     return gate.run(routed.forward, *args, **kwargs)
 
@@ -117,12 +120,15 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
 
     def begin_anew() -> None:
         begin()
-        enter_again(module)
+        if _tracker.is_bw:
+            enter_again(module)
 
     gate.begin = begin_anew
     setattr(module, _RUN, gate.compute)
     register_fsdp_forward_method(module, _RUN)
-    run = vars(module).pop(_RUN)
+    run = getattr(module, _RUN)
+    # What torch.compile() returned passes attributes on to the module in it.
+    vars(module if _RUN in vars(module) else module._orig_mod).pop(_RUN)
 
     def run_and_keep_hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # For a call of the unit itself, hooks do this.
@@ -131,19 +137,32 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
         return output
 
     gate.run = run_and_keep_hook
-    gate.watch(members)
+    gate.watch(members, _keep_hook)
+    subscribe(_OpenInBackward(gate), groups_of(members))
     accept_views()
-    for member in members:
-        member.register_forward_hook(_keep_hook, with_kwargs=True)
 
 
-def _keep_hook_eagerly(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+class _OpenInBackward(Subscriber):
+    """Opens a unit's gate while the unit is gathered for its backward, which may recompute parts of it."""
+
+    turn = Turn.OPENING
+
+    def __init__(self, gate: UnitGate) -> None:
+        self.gate = gate
+
+    def before_backward(self, group: Group) -> None:
+        """Open the gate."""
+        self.gate.begin_backward()
+
+    def reduced(self, group: Group) -> None:
+        """Close the gate."""
+        self.gate.end_backward()
+
+
+def _keep_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     # When backward recomputes a unit, the unit is gathered already.
-    if isinstance(module, FSDPModule) and not _tracker.is_bw:
+    if not _tracker.is_bw:
         keep_backward_hook(module, (args, kwargs), output)
-
-
-_keep_hook = torch.compiler.disable(_keep_hook_eagerly)
 
 
 def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
@@ -163,14 +182,14 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
 
     gate.run = run
     gate.watch([unit])
-    _stand_in(unit.module, _RoutedUnit(unit.module, gate))
+    gate.stand_in(unit.module, "forward", _RoutedUnit(unit.module, gate), runs_pending=True)
 
 
 def open_to_methods(module: nn.Module, names: Iterable[str], gate: UnitGate) -> None:
     """Make methods of a unit's module gather its parameters, as its forward does."""
     for name in names:
         if callable(method := getattr(module, name, None)):
-            setattr(module, name, _routed_method(method, gate))
+            gate.stand_in(module, name, _routed_method(method, gate))
 
 
 def _routed_method(method: Callable[..., Any], gate: UnitGate) -> Callable[..., Any]:
@@ -194,9 +213,5 @@ def route(modules: Iterable[nn.Module], gate: UnitGate) -> None:
     members = set(gate.members) if len(gate.members) > 1 else set()
     for module in modules:
         # A module that only holds the members of a unit calls them in turn, and each of them gathers.
-        if type(module).forward is not nn.Module.forward and members.isdisjoint(module.modules()):
-            _stand_in(module, _Routed(module, gate))
-
-
-def _stand_in(module: nn.Module, routed: _Routed) -> None:
-    setattr(module, "forward", routed)  # noqa: B010 - mypy: a method is assigned
+        if has_forward(module) and members.isdisjoint(module.modules()):
+            gate.stand_in(module, "forward", _Routed(module, gate))

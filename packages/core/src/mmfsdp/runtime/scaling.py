@@ -39,7 +39,7 @@ class GradScaler(TorchGradScaler):
             for device, value in super()._unscale_grads_(group, inv_scale, found_inf.clone(), allow_fp16).items():
                 found[device] = torch.maximum(found[device], value) if device in found else value
         for model in live_models():
-            if model.owns(params):
+            if model.roles(params):
                 for value in found.values():
                     model.all_reduce(value, dist.ReduceOp.MAX)
         return found

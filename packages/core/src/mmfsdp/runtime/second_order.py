@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.param_groups import Group, around, name_of
+from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn
 
-__all__ = ["refuse_second_order"]
+__all__ = ["RefuseSecondOrder"]
 
 
-def refuse_second_order(group: Group) -> None:
-    """Raise in a backward with ``create_graph=True`` that reaches the unit. Not collective.
+class RefuseSecondOrder(Subscriber):
+    """Raises in a backward with ``create_graph=True`` that reaches a unit.
 
     A unit is gathered for its backward and freed right after it. The backward of that backward reads the weights again,
     at a point where torch has no hook: it fails, or ends the process.
-
-    Args:
-        group: The unit's parameter group.
     """
-    around(group, "pre_backward", functools.partial(_checking, name_of(group)))
 
+    turn = Turn.REFUSING
 
-def _checking(unit: str, pre_backward: Callable[..., Any]) -> Callable[..., Any]:
-    def check_and_gather(*args: Any) -> Any:
+    def before_backward(self, group: Group) -> None:
+        """Raise if gradients are recorded.
+
+        Raises:
+            ShardStateError: The backward records gradients.
+        """
         if torch.is_grad_enabled():  # in a backward only with create_graph
             raise ShardStateError(
-                f"A backward with create_graph=True, as in a gradient penalty, reached the shard unit {unit!r}: the "
-                "weights are freed after it, and the second backward would read them. Keep the modules whole that are "
-                "differentiated twice: list them in sharding.ignored_modules. Their gradients are averaged over ranks."
+                f"A backward with create_graph=True, as in a gradient penalty, reached the shard unit "
+                f"{name_of(group)!r}: the weights are freed after it, and the second backward would read them. Keep "
+                "the modules whole that are differentiated twice: list them in sharding.ignored_modules. Their "
+                "gradients are averaged over ranks."
             )
-        return pre_backward(*args)
-
-    return check_and_gather

@@ -18,36 +18,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils.module_tracker import ModuleTracker
 
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.basics.torch_releases import discard_iteration
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.flat_params import free_flat_params
+from mmfsdp.runtime.backward import is_backward
 from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.live_engines import live_engine
 from mmfsdp.runtime.lost_writes import LostWrites
-from mmfsdp.runtime.param_groups import (
-    begin_root,
-    computed_with,
-    gathered_params,
-    groups_of,
-    shard_versions,
-    shards_of,
-)
+from mmfsdp.runtime.other_weights import in_functional_call
+from mmfsdp.runtime.roles import Roles, check_unseen, roles_of
+from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params, shard_versions
+from mmfsdp.runtime.torch_fsdp2.groups import Group, groups_of
 
 __all__ = ["ShardedModel", "find_sharded_model", "live_models"]
 
-_FSDP1_NO_SYNC = "_mmfsdp_open_no_sync"
 _sharded: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
@@ -90,8 +81,8 @@ class ShardedModel:
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
             module that owns the parameter, and its own name, each with whether this rank shows it. The same places on
             every rank.
-        lost_writes: Notices what is written to gathered parameters before the first step; None with engine ``fsdp1``,
-            and where nothing is trained, as in a rehearsal.
+        lost_writes: Notices what is written to gathered parameters in the first steps; None after them, with engine
+            ``fsdp1``, and where nothing is trained, as in a rehearsal.
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -100,6 +91,7 @@ class ShardedModel:
     ) -> None:
         self.plan = plan
         self.mesh = mesh
+        self._engine = live_engine(plan.engine)
         self.sync_gradients = True
         self.unreduced = False
         self.agreement: GradientAgreement | None = None
@@ -110,9 +102,10 @@ class ShardedModel:
         self.whole_params = [_parameter(module, param.fqn) for param in plan.ignored_params]
         self.shown: dict[tuple[int, str], bool] = {}
         kept = {id(param) for param in _registered(module)}
+        self._flat = [weakref.ref(param) for param in _registered(module)] if self.is_fsdp1 else []
         self._replaced = [known for known in former if (param := known()) is not None and id(param) not in kept]
         self._in_forward = 0
-        self._tracker = ModuleTracker()
+        self._was_trained = False
         _sharded[module] = self
 
     @property
@@ -130,8 +123,12 @@ class ShardedModel:
 
     @property
     def is_fsdp1(self) -> bool:
-        """Whether the units are FullyShardedDataParallel instances."""
-        return self.plan.engine == "fsdp1"
+        """Whether the units are FullyShardedDataParallel instances, and parameters pieces of flat ones."""
+        return self._engine.is_flat
+
+    def clip_flat(self, max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """Clip the gradients of flat parameters, and return their norm; None if there are none. Collective."""
+        return self._engine.clip(self.module, max_norm, norm_type)
 
     def alias(self, wrapper: nn.Module) -> None:
         """Register ``wrapper``, so that functions that expect the sharded model accept it."""
@@ -139,63 +136,27 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free all gathered parameters. Not collective."""
-        for group in self.groups:
-            group.reshard()
-        if self.is_fsdp1:
-            free_flat_params(self.module)
+        self._engine.free(self.module, self.groups)
 
     @property
-    def groups(self) -> list[Any]:
-        """The parameter groups of ``fully_shard``, see `mmfsdp.runtime.param_groups`; none with engine ``fsdp1``."""
+    def groups(self) -> list[Group]:
+        """The parameter groups of ``fully_shard``, see `mmfsdp.runtime.torch_fsdp2`; none with engine ``fsdp1``."""
         return [group for reference in self._groups if (group := reference()) is not None]
 
     def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
         """Return what is registered in place of shards: by ``id``, the parameter and its shard. Not with ``fsdp1``."""
         return gathered_params(self.groups)
 
-    def owns(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return whether any of ``params`` is a parameter of this model: sharded, gathered, or from before."""
-        if (module := self._module()) is None:
-            return False  # garbage-collected since `live_models` listed it
-        params = list(params)
-        given = {id(param) for param in params}
-        shards = (shard for group in self.groups for shard in shards_of(group))
-        return any(id(param) in given for param in chain(shards, _registered(module))) or bool(
-            self.stale(params) or self._replaced_among(params)
-        )
+    def roles(self, params: Iterable[torch.Tensor]) -> Roles:
+        """Return what tensors are to this model; empty if none of them is of it. Not collective.
 
-    def stale(self, params: Iterable[torch.Tensor]) -> set[int]:
-        """Return the ``id`` of each of ``params`` that is a gathered copy of one of this model's shards."""
-        groups = self.groups
-        return {id(param) for param in params if any(computed_with(group, param) for group in groups)}
-
-    def check_trainable(self, params: Iterable[torch.Tensor], holder: str) -> None:
-        """Check that training ``params`` trains this model.
-
-        Args:
-            params: Parameters, of this model or not.
-            holder: What holds them, for the message.
-
-        Raises:
-            ShardStateError: One is a gathered copy of a shard, or a parameter that sharding replaced.
+        Linear in the number of parameters: a step may ask.
         """
-        params = list(params)
-        if self.stale(params):
-            raise ShardStateError(
-                f"{holder} holds gathered copies of sharded parameters: it was built from a submodule between a "
-                "forward and its backward, and would train nothing. Build it from the sharded model's parameters(), "
-                "best before the first forward."
-            )
-        if count := len(self._replaced_among(params)):
-            raise ShardStateError(
-                f"{holder} holds {count} of the parameters that the model had before it was sharded. Sharding has "
-                "replaced them, so training them would change nothing. Build the optimizer from the sharded model's "
-                "parameters(), after shard()."
-            )
-
-    def _replaced_among(self, params: Iterable[torch.Tensor]) -> set[int]:
-        replaced = {id(param) for reference in self._replaced if (param := reference()) is not None}
-        return {id(param) for param in params} & replaced
+        if (module := self._module()) is None:
+            return Roles()  # garbage-collected since `live_models` listed it
+        flat = [param for reference in self._flat if (param := reference()) is not None]
+        known = [*self.whole_params, *flat]
+        return roles_of([*params], module, self.groups, known, self._replaced, shows_whole=bool(self.shown))
 
     def check_reduced(self, action: str) -> None:
         """Check that the gradients of the last backward were reduced.
@@ -215,15 +176,39 @@ class ShardedModel:
     def before_forward(self) -> None:
         """Called when the root's forward begins."""
         self._in_forward += 1
-        if torch.is_inference_mode_enabled() and isinstance(self.module, FSDPModule):
-            begin_root(self.module)
+        if torch.is_inference_mode_enabled():
+            self._engine.begin_forward(self.module)
         if self._kept_from_evaluation is not None and self._in_forward == 1:
             versions, self._kept_from_evaluation = self._kept_from_evaluation, None
             if torch.is_grad_enabled() or versions != shard_versions(self.groups):
                 self.reshard()
         if torch.is_grad_enabled():
-            self._set_sync(self.sync_gradients)
+            self._engine.set_sync(self.module, self.sync_gradients)
             self.unreduced = not self.sync_gradients
+            if self._in_forward == 1:
+                self._look_at_first_steps()
+
+    def _look_at_first_steps(self) -> None:
+        if not self._was_trained:
+            self._was_trained = True
+            trained = [param for param in _registered(self.module) if param.requires_grad]
+            roles = self.roles(trained)
+            if roles.unseen and not in_functional_call():
+                check_unseen(roles, f"This {type(self.module).__name__}")
+        if self.lost_writes is not None and self.lost_writes.count_forward():
+            self.check_writes()
+
+    def check_writes(self) -> None:
+        """Check that nothing was written to gathered parameters in the first steps, and stop comparing.
+
+        Not collective; waits for the device the first time, and is nothing after that.
+
+        Raises:
+            ShardStateError: A parameter was written while it was gathered.
+        """
+        if self.lost_writes is not None:
+            lost_writes, self.lost_writes = self.lost_writes, None
+            lost_writes.finish()
 
     def after_forward(self, *, failed: bool) -> None:
         """Called when the root's forward ends.
@@ -231,14 +216,22 @@ class ShardedModel:
         Args:
             failed: Whether it raised.
         """
-        self._in_forward = max(self._in_forward - 1, 0)
+        self._in_forward = 0 if failed else max(self._in_forward - 1, 0)
         if failed:
-            self._recover()
+            self._engine.discard_forward(self.module, self.groups)
         elif not torch.is_grad_enabled() and not self._in_forward:  # no enclosing method goes on computing
-            if self.is_fsdp1:
-                self.reshard()  # gathering changes its parameters themselves
-            else:
-                self._kept_from_evaluation = shard_versions(self.groups)
+            self._kept_from_evaluation = self._engine.keep_evaluated(self.groups)
+            if self._kept_from_evaluation is None:
+                self.reshard()
+
+    def settle(self) -> None:
+        """Wait until it is known that all backwards were right, as before a save. Not collective.
+
+        Raises:
+            RankMismatchError: Ranks gathered and reduced different units in one of them.
+        """
+        if self.agreement is not None:
+            self.agreement.settle()
 
     def before_writing(self) -> None:
         """Free gathered parameters before shards are written other than by training. Call it on every rank."""
@@ -249,27 +242,6 @@ class ShardedModel:
         """Called by ``train()`` and ``eval()``: an evaluation may begin with other weights than the last one."""
         if self._kept_from_evaluation is not None:
             self._kept_from_evaluation = -1
-
-    def _recover(self) -> None:
-        self._in_forward = 0
-        if self.is_fsdp1:
-            return
-        module = self.module
-        assert isinstance(module, FSDPModule)
-        discard_iteration(module)
-        self.reshard()
-
-    def _set_sync(self, sync: bool) -> None:
-        module = self.module
-        if not self.is_fsdp1:
-            module.set_requires_gradient_sync(sync)  # type: ignore[operator]
-        elif sync and _FSDP1_NO_SYNC in vars(module):
-            vars(module).pop(_FSDP1_NO_SYNC).__exit__(None, None, None)
-        elif not sync and _FSDP1_NO_SYNC not in vars(module) and isinstance(module, FullyShardedDataParallel):
-            # FSDP1 reads its flag in backward, which may run after the user's no_sync() block: the context stays
-            # open until a forward outside of it. It references the module, so only the module may reference it.
-            vars(module)[_FSDP1_NO_SYNC] = context = FullyShardedDataParallel.no_sync(module)
-            context.__enter__()
 
     def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce ``value`` in place over all ranks of the mesh. Collective: every rank."""
@@ -284,7 +256,7 @@ class ShardedModel:
 
     def parameters_are_settled(self) -> bool:
         """Return whether neither forward nor backward is running."""
-        return not self.is_running and not self._tracker.is_bw
+        return not self.is_running and not is_backward()
 
 
 def _registered(module: nn.Module) -> Iterator[nn.Parameter]:

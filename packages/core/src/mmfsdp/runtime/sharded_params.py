@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import UnsupportedCallError
-from mmfsdp.runtime.param_groups import free, gather, modules_of
 from mmfsdp.runtime.sharded_model import live_models
+from mmfsdp.runtime.torch_fsdp2.gathering import free, gather
+from mmfsdp.runtime.torch_fsdp2.groups import modules_of
 
 __all__ = ["sharded_params"]
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.clipping import check_finite_norm, global_norm, scale_down_
+from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import find_sharded_model, live_models
 
 __all__ = ["clip_grad_norm_", "no_sync"]
@@ -70,21 +69,23 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}.")
+    models = live_models()
     if isinstance(parameters, nn.Module):
         state = find_sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
-        if isinstance(state.module, FullyShardedDataParallel):
-            # By class: a wrapper's own method of this name ends here.
-            with Waiting("computing the norm of all gradients"):
-                total = FullyShardedDataParallel.clip_grad_norm_(state.module, max_norm, norm_type)
+        if state.is_fsdp1:
+            check_roles(state.roles(state.module.parameters()), "The model given to clip_grad_norm_()")
+        if (total := state.clip_flat(max_norm, norm_type)) is not None:
             if error_if_nonfinite:
                 check_finite_norm(total, norm_type)
             return total
-        parameters = state.module.parameters()
+        models, parameters = [state], state.module.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    for state in (state for state in live_models() if state.owns(params)):
+    for state in models:
+        if not (roles := state.roles(params)):
+            continue
         state.check_reduced("Gradients are about to be clipped")
-        state.check_trainable(params, "The list given to clip_grad_norm_()")
+        check_roles(roles, "The list given to clip_grad_norm_()")
         if state.is_fsdp1:
             raise ShardStateError(
                 "With engine 'fsdp1' a rank's parameters are pieces of flat parameters, so their norm is not the "

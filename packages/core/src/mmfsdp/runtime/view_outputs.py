@@ -10,23 +10,23 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.runtime.param_groups import begin_backward
+from mmfsdp.runtime.torch_fsdp2.iterations import begin_backward
 
 __all__ = ["accept_views", "keep_backward_hook"]
 
 
-def keep_backward_hook(module: FSDPModule, args: Any, output: Any) -> None:
+def keep_backward_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Make sure that a unit is gathered for its backward, also if its outputs are changed in place. Call after forward.
 
     Args:
-        module: A sharded module.
+        module: A module that ``fully_shard`` was given.
         args: The arguments of forward, in any structure.
         output: The result of forward, in any structure.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (isinstance(output, torch.Tensor) and output._base is None):
         return
     views = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf._base is not None]
     if not views:
@@ -44,7 +44,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _hook_both(module: FSDPModule, view: torch.Tensor, base: torch.Tensor) -> None:
+def _hook_both(module: nn.Module, view: torch.Tensor, base: torch.Tensor) -> None:
     began = False
 
     def at_view(grad: torch.Tensor) -> None:

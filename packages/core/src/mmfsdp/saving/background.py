@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmfsdp.collective.channels import GlooChannel
 from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.saving.failures import failures, log_failure
 
 __all__ = ["PendingSave", "Saver", "saver_of", "settle_saves"]
 
@@ -27,6 +29,11 @@ class PendingSave:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
         self._told = False
+
+    @property
+    def told(self) -> bool:
+        """Whether `result` has raised the error of the save."""
+        return self._told
 
     @classmethod
     def over(cls) -> PendingSave:
@@ -110,12 +117,27 @@ class Saver:
         finally:
             stager.close()
 
-    def start(self, step: Callable[[], None]) -> PendingSave:
-        """Run ``step`` in a thread. No other save may be running."""
+    def start(self, step: Callable[[], None], target: Path) -> PendingSave:
+        """Run ``step`` in a thread. No other save may be running.
+
+        Args:
+            step: What saves.
+            target: Where the checkpoint will be, for messages.
+        """
+        watching = failures()
         executor = ThreadPoolExecutor(1, thread_name_prefix="mmfsdp-save")
-        self._pending = PendingSave(executor.submit(step))
+        future = executor.submit(step)
+        self._pending = pending = PendingSave(future)
         executor.shutdown(wait=False)  # ends the thread once the step is done
-        return self._pending
+        watching.watch(target, future, lambda: pending.told)
+
+        def report(ended: Future[None]) -> None:
+            error = ended.exception()
+            if error is not None:
+                log_failure(target, error, self.rank)
+
+        future.add_done_callback(report)
+        return pending
 
 
 def _stager(*, pinned: bool) -> DefaultStager:

@@ -63,7 +63,8 @@ def save_checkpoint(
 
     Returns:
         The save. Its ``result()`` waits until the checkpoint is complete, and raises if writing failed. With
-        ``blocking`` the save is complete already.
+        ``blocking`` the save is complete already. A save in the background that fails is logged at once; a process that
+        ends without asking for its result exits with code 120.
 
     Raises:
         TargetExistsError: Something is at ``path``, and ``overwrite`` is False; raised on every rank before anything
@@ -162,6 +163,7 @@ def _agreed_target(
     blocking: bool,
 ) -> Path:
     """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
+    state.settle()
     scope = scope_of(state.mesh)
     target = Path(same_path(path, scope))
     saved = None if optimizer is None else type(optimizer).__name__
@@ -234,7 +236,7 @@ def _write_sharded(
         save.finish(lambda save: write_distributed(save, kept, saver.group), saver.scope)
 
     if not blocking:
-        return saver.start(step)
+        return saver.start(step, target)
     step()
     return PendingSave.over()
 

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from mmfsdp import __version__
 from mmfsdp.basics.text import name_list
+from mmfsdp.collective.channels import kernel_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import all_equal, broadcast_object, gather_objects, on_all_ranks
 from mmfsdp.errors import RankMismatchError
@@ -77,7 +78,9 @@ def check_same_versions(scope: Scope) -> None:
 
 
 def check_same_machine(scope: Scope) -> None:
-    """Check that all ranks see equally many devices of the same type. Collective: every rank of the scope.
+    """Check that ranks see devices of the same type, and on one host equally many. Collective: every rank of the scope.
+
+    Ranks with other types would make other calls; two of one host that see other devices may choose the same one.
 
     Raises:
         RankMismatchError: They differ; raised on every rank.
@@ -85,8 +88,19 @@ def check_same_machine(scope: Scope) -> None:
     accelerator = current_accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
     seen = f"{count} {accelerator} device{'s' if count > 1 else ''}" if accelerator else "no accelerator"
-    advice = "Give every process equally many devices (look at CUDA_VISIBLE_DEVICES), or set init.device: cpu."
-    _check_same(scope, seen, advice)
+    if all_equal(scope, seen):
+        return
+    found = gather_objects(scope, (dist.get_rank(), kernel_of(), accelerator, seen))
+    hosts: dict[str, set[str]] = {}
+    for _, host, _, theirs in found:
+        hosts.setdefault(host, set()).add(theirs)
+    if len({kind for _, _, kind, _ in found}) == 1 and all(len(seen_there) == 1 for seen_there in hosts.values()):
+        return
+    advice = (
+        "Give every process of a host equally many devices, of the same type on all hosts (look at "
+        "CUDA_VISIBLE_DEVICES), or set init.device: cpu."
+    )
+    _refuse_different([rank for rank, *_ in found], [theirs for *_, theirs in found], advice)
 
 
 def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
@@ -131,6 +145,10 @@ def _check_same(scope: Scope, mine: str, advice: str) -> None:
     if all_equal(scope, mine):
         return
     ranks, found = map(list, zip(*gather_objects(scope, (dist.get_rank(), mine)), strict=True))
+    _refuse_different(ranks, found, advice)
+
+
+def _refuse_different(ranks: Sequence[int], found: Sequence[str], advice: str) -> NoReturn:
     told = "; ".join(f"{_listed(alike)} {text}" for text, alike in _alike(ranks, found).items())
     raise RankMismatchError(f"Ranks differ: {told}. {advice}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
+from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.records import Note
@@ -28,6 +29,7 @@ from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
+from mmfsdp.sharding.compiling import check_backend
 from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, shape_of
 from mmfsdp.sharding.devices import (
     backends_of,
@@ -42,11 +44,17 @@ from mmfsdp.sharding.engines.base import WrapRoot
 from mmfsdp.sharding.initialise import UnitPreparer
 from mmfsdp.sharding.materialise import InitFn
 
+if TYPE_CHECKING:
+    from mmfsdp.config.written import ShardSettings
+
 __all__ = ["apply_plan", "check_supported", "shard", "shard_in_place"]
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def shard(
-    model: nn.Module,
+    model: Model,
     config: ShardConfig | Mapping[str, Any] | None = None,
     mesh: Any = None,
     *,
@@ -56,7 +64,8 @@ def shard(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     wrap_root: WrapRoot | None = None,
-) -> nn.Module:
+    **settings: Unpack[ShardSettings],
+) -> Model:
     """Plan and apply in one call. Collective: every rank of the mesh, with equal models and settings.
 
     Args:
@@ -69,9 +78,11 @@ def shard(
         ignored_modules: See `plan`.
         ignored_params: See `plan`.
         wrap_root: See `apply_plan`.
+        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each replaces that of ``config``.
 
     Returns:
-        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it, which
+        passes attributes on to ``model``. To type checkers it has the type of ``model``.
 
     Raises:
         RankMismatchError: Ranks have different models, settings, versions or devices; raised on every rank before
@@ -89,19 +100,20 @@ def shard(
             check_fn=check_fn,
             ignored_modules=ignored_modules,
             ignored_params=ignored_params,
+            **settings,
         )
 
-    return _carry_out(model, decide, mesh, param_init_fn, wrap_root)
+    return cast(Model, _carry_out(model, decide, mesh, param_init_fn, wrap_root))
 
 
 def apply_plan(
-    model: nn.Module,
+    model: Model,
     plan: ShardPlan,
     mesh: Any = None,
     *,
     param_init_fn: InitFn | None = None,
     wrap_root: WrapRoot | None = None,
-) -> nn.Module:
+) -> Model:
     """Shard ``model`` as ``plan`` says. Collective: every rank of the mesh.
 
     The steps are: check that the model fits the plan and is the same on every rank; apply activation checkpointing;
@@ -119,7 +131,8 @@ def apply_plan(
             class itself; only engine ``fsdp1`` calls it.
 
     Returns:
-        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it.
+        The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it, which
+        passes attributes on to ``model``. To type checkers it has the type of ``model``.
 
     Raises:
         PlanMismatchError: The plan was made for another model.
@@ -130,7 +143,7 @@ def apply_plan(
             anything is changed.
         LostRankError: A rank died or does not take part. The model is then half sharded: build a new one.
     """
-    return _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root)
+    return cast(Model, _carry_out(model, lambda: plan, mesh, param_init_fn, wrap_root))
 
 
 def _carry_out(
@@ -161,6 +174,8 @@ def _carry_out(
         check_gradient_hooks(model, plan, is_sharded=False)
         if plan.cpu_offload and plan.engine != "fsdp1":
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
+        if plan.compile is not None:
+            check_backend(plan.compile)
         init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
         preparer = UnitPreparer(model, plan, device_mesh, init_fn)
         if plan.activation_checkpointing is not None:
@@ -229,6 +244,7 @@ def _finished(
 
 
 def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
+    check_plain(model)  # a plan for the model before it was divided has the same fingerprint
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanMismatchError(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
 from mmfsdp.errors import MeshError
+from mmfsdp.planning.mesh import check_names
 from mmfsdp.planning.records import MeshSpec
 
 __all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
@@ -47,7 +48,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
         given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
     Raises:
-        MeshError: It has another shape.
+        MeshError: It has another shape, or a dimension for tensor or pipeline parallelism.
     """
     if given is None:
         if dist.get_world_size() != spec.world_size:
@@ -56,6 +57,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
                 "Plan for the running world (mesh=None), or start that many ranks."
             )
         return
+    check_names(getattr(given, "mesh_dim_names", None) or ())
     shape, planned = tuple(_shape(given)), _planned_shape(spec)
     # One dimension can be divided; two keep their meaning, unless nothing is sharded.
     divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)

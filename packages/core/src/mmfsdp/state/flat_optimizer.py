@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.basics.torch_releases import start_adagrad
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import any_of
+from mmfsdp.collective.steps import any_of, on_all_ranks
+from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.flat_params import flat_params
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -34,9 +35,14 @@ def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]
     return [group["params"] for group in state_by_name(state, optimizer)["param_groups"]]
 
 
-def state_by_place(state: ShardedModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the sharded optimizer state in the plain optimizer's format. Collective: every rank."""
-    named = state_by_name(state, optimizer)
+def state_by_place(
+    state: ShardedModel, optimizer: Optimizer, own_form: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the sharded optimizer state in the plain optimizer's format. Collective: every rank.
+
+    See `state_by_name`.
+    """
+    named = state_by_name(state, optimizer, own_form)
     places: dict[str, int] = {}
     groups = []
     for group in named["param_groups"]:
@@ -94,10 +100,14 @@ def _named(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, A
     for fqns, group in zip(groups_by_name(state, optimizer), state_dict["param_groups"], strict=True):
         fqn_at |= dict(zip(group["params"], fqns, strict=True))
         groups.append({**group, "params": fqns})
-    values = {
-        fqn_at[place]: {name: _own(value) for name, value in entries.items()}
-        for place, entries in state_dict["state"].items()
-    }
+
+    def read() -> dict[str, Any]:
+        return {
+            fqn_at[place]: {name: _own(value, f"{fqn_at[place]}.{name}") for name, value in entries.items()}
+            for place, entries in state_dict["state"].items()
+        }
+
+    values = on_all_ranks(read, scope_of(state.mesh))  # a disk may fail, or memory run out, on one rank
     return {"state": values, "param_groups": groups}
 
 
@@ -113,8 +123,13 @@ def _filled(
     return {"state": {**initial["state"], **named["state"]}, "param_groups": named["param_groups"]}
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, name: str) -> Any:
     value = whole_value(value)
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        raise StateDictError(
+            f"{name!r} of the optimizer's state is a {value.layout} tensor on {value.device}. Give a dense tensor with "
+            "values."
+        )
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 

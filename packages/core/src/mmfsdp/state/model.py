@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
 from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
+from mmfsdp.state.alike import check_alike, kind_of
 from mmfsdp.state.extra_states import EXTRA_STATE, is_extra, load_extra_states
 from mmfsdp.state.flat_load import fill_piece, piece_box
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
@@ -91,33 +93,37 @@ def load_model_state_dict(
         StateDictError: With ``strict``, a key or a shape did not match; or, with ``from_rank0``, a tensor is a shard.
     """
     state = find_sharded_model(model)
-    on_all_ranks(lambda: _check_form(state_dict, state, from_rank0), scope_of(state.mesh))
-    own_shards = state.is_fsdp1 and not from_rank0 and any(isinstance(value, DTensor) for value in state_dict.values())
+    scope = scope_of(state.mesh)
+    if from_rank0 and not scope.is_first:
+        state_dict = {}
+    given = on_all_ranks(lambda: _examined(state_dict, state, from_rank0), scope)
+    extra = given.extra
+    own_shards = state.is_fsdp1 and not from_rank0 and any_of(scope, "a shard" in given.kinds.values())
+    if own_shards:
+        check_alike(given.kinds, "the state dict", scope)
     pieces: dict[str, FlatPiece] = {}
     if state.is_fsdp1 and not own_shards:
         state.reshard()
         pieces = flat_pieces(state.module)
     target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
-    offered = _offered(state_dict, state, from_rank0)
+    offered = broadcast_object(scope, given.offers) if from_rank0 else given.offers
     shapes = {name: _shape(name, into) for name, into in target.items()}
     found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
-    report = agree(found, type(state.module).__name__, scope_of(state.mesh), strict=strict)
+    report = agree(found, type(state.module).__name__, scope, strict=strict)
     names = [name for name, shape in shapes.items() if shape is not None and offered.get(name, (None,))[0] == shape]
-    extra = {name: value for name, value in state_dict.items() if is_extra(name)}
-    scope = scope_of(state.mesh)
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
     else:
         by_torch = state.is_fsdp1 and not pieces
-        given = names if by_torch else _without_twins(names, state_dict, state)
-        stored = [name for name in given if isinstance(state_dict[name], LazyTensor)]
+        wanted = names if by_torch else on_all_ranks(lambda: _without_twins(names, state_dict, state), scope)
+        stored = [name for name in wanted if name in given.stored]
         replicas = {}
         if read_once and not by_torch and not _reading_beats_sending(stored, state_dict, state):
             replicas = _replicas(stored, target, state)
-        mine = [name for name in given if name not in replicas or replicas[name].reads]
+        mine = [name for name in wanted if name not in replicas or replicas[name].reads]
         boxes = {name: _held(target[name]) for name in mine}
         whole_extra = [(value, whole_box(value)) for value in extra.values() if isinstance(value, LazyTensor)]
-        locate([*((state_dict[name], boxes.get(name)) for name in given), *whole_extra], scope)
+        locate([*((given.stored[name], boxes.get(name)) for name in stored), *whole_extra], scope)
         if by_torch:
             _load_fsdp1(state, _sources(state, names, state_dict, target))
         else:
@@ -125,7 +131,7 @@ def load_model_state_dict(
             def fill() -> None:
                 for name, box in boxes.items():
                     _fill(target[name], state_dict[name], box)
-                check_unchanged(state_dict[name] for name in mine)
+                check_unchanged(given.stored[name] for name in mine if name in given.stored)
 
             on_all_ranks(fill, scope)  # a disk may fail on one rank
             for name, sharers in replicas.items():
@@ -134,16 +140,41 @@ def load_model_state_dict(
     return report
 
 
-def _check_form(state_dict: Any, state: ShardedModel, from_rank0: bool) -> None:
-    if from_rank0 and not is_first_rank(state):
-        return
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What one rank's state dict holds, found in one pass: reading it may fail, or make each tensor anew."""
+
+    offers: dict[str, _Offer]
+    """Shape and dtype by key; None and an empty string for values that are not tensors."""
+    kinds: dict[str, str]
+    """Whether a value is whole or a shard, by key."""
+    extra: dict[str, Any]
+    """Extra states of modules."""
+    stored: dict[str, LazyTensor]
+    """Tensors that are still to be read."""
+
+
+def _examined(state_dict: Any, state: ShardedModel, from_rank0: bool) -> _Given:
+    _check_form(state_dict, from_rank0)
+    given = _Given({}, {}, {}, {})
+    for name, value in state_dict.items():
+        if from_rank0:
+            check_whole(name, value)
+        given.offers[name] = (_shape(name, value), _dtype(value))
+        given.kinds[name] = kind_of(value, tells_shards=True)
+        if is_extra(name):
+            given.extra[name] = value
+        if isinstance(value, LazyTensor):
+            given.stored[name] = value
+    return given
+
+
+def _check_form(state_dict: Any, from_rank0: bool) -> None:
     if not isinstance(state_dict, Mapping):
         raise StateDictError(
             f"A state dict must be a mapping of names to tensors, got a {type(state_dict).__name__}. If only the first "
             "rank has read it, pass from_rank0=True on every rank."
         )
-    for name, value in state_dict.items() if from_rank0 else ():
-        check_whole(name, value)
 
 
 def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
@@ -294,14 +325,6 @@ def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
     for values, is_full in parts:
         if values:
             set_model_state_dict(state.module, values, options=StateDictOptions(full_state_dict=is_full, strict=False))
-
-
-def _offered(state_dict: Mapping[str, Any], state: ShardedModel, from_rank0: bool) -> dict[str, _Offer]:
-    """Return shape and dtype by key; None and an empty string for values that are not tensors."""
-    mine = {name: (_shape(name, value), _dtype(value)) for name, value in state_dict.items()}
-    if not from_rank0:
-        return mine
-    return broadcast_object(scope_of(state.mesh), mine)
 
 
 def _shape(name: str, value: Any) -> tuple[int, ...] | None:

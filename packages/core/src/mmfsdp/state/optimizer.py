@@ -17,11 +17,21 @@ from torch.optim import Optimizer
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import scope_of
-from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
 from mmfsdp.runtime.dtensors import box_of
+from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
+from mmfsdp.state.alike import check_alike, kind_of
+from mmfsdp.state.compressed import (
+    COMPRESSED,
+    compress_state,
+    compressed_names,
+    first_state,
+    plain_value,
+    recompress,
+)
 from mmfsdp.state.flat_optimizer import (
     flat_state_to_load,
     groups_by_name,
@@ -32,6 +42,8 @@ from mmfsdp.state.flat_optimizer import (
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
 from mmfsdp.state.named_optimizer import REBUILD
+from mmfsdp.state.nested import map_values, nested_values
+from mmfsdp.state.savable import check_savable, may_belong
 from mmfsdp.state.sending import send_optim_state
 
 __all__ = [
@@ -69,18 +81,26 @@ def optim_state_dict(
 
     Raises:
         StateDictError: ``kind`` is neither ``'full'`` nor ``'sharded'``.
+        StateDictError: On some rank, the optimizer keeps what no checkpoint can bring back, such as an object.
         ShardStateError: On some rank, the optimizer was built before the model was sharded, or for another model.
     """
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
+    _check_own(state, optimizer)
+    compressed = _compressed(state, optimizer)
+    # Gathering needs them on the device, one at a time; the rest is done with them in CPU memory.
+    early = bool(compressed) and (kind == "sharded" or state.is_fsdp1)
+    own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not state.is_fsdp1) if early else None
     if by_name:
-        sharded = sharded_by_name(state, optimizer)
+        sharded = sharded_by_name(state, optimizer, own_form)
     else:
-        _check_own(state, optimizer)
-        sharded = state_by_place(state, optimizer) if state.is_fsdp1 else optimizer.state_dict()
+        plain = own_form or (None if state.is_fsdp1 else optimizer.state_dict())
+        sharded = state_by_place(state, optimizer, plain) if state.is_fsdp1 else {**(plain or {})}
         if param_names:
             sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
+    if compressed:
+        sharded = {**sharded, COMPRESSED: compressed}
     if kind == "sharded":
         return sharded
     return gathered(state, sharded, not rank0_only or is_first_rank(state), cpu_offload)
@@ -117,7 +137,7 @@ def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_of
     """
     with Waiting("gathering an optimizer's state"):
         values = {
-            place: {name: whole(value, keep, cpu_offload) for name, value in entries.items()}
+            place: {name: whole(plain_value(value), keep, cpu_offload) for name, value in entries.items()}
             for place, entries in sharded["state"].items()
         }
     return {**sharded, "state": values} if keep else {}
@@ -155,8 +175,18 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     state = find_sharded_model(model)
     fitting = _fitting(state, optimizer, state_dict)
     if state.is_fsdp1:
-        return lambda: load_flat_state(state, optimizer, fitting)
-    return lambda: optimizer.load_state_dict(_placed_state(state, optimizer, fitting))
+
+        def load_flat() -> None:
+            load_flat_state(state, optimizer, fitting)
+            on_all_ranks(lambda: compress_state(optimizer, _names_of_compressed(fitting)), scope_of(state.mesh))
+
+        return load_flat
+
+    def load() -> None:
+        placed = _placed_state(state, optimizer, fitting)
+        on_all_ranks(lambda: optimizer.load_state_dict(placed), scope_of(state.mesh))
+
+    return load
 
 
 def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,17 +222,67 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         return found
 
     fitting = on_all_ranks(check, scope_of(state.mesh))
+    kinds = {
+        f"{place}.{name}": kind_of(value, tells_shards=state.is_fsdp1)
+        for place, entries in fitting["state"].items()
+        for name, value in entries.items()
+    }
+    check_alike(kinds, "the optimizer's state", scope_of(state.mesh))
     at = {} if state.is_fsdp1 else _params_by_place(optimizer, fitting)
+    settings = [leaf for _, leaf in nested_values("", fitting["param_groups"]) if isinstance(leaf, LazyTensor)]
     locate(
         [
-            (value, box_of(at[place]) if place in at and value.shape == at[place].shape else whole_box(value))
-            for place, entries in fitting["state"].items()
-            for value in entries.values()
-            if isinstance(value, LazyTensor)
+            *(
+                (value, box_of(at[place]) if place in at and value.shape == at[place].shape else whole_box(value))
+                for place, value in _stored(fitting)
+            ),
+            *((value, whole_box(value)) for value in settings),
         ],
         scope_of(state.mesh),
     )
-    return fitting
+
+    def read_settings() -> Any:  # a learning rate may be a tensor
+        return map_values(whole_value, fitting["param_groups"])
+
+    return {**fitting, "param_groups": on_all_ranks(read_settings, scope_of(state.mesh))}
+
+
+def _stored(fitting: Mapping[str, Any]) -> list[tuple[Any, LazyTensor]]:
+    """Return the lazy tensors of a state, also those within lists and dicts, each with the place of its parameter."""
+    return [
+        (place, leaf)
+        for place, entries in fitting["state"].items()
+        for _, leaf in nested_values("", entries)
+        if isinstance(leaf, LazyTensor)
+    ]
+
+
+def _compressed(state: ShardedModel, optimizer: Optimizer) -> dict[str, str]:
+    """Check that a state can be saved; return what ranks hold compressed, by name. Collective: every rank."""
+    names = {id(param): fqn for fqn, param in state.module.named_parameters()}
+    scope = scope_of(state.mesh)
+
+    def check() -> dict[str, str]:
+        check_savable(optimizer, names)
+        return compressed_names(optimizer.state)
+
+    mine = on_all_ranks(check, scope)
+    if not any_of(scope, bool(mine)):  # small parts are not compressed
+        return {}
+    return {name: kind for found in gather_objects(scope, mine) for name, kind in found.items()}
+
+
+def _without_wrappers(state_dict: Mapping[str, Any], *, cpu_offload: bool) -> dict[str, Any]:
+    values = {
+        place: {name: plain_value(value, cpu_offload=cpu_offload) for name, value in entries.items()}
+        for place, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": values}
+
+
+def _names_of_compressed(fitting: Mapping[str, Any]) -> list[str]:
+    names = fitting.get(COMPRESSED)
+    return [*names] if isinstance(names, Mapping) else []
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -217,16 +297,22 @@ def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[A
 def _placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
     """Return a fitting state with this rank's part of its tensors. Collective: every rank."""
     at = _params_by_place(optimizer, fitting)
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    compressed = _names_of_compressed(fitting)
+
+    def place_entries(param: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+        placed = {name: map_values(lambda leaf: _placed(leaf, param), value) for name, value in entries.items()}
+        names = [name for name in compressed if isinstance(placed.get(name), torch.Tensor)]
+        first = first_state(optimizer, group_of[id(param)], param) if names else {}
+        return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
 
     def place_all() -> dict[Any, dict[str, Any]]:
-        placed = {
-            place: {name: _placed(value, at[place]) for name, value in entries.items()}
-            for place, entries in fitting["state"].items()
-        }
-        check_unchanged(value for entries in fitting["state"].values() for value in entries.values())
+        placed = {place: place_entries(at[place], entries) for place, entries in fitting["state"].items()}
+        check_unchanged(value for _, value in _stored(fitting))
         return placed
 
-    return {**fitting, "state": on_all_ranks(place_all, scope_of(state.mesh))}
+    rest = {key: value for key, value in fitting.items() if key != COMPRESSED}
+    return {**rest, "state": on_all_ranks(place_all, scope_of(state.mesh))}
 
 
 def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
@@ -243,7 +329,7 @@ def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
 
     def check() -> None:
         name = type(optimizer).__name__
-        state.check_trainable(_params(optimizer), name)
+        check_roles(state.roles(_params(optimizer)), name)
         own = {id(param) for param in state.module.parameters()}
         if strange := [tuple(param.shape) for param in _params(optimizer) if id(param) not in own]:
             raise ShardStateError(
@@ -286,9 +372,7 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
             )
         shape = shapes[places[place]]
         for name, value in entries.items():
-            if not isinstance(value, (torch.Tensor, LazyTensor)) or tuple(value.shape) == shape:
-                continue
-            if value.numel() != 1 and value.dim() == len(shape):
+            if isinstance(value, (torch.Tensor, LazyTensor)) and not may_belong(value.shape, shape):
                 raise StateDictError(
                     f"State {name!r} has shape {tuple(value.shape)}, but its parameter has shape {shape}.",
                     fqn=places[place],

@@ -15,6 +15,7 @@ from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import LazyTensor, whole_value
+from mmfsdp.state.nested import map_values
 
 __all__ = ["check_whole", "send_optim_state"]
 
@@ -86,7 +87,8 @@ def _taken_apart(state_dict: Any) -> tuple[dict[str, Any], dict[tuple[Any, str],
             f"{type(state_dict).__name__} without them."
         )
     tensors: dict[tuple[Any, str], torch.Tensor | LazyTensor] = {}
-    skeleton: dict[str, Any] = {**state_dict, STATE: {}}
+    rest = {key: value for key, value in state_dict.items() if key != STATE}
+    skeleton: dict[str, Any] = {**_read(rest), STATE: {}}
     for place, entries in state_dict[STATE].items():
         skeleton[STATE][place] = {}
         for name, value in entries.items():
@@ -94,5 +96,10 @@ def _taken_apart(state_dict: Any) -> tuple[dict[str, Any], dict[tuple[Any, str],
             if isinstance(value, torch.Tensor | LazyTensor):
                 tensors[place, name] = value
                 value = _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            skeleton[STATE][place][name] = value
+            skeleton[STATE][place][name] = _read(value)
     return skeleton, tensors
+
+
+def _read(content: Any) -> Any:
+    """Return content whose lazy tensors are read: those within lists and settings are few and small."""
+    return map_values(whole_value, content)

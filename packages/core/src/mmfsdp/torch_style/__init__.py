@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
@@ -22,6 +22,5 @@ _WHERE = {
     **dict.fromkeys(("ARGUMENTS", "Translated", "translate_arguments"), "mmfsdp.torch_style.arguments"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    return lazy(__name__, __all__, _WHERE, name)
+if not TYPE_CHECKING:  # a type checker reports names that are not there
+    __getattr__, __dir__ = lazy(__name__, __all__, _WHERE)

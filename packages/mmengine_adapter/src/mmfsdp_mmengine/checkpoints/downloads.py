@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlparse
 import mmengine.runner.checkpoint as stock
 import torch
 
+from mmfsdp.basics import hide_secrets, mask_secrets, mask_url
 from mmfsdp.collective import scope_of
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError, MmfsdpError
 from mmfsdp_mmengine.processes.machines import in_turns
@@ -51,7 +52,8 @@ def download_content(filename: str, map_location: Any, read: Callable[[Path], An
         except MmfsdpError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise CheckpointError(f"{filename} cannot be downloaded: {error}") from error
+            reason = mask_secrets(str(error))
+            raise CheckpointError(f"{mask_url(filename)} cannot be downloaded: {reason}") from hide_secrets(error)
 
     return in_turns(load, scope_of(None))
 

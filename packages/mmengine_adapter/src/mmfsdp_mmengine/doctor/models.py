@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from mmfsdp.basics import name_list
 from mmfsdp.frontends import Finding
+from mmfsdp_mmengine.doctor.pasting import extended_hooks
 from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of
 from mmfsdp_mmengine.wrappers.steps import overrides
 
@@ -86,7 +87,7 @@ def batch_norm(subject: Subject) -> Iterator[Finding]:
             f"{len(alone)} batch norm layers, such as {alone[0]!r}, have different statistics on each rank. "
             "A checkpoint has those of the first rank.",
             "the same.",
-            "custom_hooks = [dict(type='SyncBuffersHook')]  # or sync_bn='torch', or broadcast_buffers=True",
+            f"{extended_hooks(subject, 'SyncBuffersHook')}  # or sync_bn='torch', or broadcast_buffers=True",
         )
 
 

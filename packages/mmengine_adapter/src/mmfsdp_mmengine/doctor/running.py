@@ -10,11 +10,10 @@ from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from mmfsdp.errors import closest
 from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
+from mmfsdp_mmengine.doctor.pasting import extended_imports
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, types_in, unregistered
 
-__all__ = ["FINDINGS", "IMPORT_LINE", "parameters_of"]
-
-IMPORT_LINE = "custom_imports = dict(imports=['mmfsdp_mmengine'], allow_failed_imports=False)"
+__all__ = ["FINDINGS", "parameters_of"]
 
 
 def not_imported(subject: Subject) -> Iterator[Finding]:
@@ -25,12 +24,11 @@ def not_imported(subject: Subject) -> Iterator[Finding]:
     imports = given.get("imports") or []
     imports = [imports] if isinstance(imports, str) else list(imports)
     if "mmfsdp_mmengine" not in imports:
-        both = ["mmfsdp_mmengine", *imports]
         yield Finding(
             "error",
             "custom_imports.imports",
             "mmfsdp_mmengine is not imported, so training uses MMEngine's own classes.",
-            advice=f"custom_imports = dict(imports={both!r}, allow_failed_imports=False)",
+            advice=extended_imports(subject.settings),
         )
     elif imports[0] != "mmfsdp_mmengine":
         yield Finding(
@@ -38,14 +36,14 @@ def not_imported(subject: Subject) -> Iterator[Finding]:
             "custom_imports.imports",
             "classes in modules before it that derive from MMEngine's, such as hooks from EMAHook, derive from the "
             "stock classes. Put mmfsdp_mmengine first.",
-            advice=f"imports={['mmfsdp_mmengine', *(name for name in imports if name != 'mmfsdp_mmengine')]!r}",
+            advice=extended_imports(subject.settings),
         )
     if given.get("allow_failed_imports"):
         yield Finding(
             "warning",
             "custom_imports.allow_failed_imports",
             "if the package is not installed, training silently uses MMEngine's own classes.",
-            advice="allow_failed_imports=False",
+            advice=extended_imports(subject.settings),
         )
 
 
@@ -85,7 +83,7 @@ def nothing_sharded(subject: Subject) -> Iterator[Finding]:
 def advised_strategy(subject: Subject) -> list[str]:
     """Return the config lines that shard the model."""
     wrapper = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
-    first, strategy = IMPORT_LINE, "'FSDPStrategy'"
+    first, strategy = extended_imports(subject.settings), "'FSDPStrategy'"
     if subject.written is not None:  # MMEngine ignores custom_imports in a config that imports modules
         first, strategy = "from mmfsdp_mmengine import FSDPStrategy", "FSDPStrategy"
     return [first, "runner_type = 'FlexibleRunner'", f"strategy = dict(type={strategy}, model_wrapper=dict({wrapper}))"]
@@ -176,5 +174,16 @@ def runner_kind(subject: Subject) -> Iterator[Finding]:
         yield Finding("changed", "compile", "the sharded model is compiled.", "from_cfg did not pass it on.")
 
 
-FINDINGS = (not_imported, stock_classes, nothing_sharded, unknown_names, unknown_arguments, runner_kind)
+def for_replicas(subject: Subject) -> Iterator[Finding]:
+    """``find_unused_parameters`` at the top, which the plain Runner gives to DDP."""
+    if subject.sharding is not None and subject.settings.get("find_unused_parameters"):
+        yield Finding(
+            "changed",
+            "find_unused_parameters",
+            "is not needed: parameters that a step does not use may differ from step to step and from rank to rank.",
+            "ignored it where the model is sharded.",
+        )
+
+
+FINDINGS = (not_imported, stock_classes, nothing_sharded, unknown_names, unknown_arguments, runner_kind, for_replicas)
 """All findings of this module."""

@@ -13,7 +13,6 @@ import torch.nn as nn
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS
 from mmengine.structures import BaseDataElement
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from mmfsdp.basics import canonical_dtype, to_torch
@@ -166,9 +165,6 @@ def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Itera
             del optimizer.param_groups[1:]
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = members
-            kinds = {isinstance(param, DTensor) for param in members}
-            if len(kinds) > 1 and group.get("foreach") is None and not group.get("fused"):
-                group["foreach"] = False  # as `OptimizerBinding` does
         return optimizer
 
     return make

@@ -24,7 +24,7 @@ _UNEVEN = ("LBFGS", "Adafactor")
 
 def clipping(subject: Subject) -> Iterator[Finding]:
     """Clipping by norm, for which stock MMEngine used the norm of a rank's own shard."""
-    for path, wrapper in _wrappers(subject):
+    for path, wrapper in _wrappers(subject) if subject.sharding is not None else ():
         given = wrapper.get("clip_grad")
         if isinstance(given, Mapping) and given.get("type", "norm") == "norm":
             yield Finding(
@@ -38,7 +38,7 @@ def clipping(subject: Subject) -> Iterator[Finding]:
 
 def accumulation(subject: Subject) -> Iterator[Finding]:
     """Gradient accumulation, for which stock MMEngine communicated in every step."""
-    for path, wrapper in _wrappers(subject):
+    for path, wrapper in _wrappers(subject) if subject.sharding is not None else ():
         if wrapper.get("accumulative_counts", 1) > 1:
             yield Finding(
                 "changed",
@@ -112,7 +112,7 @@ def keys_without_match(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"optim_wrapper.paramwise_cfg.custom_keys[{key!r}]",
-                f"no parameter name contains this key.{closest(key, parts)}",
+                f"no parameter name contains this key.{closest(key, parts, cutoff=0.75)}",
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch.nn as nn
 from mmengine.optim import BaseOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIMIZERS
-from torch.distributed.tensor import DTensor
 
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
@@ -108,9 +107,6 @@ class OptimizerBinding:
             _check_flat(plan, flat, self._groups[key])
             for group, names in zip(wrapper.optimizer.param_groups, self._groups[key], strict=True):
                 group["params"][:] = [params[name] for name in dict.fromkeys(flat.get(name, name) for name in names)]
-                kinds = {isinstance(param, DTensor) for param in group["params"]}
-                if len(kinds) > 1 and group.get("foreach") is None and not group.get("fused"):
-                    group["foreach"] = False  # torch's foreach kernels accept one kind of tensor only
             wrapper.optimizer.state.clear()
             if key in self._states:
                 load_optim_state_dict(model, wrapper.optimizer, self._states[key])

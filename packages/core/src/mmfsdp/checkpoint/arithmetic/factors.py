@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.arithmetic.module_patterns import of_modules
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
@@ -112,6 +113,9 @@ class FactorTable:
         Raises:
             CorruptCheckpointError: A factor is missing, or contradicts the settings.
         """
+        given = settings or {}
+        tables = ("rank_pattern", "alpha_pattern")
+        ranks, alphas = (of_modules([*self._found], given.get(name) or {}, name, config) for name in tables)
         found = {}
         for module, sides in self._found.items():
             if {*sides} != {"A", "B"}:
@@ -119,15 +123,16 @@ class FactorTable:
                     f"{self._file.name} holds lora_{next(iter(sides))} of {module!r} but not the other factor.",
                     file=str(self._file),
                 )
-            found[module] = self._scaled(module, sides["A"], sides["B"], settings, config)
+            rank = sides["A"].shape[0] if sides["A"].shape else 8
+            own = {**(settings if settings is not None else {"r": rank, "lora_alpha": rank})}
+            own["r"], own["lora_alpha"] = ranks.get(module, own.get("r")), alphas.get(module, own.get("lora_alpha"))
+            found[module] = self._scaled(module, sides["A"], sides["B"], own, config)
         return found
 
     def _scaled(
-        self, module: str, a: TensorEntry, b: TensorEntry, settings: Mapping[str, Any] | None, config: Path
+        self, module: str, a: TensorEntry, b: TensorEntry, settings: Mapping[str, Any], config: Path
     ) -> Factors:
-        expected = a.shape[0] if a.shape else 8
-        settings = settings if settings is not None else {"r": expected, "lora_alpha": expected}
-        rank = _of_module(module, settings.get("rank_pattern"), settings.get("r"), config)
+        expected, rank, alpha = a.shape[0] if a.shape else 8, settings["r"], settings["lora_alpha"]
         if type(rank) is not int or rank < 1:
             raise CorruptCheckpointError(
                 f"{config.name} gives {module!r} the rank {rank!r} as 'r' or in 'rank_pattern' (expected a number "
@@ -140,7 +145,6 @@ class FactorTable:
                 f"{config.name} says).",
                 file=str(self._file),
             )
-        alpha = _of_module(module, settings.get("alpha_pattern"), settings.get("lora_alpha"), config)
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
             raise CorruptCheckpointError(
                 f"{config.name} gives {module!r} alpha {alpha!r} as 'lora_alpha' or in 'alpha_pattern' (expected a "
@@ -187,16 +191,3 @@ def trained_modules(settings: Mapping[str, Any]) -> tuple[str, ...]:
     targets, limits = settings.get("target_modules"), ("exclude_modules", "layers_to_transform", "layers_pattern")
     listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     return tuple(targets) if listed and targets and not any(map(settings.get, limits)) else ()
-
-
-def _of_module(module: str, patterns: Any, default: Any, config: Path) -> Any:
-    """Return what a table of patterns gives a module: the first that matches the end of its name, as in peft."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return value
-        except re.error as error:
-            raise CorruptCheckpointError(
-                f"{config.name} holds the pattern {pattern!r}, which is malformed: {error}.", file=str(config)
-            ) from error
-    return default

@@ -206,7 +206,7 @@ class GgufModel:
 
     def _check(self) -> None:
         kind, config = self._get("model_type"), self._get
-        if kind not in _ARCHITECTURES:
+        if not isinstance(kind, str) or kind not in _ARCHITECTURES:
             raise ConfigError(
                 f"GGUF files are written of models of the types {name_list([*_ARCHITECTURES])}, and {_CONFIG} of "
                 f"{self.folder.name} says {kind!r}. Write a Hugging Face folder, and convert it with llama.cpp's "

@@ -16,6 +16,7 @@ from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
+from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
 from mmfsdp.checkpoint.files.casting import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
@@ -317,23 +318,27 @@ def select(layout: Layout, keep: str, drop: Sequence[str], rules: NameRules, *, 
     if keep == "all":
         dropped = {key: str(key) for key in (top_level_key(layout, name, "drop") for name in drop)}
         kept = {key: value for key, value in layout.tree.items() if key not in dropped} if dropped else layout.tree
-        part, removed = _edited(kept, rules)
-        return Selection(part, part, (*dropped.values(), *removed), notes)
+        known, unknown = leave_out_unknown(kept)
+        part, removed = _edited(known, rules)
+        return Selection(part, part, (*dropped.values(), *unknown, *removed), notes)
     if keep == "model":
         found = weights_of(layout)
         part = found.weights
         if use_ema:
             part, notes = _averaged(layout, part)
+        part, unknown = leave_out_unknown(part)
+        beside, others = leave_out_unknown({"meta": found.beside.get("meta", {})})
         part, removed = _edited(part, rules)
-        tree = {"state_dict": part, "meta": found.beside.get("meta", {})}
-        return Selection(tree, part, (*found.left_out("meta"), *removed), notes)
+        tree = {"state_dict": part, "meta": {}, **beside}
+        return Selection(tree, part, (*found.left_out("meta"), *unknown, *others, *removed), notes)
     key = top_level_key(layout, keep)
     others = [name for name in layout.top_level if name != keep]
     if isinstance(layout.tree[key], TensorRef):
         part = {key: layout.tree[key]}
         return Selection(part, part, tuple(others), notes)
-    part, removed = _edited(layout.tree[key], rules)
-    return Selection({key: part}, part, (*others, *removed), notes)
+    known, unknown = leave_out_unknown({key: layout.tree[key]})
+    part, removed = _edited(known.get(key, {}), rules)
+    return Selection({key: part}, part, (*others, *unknown, *removed), notes)
 
 
 _WRITTEN_BY_MMENGINE = ("mmengine_version", "mmengine")  # by Runner, and by FlexibleRunner

@@ -187,6 +187,8 @@ class Conversion:
         Raises:
             ConfigError: A setting is unknown or malformed, or two contradict each other.
         """
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"Conversion: {data!r} is not a mapping of settings.")
         return cls(**{str(name): value for name, value in data.items()})
 
     @classmethod

@@ -254,7 +254,7 @@ def require_numpy(what: str) -> None:
     try:
         import numpy  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{what} needs numpy. Install it with: pip install numpy") from error
+        raise ConfigError(f"{what} needs numpy. Install it with: pip install 'mmfsdp[numpy]'") from error
 
 
 def has_numpy() -> bool:

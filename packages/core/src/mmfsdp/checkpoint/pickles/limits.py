@@ -1,6 +1,7 @@
 """Refuses pickles that would exhaust the machine, by following their opcodes before they are run.
 
-Three things are dangerous. Python's unpickler makes its memo as large as an opcode says. A tuple that holds another one
+Four things are dangerous. The hashes of numbers and tuples can be foreseen, so that a dict whose keys all collide takes
+quadratic time. Python's unpickler makes its memo as large as an opcode says. A tuple that holds another one
 many times over takes exponential time to hash as a key. Hashing a deeply nested tuple overflows the C stack and ends
 the process. So the opcodes are followed on a stack that knows only how large and how deep each tuple is.
 
@@ -16,11 +17,15 @@ from pathlib import Path
 
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["check_limits"]
+__all__ = ["MOST_KEYS", "check_limits"]
 
 _NESTING = 100  # tuples within tuples
 _NUMBER = 1000  # bytes of an integer
 _REPEATS = 1_000_000  # elements of tuples that are referred to again
+MOST_KEYS = 10_000
+"""Tuples that may be keys: whoever chooses them can give all of them the same hash."""
+_COLLISIONS = 1_000  # integers with the same hash
+_LARGE = 8  # bytes of integers whose hash is not they themselves
 
 _LINE, _TWO_LINES = -10, -20  # the argument ends with a newline, or with the second one
 
@@ -40,6 +45,8 @@ _REPLACE = 10  # replaces everything above the mark by a value that is not a tup
 _NOTHING = 11  # leaves the stack as it is
 _DUP = 12  # pushes the top value again
 _EXTENSION = 13  # pushes what the reading process has registered under a number
+_ITEMS = 15  # pops what is above the mark, every second (2) or each (1) of it a key; if N < 0, pushes a value
+_SETITEM = 16  # pops a key and a value
 _USUAL = 14  # as _POP, or as _PUSH if N is 1; what large checkpoints are full of may follow
 
 # Opcodes, effect, bytes of the argument (negative: bytes of its length, or lines), and N.
@@ -59,7 +66,7 @@ _OPCODES = (
     (b"X\x8bTB", _PUSH, -4, 0),
     (b"\x8d\x8e\x96", _PUSH, -8, 0),
     (b"0ab", _POP, 0, 1),  # APPEND and BUILD keep the object
-    (b"s", _POP, 0, 2),
+    (b"s", _SETITEM, 0, 2),
     (b"R\x93", _POP, 0, -1),
     (b"\x92", _POP, 0, -2),
     (b"(", _MARK, 0, 0),
@@ -69,9 +76,13 @@ _OPCODES = (
     (b"q", _PUT, 1, 0),
     (b"r", _PUT, 4, 0),
     (b"p", _PUT, _LINE, 0),
-    (b"eu1\x90", _POP_MARK, 0, 0),
+    (b"e1", _POP_MARK, 0, 0),
+    (b"u", _ITEMS, 0, 2),
+    (b"\x90", _ITEMS, 0, 1),
     (b"t", _TUPLE, 0, 0),
-    (b"ldo\x91", _REPLACE, 0, 0),
+    (b"lo", _REPLACE, 0, 0),
+    (b"d", _ITEMS, 0, -2),
+    (b"\x91", _ITEMS, 0, -1),
     (b"i", _REPLACE, _TWO_LINES, 0),
     (b"\x80", _NOTHING, 1, 0),
     (b"\x95", _NOTHING, 8, 0),
@@ -89,8 +100,11 @@ for _codes, _effect, _argument, _count in _OPCODES:
     for _code in _codes:
         _TABLE[_code] = (_effect, _argument, _count)
 
+_LONG1_OPCODE = 0x8A
 _MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE, _BINPERSID_OPCODE, _NEWOBJ_OPCODE = 0x94, 0x30, 0x8B, 0x51, 0x81
 
+_MANY_KEYS = f"it uses more than {MOST_KEYS} tuples as keys, which may all have the same hash"
+_COLLIDING = f"it holds more than {_COLLISIONS} different integers with the same hash"
 _TWO_WAYS = "it numbers the places of its memo in two ways"
 _REPEATED = f"its tuples hold each other so often that they have over {_REPEATS} elements"
 
@@ -129,7 +143,8 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
     marks: list[int] = []
     tuples: dict[int, int] = {}  # place in the memo -> tuple
     memoized, named = 0, False  # places taken by MEMOIZE; whether PUT was used
-    repeats = 0
+    repeats = made_keys = 0
+    numbers = _Numbers()
     skips = len(data) - at > _LONG  # as long as there is no large tuple in the memo
     table, push, from_bytes = _TABLE, stack.append, int.from_bytes
     while True:
@@ -179,14 +194,21 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             if argument >= 0:
                 at += argument
             elif argument == -1:
+                begin = at + 1
                 at += data[at] + 1
+                if opcode == _LONG1_OPCODE and at - begin >= _LARGE and numbers.collide(data[begin:at]):
+                    return _COLLIDING, at - 1
             elif argument > _LINE:
                 size = int.from_bytes(data[at : at - argument], "little")
                 if size > _NUMBER and opcode == _LONG4_OPCODE:
                     return f"it holds a number of {size} bytes", at - 1
                 at += size - argument
+                if opcode == _LONG4_OPCODE and numbers.collide(data[at - size : at]):
+                    return _COLLIDING, at - 1
             else:
-                at = _after_lines(data, at, argument)
+                begin, at = at, _after_lines(data, at, argument)
+                if opcode in b"IL" and at - begin > 2 * _LARGE and numbers.collide_text(data[begin : at - 1]):
+                    return _COLLIDING, at - 1
         elif effect == _POP:
             if count > 0:
                 if opcode == _POP_OPCODE and marks and marks[-1] == len(stack):
@@ -231,6 +253,16 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             del stack[marks.pop() :]
             if effect == _REPLACE:
                 push(0)
+        elif effect in (_ITEMS, _SETITEM):
+            first = len(stack) - 2 if effect == _SETITEM else marks.pop()
+            keys = stack[first :: abs(count)]
+            del stack[first:]
+            if any(keys):
+                made_keys += sum(map(bool, keys))
+                if made_keys > MOST_KEYS:
+                    return _MANY_KEYS, at - 1
+            if count < 0:  # a frozenset may be a key as a tuple may
+                push(1 << 10 | 1 if count == -1 else 0)
         elif effect == _NOTHING:
             at += argument
         elif effect == _DUP:
@@ -245,7 +277,28 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
             return None
 
 
+class _Numbers:
+    """Counts large integers by their hash, which nothing randomises: as keys of a dict they take quadratic time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[bytes]] = {}  # bytes have a hash that nobody can foresee
+
+    def collide(self, data: bytes) -> bool:
+        """Note an integer by its bytes; tell whether too many others have its hash."""
+        return self._add(int.from_bytes(data, "little", signed=True))
+
+    def collide_text(self, data: bytes) -> bool:
+        """Note an integer as text. What is not a number, the unpickler reports; what is too long, Python rejects."""
+        return len(data) <= _NUMBER and self._add(int(data.rstrip(b"L")))
+
+    def _add(self, value: int) -> bool:
+        same = self._seen.setdefault(hash(value), set())
+        same.add(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        return len(same) > _COLLISIONS
+
+
 _LONG = 1 << 18  # bytes from which on a pickle may describe thousands of tensors
+_ATTRIBUTES = 100  # keys of an object's state
 _SMALL = 100  # elements of a tuple that may be a key where opcodes are skipped
 
 
@@ -280,7 +333,7 @@ def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
     size = rb"(?:%b\x85|\(%bt)%bR" % (integers, integers, put) + put
     numbers = rb"\]%b\((?:%b|N)*+e" % (put, integer)
     value = rb"(?:%b(?:%b)?|%b|%b|%b|[N\x88\x89])" % (get, size, integer, numbers, text)
-    items = put + rb"\((?:%b)*+u" % (get + value)
+    items = put + rb"\((?:%b){0,%d}+u" % (get + value, _ATTRIBUTES)
     if opcode == _NEWOBJ_OPCODE:
         state = put + b"}" + items + b"b"
         return re.compile(state + rb"(?:%b\)\x81%b)*+" % (get, state), re.DOTALL)

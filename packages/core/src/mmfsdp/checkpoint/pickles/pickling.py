@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmfsdp.checkpoint.layout import TensorRef
-from mmfsdp.checkpoint.pickles.unpickling import PickledObject, check_is_name
-from mmfsdp.errors import FormatError
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, check_is_name, is_known_object, shown
+from mmfsdp.errors import FormatError, UnsafePickleError
 
 __all__ = ["PickleWriter", "int_opcodes", "name_opcodes", "text_opcodes"]
 
@@ -117,8 +117,10 @@ class PickleWriter:
         elif isinstance(value, TensorRef) and self._write_tensor is not None:
             self._write_tensor(self, value)
         elif isinstance(value, PickledObject):
+            _check_known(value)
             self._save_pickled(value)
         elif isinstance(value, type) and issubclass(value, PickledObject):
+            _check_known(value)
             self.name(value.module, value.qualname)
         elif value is None:
             self.raw(b"N")
@@ -227,6 +229,16 @@ class PickleWriter:
                 self.save(key)
                 self.save(value)
             self.raw(b"u")
+
+
+def _check_known(value: PickledObject | type[PickledObject]) -> None:
+    """Raise ``UnsafePickleError`` for a class that is not on the list of safe names: loading what it is in calls it."""
+    check_is_name(value.module, value.qualname)
+    if not is_known_object(value):
+        raise UnsafePickleError(
+            f"The content to be written holds {shown(f'{value.module}.{value.qualname}')}, which is not on the list of "
+            "safe names: whoever loads it would call that. Remove it."
+        )
 
 
 _BYTES = [bytes([value]) for value in range(256)]

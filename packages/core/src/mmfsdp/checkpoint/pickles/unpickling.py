@@ -13,13 +13,14 @@ import io
 import mmap
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from reprlib import repr as brief  # what is in a pickle may refer to itself many times over
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
 from mmfsdp.basics.dtypes import DTYPES
-from mmfsdp.checkpoint.pickles.limits import check_limits
+from mmfsdp.checkpoint.pickles.limits import MOST_KEYS, check_limits
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "fields",
     "integers",
     "is_dotted_name",
+    "is_known_object",
     "is_safe_name",
     "read_pickle",
     "shown",
@@ -246,11 +248,30 @@ class _Unpickler(pickle.Unpickler):
         self._functions = functions
         self._persistent = persistent
         self._classes: dict[tuple[str, str], type[PickledObject]] = {}
+        self._hashed = 0
+        self._containers = {name: StandIn(partial(self._made, kind)) for name, kind in _CONTAINERS.items()}
+
+    def _made(self, kind: Callable[..., Any], *args: Any) -> Any:
+        """Make a container or a number that hashes what the pickle chose, unless that may take for ever."""
+        self._hashed += kind in (frozenset, complex)
+        for values in args:
+            if isinstance(values, list | tuple):
+                keys = values if kind is not collections.OrderedDict else [key for key, _ in values]
+                self._hashed += sum(isinstance(key, tuple | frozenset | complex) for key in keys)
+        if self._hashed > MOST_KEYS:
+            raise CorruptCheckpointError(
+                f"The pickle in {self._file.name} is refused: it hashes more than {MOST_KEYS} tuples, frozen sets or "
+                "complex numbers, which may all collide.",
+                file=str(self._file),
+            )
+        return kind(*args)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         check_is_name(module_name, global_name, self._file)
         module = _MODULE_ALIASES.get(module_name, module_name)
         full_name = f"{module}.{global_name}"
+        if full_name in self._containers:
+            return self._containers[full_name]
         if full_name in self._functions:
             return self._functions[full_name]
         if full_name in _REAL:
@@ -315,11 +336,13 @@ class _Text(metaclass=_Sealed):
 
 
 _MODULE_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_REAL: dict[str, Any] = {
+_CONTAINERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": collections.OrderedDict,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
+}
+_REAL: dict[str, Any] = {
     "builtins.bytes": StandIn(lambda: b""),  # empty ones, which are not encoded; a length would be memory for nothing
     "_codecs.encode": StandIn(_encode),
     "torch.torch_version.TorchVersion": _Text,  # `torch.__version__`, which scripts save beside their weights
@@ -403,6 +426,12 @@ def check_is_name(module: str, qualname: str, file: Path | None = None) -> None:
 def shown(text: str) -> str:
     """Return a text in quotes for a message: in one line of at most some 200 characters."""
     return ascii(text if len(text) <= 100 else f"{text[:60]}...{text[-30:]}")
+
+
+def is_known_object(value: PickledObject | type[PickledObject]) -> bool:
+    """Tell whether the class of an object, or a class, is one that a pickle may mention without being trusted."""
+    module = _MODULE_ALIASES.get(value.module, value.module)
+    return is_safe_name(module, value.qualname)
 
 
 def is_safe_name(module: str, qualname: str) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mmfsdp.basics.masking import hide_secrets, mask_secrets
 from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingError, changed
-from mmfsdp.checkpoint.remote.urls import Url, shown
+from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
 __all__ = ["FsspecTransport", "fsspec_store", "transport"]
@@ -51,13 +52,13 @@ def fsspec_store(url: Url) -> tuple[Any, Callable[[str], str]]:
         store, _ = url_to_fs(url.full)
     except ImportError as error:
         driver = _DRIVERS.get(url.scheme)
-        install = f"Install it with: pip install {driver}" if driver else f"{shown(str(error))}"
-        raise ConfigError(f"{url.scheme}:// needs a driver of fsspec. {install}") from error
+        install = f"Install it with: pip install {driver}" if driver else f"{mask_secrets(str(error))}"
+        raise ConfigError(f"{url.scheme}:// needs a driver of fsspec. {install}") from hide_secrets(error)
     except ValueError as error:
         raise ConfigError(
-            f"{url.scheme}:// is not a scheme that can be read: {shown(str(error))}. Use https://, s3://, gs://, hf:// "
-            "or another that fsspec knows."
-        ) from error
+            f"{url.scheme}:// is not a scheme that can be read: {mask_secrets(str(error))}. Use https://, s3://, "
+            "gs://, hf:// or another that fsspec knows."
+        ) from hide_secrets(error)
     store.invalidate_cache()
     return store, strip_protocol
 
@@ -134,12 +135,12 @@ class FsspecTransport:
         except (FileNotFoundError, NotADirectoryError, MmfsdpError):
             raise
         except PermissionError as error:
-            raise _denied(url, error) from error
+            raise _denied(url, error) from hide_secrets(error)
         except Exception as error:  # each driver has errors of its own
-            text = shown(str(error)).strip() or type(error).__name__
+            text = mask_secrets(str(error)).strip() or type(error).__name__
             if "credential" in text.lower():
-                raise _denied(url, error) from error
-            raise PassingError(f"its store says {text.rstrip('.')!r}") from error
+                raise _denied(url, error) from hide_secrets(error)
+            raise PassingError(f"its store says {text.rstrip('.')!r}") from hide_secrets(error)
 
 
 def _base() -> Any:
@@ -156,8 +157,9 @@ def _info(url: Url, found: Any) -> Info:
 
 
 def _denied(url: Url, error: BaseException) -> DeniedError:
+    reason = mask_secrets(str(error)).rstrip(".") or type(error).__name__
     return DeniedError(
-        f"{url.scheme}:// does not let {url.name} be read: {shown(str(error)).rstrip('.') or type(error).__name__}. "
+        f"{url.scheme}:// does not let {url.name} be read: {reason}. "
         "Check the name, and the credentials that its driver takes from the environment and from its own files.",
         file=str(url),
     )

@@ -10,7 +10,8 @@ from email.message import Message
 from html.parser import HTMLParser
 from urllib.parse import unquote, urljoin, urlsplit
 
-from mmfsdp.checkpoint.remote.connections import Connections, Response, basic
+from mmfsdp.checkpoint.remote.connections import Connections, Login, Response, basic
+from mmfsdp.checkpoint.remote.pacing import Pacer
 from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingError, changed
 from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError, FormatError
@@ -62,12 +63,15 @@ class HttpTransport:
             return Info(size, _identity(response.headers)), head
 
     def fill(self, url: Url, view: memoryview, at: int, info: Info) -> int:
-        done = 0
+        done, pacer = 0, Pacer()
+        pacer.restart()
         while done < len(view):  # a server may send less than it is asked for, and say so
+            pacer.left()
             count, announced = self._part(url, view[done:], at + done, info)
             done += count
             if count < announced:
                 break
+            pacer.count(count)
         return done
 
     def _part(self, url: Url, view: memoryview, at: int, info: Info) -> tuple[int, int]:
@@ -141,19 +145,18 @@ class HttpTransport:
         headers = {"User-Agent": "mmfsdp", "Accept": "*/*", "Accept-Encoding": "identity"}
         if at is not None:
             headers["Range"] = f"bytes={at}-{at + count - 1}"
+        start = replace(url, login="").full
+        login = Login(start, basic(url.login[:-1])) if url.login else None
         try:
             response = None
             if (address := self._moved.get(url)) is not None:
-                response = self._connections.get(address, headers)
+                response = self._connections.get(address, headers, login)
                 if response.status >= 400:  # the address has expired
                     response.close()
                     self._moved.pop(url, None)
                     response = None
             if response is None:
-                if url.login:
-                    headers["Authorization"] = basic(url.login[:-1])
-                start = replace(url, login="").full
-                response = self._connections.get(start, headers)
+                response = self._connections.get(start, headers, login)
                 if response.address != start and response.status < 400:
                     self._moved[url] = response.address
         except CheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -54,6 +55,7 @@ class ReadAhead:
         self._active: deque[_Request] = deque()
         self._held = 0
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def read_into(self, url: Url, view: memoryview, at: int) -> int:
         """Read bytes that were announced; return how many, or 0 if these were not.
@@ -61,6 +63,8 @@ class ReadAhead:
         Raises:
             CheckpointError: They cannot be read.
         """
+        if os.getpid() != self._process:  # a fork: the threads that answer are those of the parent
+            return 0
         with self._lock:
             self._fill()
             request = next((one for one in self._active if one.extent.url == url and _holds(one.extent, at)), None)
@@ -84,6 +88,8 @@ class ReadAhead:
 
     def stop(self) -> None:
         """Ask for nothing more."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._coming = iter(())
             for request in self._active:

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from mmfsdp.basics.masking import hide_secrets, mask_secrets
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
 from mmfsdp.checkpoint.remote.parts import Parts
-from mmfsdp.checkpoint.remote.urls import Url, check_writable, shown
+from mmfsdp.checkpoint.remote.urls import Url, check_writable
 from mmfsdp.errors import CheckpointError
 
 __all__ = ["S3Comparison", "S3Folder", "S3Upload"]
@@ -121,12 +122,12 @@ class S3Folder:
         try:
             return call()
         except Exception as error:  # s3fs has tried again what may pass; its errors are of many kinds
-            reason = shown(str(error)).rstrip(".") or type(error).__name__
+            reason = mask_secrets(str(error)).rstrip(".") or type(error).__name__
             raise CheckpointError(
                 f"{self._url.name} cannot be written: S3 says {reason!r}. Check the bucket, and the credentials that "
                 "s3fs takes from the environment and from ~/.aws.",
                 file=str(self._url),
-            ) from error
+            ) from hide_secrets(error)
 
 
 class S3Upload(Parts):

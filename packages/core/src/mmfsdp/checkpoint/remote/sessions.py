@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 from mmfsdp.checkpoint.remote.urls import WEB, Url
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
@@ -84,8 +85,9 @@ class Session:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self._opened: Transport | None = transport
         self._origin: Url | None = None
+        _sessions.add(self)
         self._infos: dict[Url, Info | None] = {}
         self._names: dict[Url, list[str]] = {}
         self._kept: OrderedDict[Url, list[tuple[int, bytes]]] = OrderedDict()
@@ -107,6 +109,13 @@ class Session:
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process sees the files as this one saw them first, and notices if they have changed.
         return _restored, (self._origin, dict(self._infos))
+
+    @property
+    def _transport(self) -> Transport:
+        if self._opened is None:  # in a forked process
+            assert self._origin is not None
+            self._opened = _transport(self._origin)
+        return self._opened
 
     def info(self, url: Url) -> Info | None:
         """Return what the server says of a file or directory; ``None`` if there is neither.
@@ -213,6 +222,21 @@ class Session:
         if url in self._read and info is not None:
             self._read.discard(url)
             _retried(url, lambda: self._transport.check(url, info))
+
+
+_sessions: WeakSet[Session] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Give a forked process threads, connections and locks of its own: those of its parent answer the parent only."""
+    _pool.cache_clear()
+    for session in _sessions:
+        session._lock = threading.Lock()
+        if session._origin is not None:
+            session._opened = None
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _restored(origin: Url, infos: dict[Url, Info | None]) -> Session:

@@ -1,4 +1,4 @@
-"""Takes URLs apart, puts names of files to them, and shows them without what is secret in them."""
+"""Takes URLs apart, and puts names of files to them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import re
 from dataclasses import dataclass, replace
 from urllib.parse import quote, unquote
 
+from mmfsdp.basics.masking import mask_url
 from mmfsdp.errors import ConfigError
 
-__all__ = ["WEB", "Url", "check_writable", "shown"]
+__all__ = ["WEB", "Url", "check_writable"]
 
 WEB = ("http", "https")
 """The schemes that are read without fsspec."""
 
+_LAST_PORT = 65535
 # pathlib makes one slash of the two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?", re.DOTALL)
+# fsspec joins the URLs of archives with two colons: zip://epoch_1.pth::s3://bucket/runs.zip
+_HOST = re.compile(r"(?:\[[^\[\]]+\]|[^:\[\]]+)(?::[0-9]{0,5})?|[^:]+::.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +41,26 @@ class Url:
         """Take a URL apart.
 
         Raises:
-            ConfigError: It is malformed.
+            ConfigError: It is malformed, or it is not clear where its login ends.
         """
         match = _URL.fullmatch(text)
         if match is None or not match[2] or any(ord(letter) <= 32 for letter in match[2]):
-            raise ConfigError(f"{text!r} is not a URL. Write one such as 'https://host/model.safetensors'.")
+            raise ConfigError(f"{mask_url(text)!r} is not a URL. Write one such as 'https://host/model.safetensors'.")
         scheme, (login, sign, host) = match[1].lower(), match[2].rpartition("@")
         if scheme not in WEB and ":" not in login:  # abfs://container@account
             login, sign, host = "", "", match[2]
+        port, within = host.rpartition(":")[2], "::" in host
+        unclear = not within and ":" in match[2] and "@" in match[3]  # a password with a slash, or a path
+        if unclear or not _HOST.fullmatch(host) or (port.isdecimal() and int(port) > _LAST_PORT):
+            raise ConfigError(
+                f"{mask_url(text)!r} is not a URL: after the host there may be a port, and '@' may end a login. In a "
+                "login, write '/' as %2F, '?' as %3F, '#' as %23 and '@' as %40; in a path, write '@' as %40."
+            )
         return cls(scheme, login + sign, host, match[3].rstrip("/"), match[4] or "")
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.host}{self.path}" + ("?..." if self.query else "")
+        text = f"{self.scheme}://{self.host}{self.path}" + ("?..." if self.query else "")
+        return "::".join(map(mask_url, text.split("::"))) if "::" in text else text
 
     def __repr__(self) -> str:
         return f"Url({str(self)!r})"
@@ -87,9 +99,3 @@ def check_writable(url: Url) -> None:
             "the result.",
             file=str(url),
         )
-
-
-def shown(text: str) -> str:
-    """Return text, such as the message of an error, without queries and logins of the URLs in it."""
-    text = re.sub(r"(?<=://)[^/@\s'\"]*@", "", text)
-    return re.sub(r"\?[^\s'\"<>)]*(?:=|%3D)[^\s'\"<>)]*", "?...", text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmfsdp.basics.text import human_bytes
 
-__all__ = ["exact", "json_data", "section", "share", "signed", "size", "table", "text"]
+__all__ = ["exact", "json_data", "owner_of", "section", "share", "signed", "size", "table", "text"]
 
 
 def text(value: object) -> str:
@@ -20,6 +20,14 @@ def text(value: object) -> str:
 def size(nbytes: int) -> str:
     """Return bytes with a binary unit; the exact number is what programs read, and what a pointer shows."""
     return f'<data value="{nbytes}" title="{nbytes:,} bytes">{human_bytes(nbytes)}</data>'
+
+
+def owner_of(kind: str) -> str:
+    """Return what to call the code that holds memory of a kind outside of all modules.
+
+    A step computes little there but the loss: in the model's own forward, or after it.
+    """
+    return "the loss" if kind in ("activation", "activation gradient", "recomputed") else "the model itself"
 
 
 def signed(nbytes: int) -> str:

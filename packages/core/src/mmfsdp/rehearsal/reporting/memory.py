@@ -11,13 +11,15 @@ from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.records import KINDS
 from mmfsdp.rehearsal.reporting.axes import phase_marks, size_lines
 from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.markup import exact, json_data, share, size, table, text
+from mmfsdp.rehearsal.reporting.markup import exact, json_data, owner_of, share, size, table, text
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["STYLE", "explained", "held_table", "kinds_of", "memory_chart", "top_of"]
 
 _POINTS = 180
 _ROWS = 40  # of the table of modules
+_ROOM = 1.25  # of the peak; what the allocator takes above it is off the chart, which is about the curve
+_EDGE = 2.0  # percent of the chart, for a band that is off it
 _Series = Sequence[tuple[int, dict[str, int]]]
 
 
@@ -29,7 +31,9 @@ def kinds_of(steps: Sequence[Rehearsal]) -> list[str]:
 
 def top_of(steps: Sequence[Rehearsal]) -> int:
     """Return the bytes at the top of charts that can be compared."""
-    return int(1.06 * max([1, *(max(step.peak.nbytes, *_reserved(step)) for step in steps)]))
+    peak = max(step.peak.nbytes for step in steps)
+    reserved = max(max(_reserved(step)) for step in steps)
+    return int(1.06 * max(1, peak, min(reserved, int(_ROOM * peak))))
 
 
 def memory_chart(step: Rehearsal, place: str, top: int) -> str:
@@ -45,7 +49,7 @@ def memory_chart(step: Rehearsal, place: str, top: int) -> str:
     spots = [moment for moment, _ in series]
     begins = [begin for _, begin in step.phases]
     phases = [step.phases[max(bisect(begins, moment) - 1, 0)][0] for moment in spots]
-    data = {"moments": spots, "last": step.last, "phases": phases} | {
+    data = {"moments": spots, "last": step.last, "phases": phases, "top": top} | {
         "kinds": [
             {"name": kind, "key": key_of(kind), "bytes": [one.get(kind, 0) for _, one in series]} for kind in kinds
         ]
@@ -54,19 +58,21 @@ def memory_chart(step: Rehearsal, place: str, top: int) -> str:
     said = f"{before}: it rises to {exact(step.peak.nbytes)} in {step.peak.phase}."
     band = ""
     if high:
+        bottom = min(100 * low / top, 100 - _EDGE)
+        height = max(min(100 * high / top, 100) - bottom, 0.5)
         band = (
-            f'<i class="band" style="bottom:{100 * low / top:.2f}%;height:{max(100 * (high - low) / top, 0.5):.2f}%" '
-            f'title="{text(_band_text(low, high))}"></i>'
+            f'<i class="band" style="bottom:{bottom:.2f}%;height:{height:.2f}%" '
+            f'title="{text(_band_text(low, high, top))}"></i>'
         )
     return (
         f'<figure class="memory" data-series="{place}-data"><div class="plot">{phase_marks(step.phases, step.last + 1)}'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{text(said)}">'
         f"{_areas(series, kinds, step.last + 1, top)}</svg>{size_lines(top)}{band}"
         f'<i class="peak" style="left:{100 * step.peak.moment / (step.last + 1):.2f}%;'
-        f'height:{100 * step.peak.nbytes / top:.2f}%"></i><i class="cursor" hidden></i></div>'
+        f'bottom:{100 * step.peak.nbytes / top:.2f}%"></i><i class="cursor" hidden></i></div>'
         f'<label class="slide">Moment of the step<input type="range" min="0" max="{len(series) - 1}" '
         f'value="{_highest(series)}"></label><output class="reading"></output>'
-        f"<figcaption>{_caption(low, high)}</figcaption></figure>{json_data(f'{place}-data', data)}"
+        f"<figcaption>{_caption(low, high, top)}</figcaption></figure>{json_data(f'{place}-data', data)}"
     )
 
 
@@ -83,7 +89,7 @@ def explained(step: Rehearsal) -> str:
             modules[name] += nbytes
     name, nbytes = modules.most_common(1)[0]
     where = f" of <code>{text(peak.module)}</code>" if peak.module else ""
-    whose = f"<code>{text(name)}</code>" if name else "the model itself"
+    whose = f"<code>{text(name)}</code>" if name else owner_of(most[0][0])
     return (
         f"<p>Rank {step.rank} holds most, {size(peak.nbytes)}, in {text(peak.phase)}{where}. {', '.join(parts)}. "
         f"Most {text(most[0][0])} belongs to {whose}: {size(nbytes)}.</p>"
@@ -106,7 +112,7 @@ def held_table(step: Rehearsal) -> str:
     rows.append(("together", size(peak.nbytes), "100 %", size(sum(step.static.values()))))
     held = step.held()
     modules = [
-        (f"<code>{text(name) or '(model)'}</code>", text(kind), f"{count:,}", size(nbytes))
+        (f"<code>{text(name)}</code>" if name else owner_of(kind), text(kind), f"{count:,}", size(nbytes))
         for name, kind, nbytes, count in held[:_ROWS]
     ]
     if held[_ROWS:]:
@@ -148,14 +154,15 @@ def _reserved(step: Rehearsal) -> tuple[int, int]:
     return step.reserved() if step.device_type != "cpu" else (0, 0)
 
 
-def _caption(low: int, high: int) -> str:
+def _caption(low: int, high: int, top: int) -> str:
     steps = "From left to right: every allocation and release of the step, in order. "
-    return steps + (f"The hatched band: {text(_band_text(low, high))}." if high else "")
+    return steps + (f"The hatched band: {text(_band_text(low, high, top))}." if high else "")
 
 
-def _band_text(low: int, high: int) -> str:
+def _band_text(low: int, high: int, top: int) -> str:
     span = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
-    return f"what the caching allocator takes from the device, {span}"
+    beyond = ", above this chart" if low > top else ", which ends above this chart" if high > top else ""
+    return f"what the caching allocator takes from the device, {span}{beyond}"
 
 
 STYLE = """
@@ -163,8 +170,8 @@ STYLE = """
 .memory svg path { stroke: var(--page); stroke-width: .7; vector-effect: non-scaling-stroke; }
 .band { left: 0; right: 0; border: solid var(--warn); border-width: 1px 0; min-height: 2px;
   background: repeating-linear-gradient(45deg, var(--warn) 0 1px, #0000 1px 6px); }
-.peak { bottom: 0; border-left: 2px dashed var(--ink); pointer-events: none; }
-.cursor { top: 0; bottom: 0; border-left: 1px solid var(--ink); pointer-events: none; }
+.peak { top: 0; border-left: 2px dashed var(--ink); pointer-events: none; }
+.cursor { top: 0; border-left: 1px solid var(--ink); pointer-events: none; }
 .slide { display: none; font-size: .8rem; color: var(--dim); } .js .slide { display: block; }
 .slide input { display: block; width: 100%; margin: 0; accent-color: var(--mark); }
 .reading { display: flex; flex-wrap: wrap; gap: .1rem .9rem; font-size: .85rem; min-height: 3.2rem;

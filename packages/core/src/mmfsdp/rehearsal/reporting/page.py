@@ -12,7 +12,7 @@ from mmfsdp.rehearsal.reporting.comparing import compared
 from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
-from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.result import EAGER_INSTEAD, Rehearsal
 from mmfsdp.rehearsal.timing.devices import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.scaling import scaled_times
@@ -138,8 +138,8 @@ def _cards(step: Rehearsal, time: StepTime) -> str:
     taken = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
     sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
     cards = [
-        (size(step.peak.nbytes), "at the peak"),
         *([(taken, "taken of the GPU")] if step.device_type == "cuda" else []),
+        (size(step.peak.nbytes), "at the peak"),
         (size(sum(step.static.values())), "between steps"),
         *([(size(step.cpu_bytes), "in CPU memory")] if step.on_cpu else []),
         (human_seconds(time.seconds), f"a step on {text(time.device)}"),
@@ -147,7 +147,13 @@ def _cards(step: Rehearsal, time: StepTime) -> str:
         (f"{step.plan.param_numel:,}", "parameters"),
         (f"{len(step.plan.units):,}", "shard units"),
     ]
-    return f'<ul class="cards">{"".join(f"<li><b>{value}</b> {label}</li>" for value, label in cards)}</ul>'
+    wide = step.device_type == "cuda"  # an interval takes the room of two
+    cells = len(cards) + wide
+    items = [f"<li><b>{value}</b> {label}</li>" for value, label in cards]
+    if wide:
+        items[0] = items[0].replace("<li>", '<li class="two">', 1)
+    odd = " odd" if cells % 2 else ""
+    return f'<ul class="cards{odd}" style="--half:{-(-cells // 2)}">{"".join(items)}</ul>'
 
 
 def _sent(step: Rehearsal) -> str:
@@ -169,16 +175,20 @@ def _savings(step: Rehearsal) -> str:
 
 
 def _notes(step: Rehearsal) -> str:
-    if not step.plan.notes:
+    notes = [note.text for note in step.plan.notes] + ([EAGER_INSTEAD] if step.is_eager_instead else [])
+    if not notes:
         return "<p>None.</p>"
-    return f"<ul>{''.join(f'<li>{text(note.text)}</li>' for note in step.plan.notes)}</ul>"
+    return f"<ul>{''.join(f'<li>{text(note)}</li>' for note in notes)}</ul>"
 
 
 _STYLE = """
 h3 { font-size: 1rem; margin: .8rem 0 .3rem; }
 .plain { list-style: none; padding: 0; margin: .3rem 0; color: var(--dim); }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 2rem; }
-.pair > div { min-width: 0; }
+.pair > div { min-width: 0; container-type: inline-size; }
+.pair .cards { display: grid; grid-template-columns: repeat(var(--half), 1fr); margin: .8rem 0 0; }
+.pair .cards .two, .pair .cards.odd li:last-child { grid-column: span 2; }
+@container (max-width: 36rem) { .pair .cards { grid-template-columns: 1fr 1fr; } }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--dim); font-size: .85rem; padding: .2rem 0; }

@@ -41,6 +41,7 @@ SCRIPT = """
       for (const kind of held) add(`${kind.name} ${human(kind.bytes[at])}`, kind.key, kind.bytes[at]);
       slider.setAttribute("aria-valuetext", [...reading.children].map(item => item.textContent).join(", "));
       cursor.style.left = 100 * series.moments[at] / (series.last + 1) + "%";
+      cursor.style.bottom = 100 * total / series.top + "%"; // a line across the curve would hide a narrow peak
       cursor.hidden = false;
     };
     slider.addEventListener("input", show);

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.markup import exact, share, text
+from mmfsdp.rehearsal.reporting.markup import exact, owner_of, share, text
 from mmfsdp.rehearsal.reporting.modules import Node
 from mmfsdp.rehearsal.reporting.squares import squarified
 
@@ -23,9 +23,10 @@ _SIDES = ("left", "top", "width", "height")
 
 @dataclass
 class _Item:
-    """A rectangle: a kind of memory, or a group of them."""
+    """A rectangle: a kind of memory of a module, or a group of them."""
 
     label: str
+    """The module's name, as short as its place in the treemap allows."""
     where: str
     nbytes: int
     kind: str = ""
@@ -53,15 +54,20 @@ def treemap(root: Node, scale: float = 1.0) -> str:
 
 def _items(node: Node, level: int, total: int) -> list[_Item]:
     """Return what a node holds itself, and its modules; the largest first."""
-    name = node.path or "the model itself"
-    found = [_Item(kind, name, nbytes, kind) for kind, nbytes in node.held.items() if nbytes]
+    own = _short(node) if node.path else ""
+    found = [
+        _Item(own or owner_of(kind), node.path or owner_of(kind), nbytes, kind)
+        for kind, nbytes in node.held.items()
+        if nbytes
+    ]
     for child in _lifted(node):
         nbytes = child.total("held").total()
         label = child.path.removeprefix(f"{node.path}.") if node.path else child.path
         if level + 1 < _LEVELS:
             inside = _items(child, level + 1, total)
         else:
-            inside = [_Item(kind, child.path, count, kind) for kind, count in child.total("held").items() if count]
+            short = _short(child)
+            inside = [_Item(short, child.path, count, kind) for kind, count in child.total("held").items() if count]
         if len(inside) == 1 and not inside[0].inside:
             found.append(_Item(label, child.path, nbytes, inside[0].kind))
         else:
@@ -69,8 +75,15 @@ def _items(node: Node, level: int, total: int) -> list[_Item]:
     large = sorted((item for item in found if item.nbytes >= _SMALLEST * total), key=lambda item: -item.nbytes)
     small = [item for item in found if item.nbytes < _SMALLEST * total]
     if len(small) > 1:
-        large.append(_Item(f"{len(small)} smaller", name, sum(item.nbytes for item in small), "smaller"))
+        joined = sum(item.nbytes for item in small)
+        large.append(_Item(f"{len(small)} smaller", node.path or "the model", joined, "smaller"))
     return large + small[: len(small) == 1]
+
+
+def _short(node: Node) -> str:
+    """Return the last part of a module's name, with the one before if it is a number: ``layers.{0..3}``."""
+    before = node.path.removesuffix(node.name).rstrip(".").rpartition(".")[2]
+    return node.name if node.name.isidentifier() or not before.isidentifier() else f"{before}.{node.name}"
 
 
 def _lifted(node: Node) -> Iterator[Node]:
@@ -98,11 +111,12 @@ def _boxes(items: Sequence[_Item], total: int, width: float, height: float) -> I
             title = f"<b>{text(item.label)} <small>{human_bytes(item.nbytes)}</small></b>" if titled else ""
             yield f'<div class="group{" titled" if titled else ""}" style="{place}">{title}<div>{inner}</div></div>'
         else:
+            kind = f'<span class="kind">{text(item.kind)}</span>' if item.kind != "smaller" else ""
             said = f"{item.where}: {item.kind}, {exact(item.nbytes)}, {share(item.nbytes, total)} of the peak"
             yield (
                 f'<div class="cell k-{key_of(item.kind)}" role="img" tabindex="-1" title="{text(said)}" '
-                f'data-bytes="{item.nbytes}" style="{place}"><span>{text(item.label)}<br>'
-                f"{human_bytes(item.nbytes)}</span></div>"
+                f'data-bytes="{item.nbytes}" style="{place}"><span>{text(item.label)}</span>'
+                f"<span>{human_bytes(item.nbytes)}</span>{kind}</div>"
             )
 
 
@@ -116,8 +130,10 @@ STYLE = """
 .treemap .group > b { display: block; font: 600 .72rem/1.15rem system-ui, sans-serif; padding: 0 .3rem;
   white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
 .treemap .cell { border: 1px solid var(--page); font-size: .72rem; line-height: 1.15; container-type: size; }
-.treemap .cell span { display: block; padding: .2rem .3rem; white-space: nowrap; overflow: hidden;
+.treemap .cell span { display: block; padding: 0 .3rem; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
+.treemap .cell span:first-child { padding-top: .2rem; }
+@container (max-height: 2.7rem) { .treemap .cell .kind { display: none; } }
 @container (max-width: 2.6rem) or (max-height: 1.7rem) { .treemap .cell span { display: none; } }
 .treemap .cell:focus-visible { outline: 3px solid var(--ink); outline-offset: -3px; }
 .treemap .cell:hover { filter: brightness(1.1); }

@@ -168,7 +168,7 @@ def replay(works: Sequence[Work], *, is_async: bool = True) -> Replay:
 
     A unit's parameters are gathered on one stream, in the order in which the CPU issues that; what computes with them,
     and what copies them out of the buffer, waits. What is gathered next waits for that copying in backward, and in
-    forward for the one before (``FSDPParamGroup.wait_for_unshard`` of torch 2.13). Gradients are copied into a buffer
+    forward for the one before (so torch 2.13 does when a unit waits for its own). Gradients are copied into a buffer
     where the device computes, then sent on another stream. That copying waits until the buffer before is sent
     (``fully_shard`` keeps one), and all are sent when backward ends. Collectives of backward that belong to no unit are
     gradients of DistributedDataParallel and FSDP1, which send them on a stream of their own; other collectives block.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mmfsdp.errors import ConfigError, PlanError, PlanMismatchError, ShardStateError, closest
+from mmfsdp.planning.compiled import unwrap_compiled
 from mmfsdp.sharding.activation.keeping import (
     offloading_contexts,
     pins_memory,
@@ -235,7 +236,8 @@ def _find_regions(model: nn.Module, plan: ActivationPlan) -> dict[str, nn.Module
     for fqn in plan.fqns:
         if fqn not in modules:
             raise PlanMismatchError(f"The model has no module {fqn!r}.{closest(fqn, modules)}", fqn=fqn)
-        module = modules[fqn]
+        # Within a graph the compiler recomputes.
+        module = unwrap_compiled(modules[fqn])
         if fqn in regions:
             raise PlanError("A module is listed twice for activation checkpointing.", fqn=fqn)
         if isinstance(module.__dict__.get("forward"), _CheckpointedForward):

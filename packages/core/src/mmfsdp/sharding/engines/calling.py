@@ -6,6 +6,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.planning.compiled import is_compiled
 from mmfsdp.planning.policies import own_parameters
 from mmfsdp.planning.units import has_forward
 
@@ -15,13 +16,13 @@ __all__ = ["called_parts", "keep_class_name"]
 def called_parts(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose calls begin and end the use of a unit's parameters.
 
-    That is the unit's module, unless it is an ``nn.Sequential``: vision models often iterate over one
-    (``for layer in self.layers``) and never call it. Its children are called either way.
+    That is the unit's module, unless it is an ``nn.Sequential`` that is not compiled: vision models often iterate over
+    one (``for layer in self.layers``) and never call it. Its children are called either way.
 
     Args:
         module: A module of a unit; all units below it are sharded already.
     """
-    if not _only_holds(module):
+    if not _only_holds(module) or is_compiled(module):
         return [module]
     return list({id(part): part for part in _parts(module)}.values()) or [module]
 

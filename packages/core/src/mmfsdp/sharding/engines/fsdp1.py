@@ -23,6 +23,8 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
+from mmfsdp.runtime.flat_params import keep_param_order
+from mmfsdp.sharding.compiling import compile_unit
 from mmfsdp.sharding.devices import device_of
 from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
 
@@ -56,10 +58,14 @@ class Fsdp1Engine:
         wrap_root: WrapRoot | None = None,
     ) -> nn.Module:
         """See `Engine.apply`. Returns the ``FullyShardedDataParallel`` around ``model``."""
+        order = {module: [*module._parameters] for module in model.modules()}
         wrap_units(model, plan, mesh, prepare)
         prepare(plan.root)
+        compile_unit([model], plan.root, plan)
         arguments = unit_arguments(model, plan, plan.root, mesh)
-        return FullyShardedDataParallel(model, **arguments) if wrap_root is None else wrap_root(model, arguments)
+        root = FullyShardedDataParallel(model, **arguments) if wrap_root is None else wrap_root(model, arguments)
+        keep_param_order(root, order)
+        return root
 
 
 def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: PrepareUnit) -> None:
@@ -69,6 +75,7 @@ def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: Pre
         module = model.get_submodule(unit.fqn)
         if unit.precision.full_precision:
             compute_in_full_precision(module)
+        compile_unit([module], unit, plan)
         wrapped = FullyShardedDataParallel(module, **unit_arguments(model, plan, unit, mesh))
         for parent in list(model.modules()):
             if parent is wrapped:

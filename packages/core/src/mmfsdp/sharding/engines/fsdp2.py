@@ -14,10 +14,12 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.basics.dtypes import to_torch
-from mmfsdp.basics.torch_releases import mend_unit
 from mmfsdp.planning.records import ShardUnit, UnitPrecision
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
+from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
+from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
+from mmfsdp.sharding.compiling import compile_unit
 from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.sharding.engines.calling import called_parts, keep_class_name
 
@@ -59,6 +61,7 @@ class Fsdp2Engine:
             if unit.precision.full_precision:
                 for module in modules:
                     compute_in_full_precision(module)
+            compile_unit(modules, unit, plan)
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
                 mesh=mesh,
@@ -67,6 +70,7 @@ class Fsdp2Engine:
                 offload_policy=offload,
                 ignored_params=ignored or None,
             )
+            check_private_names(modules[0])  # type: ignore[arg-type] # its class has changed
             mend_unit(modules)
             for module in modules:
                 keep_class_name(module)

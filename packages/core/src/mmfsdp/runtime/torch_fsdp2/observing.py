@@ -1,0 +1,204 @@
+"""Calls other modules at fixed points of a parameter group: before and after it is gathered, freed and reduced.
+
+A `Subscriber` overrides the points that it wants. What nobody wants costs nothing: torch's own method runs. This is the
+only place that replaces methods of a group, and the order of subscribers is that of `Turn`, whenever they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from enum import IntEnum
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from mmfsdp.collective.lost_ranks import is_lost, lost_rank_error
+from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
+
+__all__ = ["Role", "Subscriber", "Turn", "subscribe", "unsubscribe"]
+
+Role = Literal["gather", "reduce"]
+"""What a group communicates for."""
+
+
+class Turn(IntEnum):
+    """The order of subscribers. Before torch acts, the first is called first; after it has acted, the last is.
+
+    Thus a measurement contains what the others do, and what refuses a step comes before anything is sent for it.
+    """
+
+    MEASURING = 0
+    """A rehearsal: where a step is, and what is allocated for a group."""
+    REFUSING = 1
+    """Backwards that cannot work."""
+    AGREEING = 2
+    """Gradients that only some ranks have."""
+    COMPARING = 3
+    """What is written to gathered copies."""
+    OPENING = 4
+    """Layers of a unit compute as usual within its backward."""
+
+
+class Subscriber:
+    """Is called at fixed points of parameter groups. Override the points that are wanted; each gets the group.
+
+    Points are called where torch acts: within forward and backward, on the thread that runs them.
+    """
+
+    turn: Turn
+
+    def before_forward(self, group: Group) -> None:
+        """The forward of the group's modules is about to begin; after that the group is gathered."""
+
+    def before_gather(self, group: Group) -> None:
+        """Gathering may begin: in a forward, before a backward, or ahead of either. It may be gathered already."""
+
+    def gathered(self, group: Group) -> None:
+        """The gathered copies are registered and hold the values."""
+
+    def before_free(self, group: Group) -> None:
+        """The gathered copies, if there are any, are about to be freed."""
+
+    def before_backward(self, group: Group) -> None:
+        """The backward of the group's modules is about to begin; after that the group is gathered."""
+
+    def before_reduce(self, group: Group) -> None:
+        """The backward of the group's modules is over. Gradients are about to be reduced, or kept (`reduces`)."""
+
+    def reduced(self, group: Group) -> None:
+        """The reduction of the gradients was issued, or gradients were kept."""
+
+    def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
+        """Return a context for the time in which torch issues communication of the group, and copies to and from it."""
+        return nullcontext()
+
+
+_observers: WeakKeyDictionary[Group, _Observer] = WeakKeyDictionary()
+
+
+def observe(groups: Iterable[Group]) -> None:
+    """Make errors of lost ranks name the groups, and gathering work under ``inference_mode()``. Not collective."""
+    for group in groups:
+        if group not in _observers:
+            _observers[group] = _Observer(group)
+
+
+def subscribe(subscriber: Subscriber, groups: Iterable[Group]) -> None:
+    """Call a subscriber at the points of groups from now on. Not collective."""
+    groups = list(groups)
+    observe(groups)
+    for group in groups:
+        _observers[group].add(subscriber)
+
+
+def unsubscribe(subscriber: Subscriber, groups: Iterable[Group]) -> None:
+    """Stop calling a subscriber; it may be called from one of its points. Not collective."""
+    for group in groups:
+        _observers[group].remove(subscriber)
+
+
+class _Observer:
+    """Replaces the methods of one group that somebody wants to be called at."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = ref(group)
+        self._subscribers: list[Subscriber] = []
+        self._install()
+
+    def add(self, subscriber: Subscriber) -> None:
+        self._subscribers = sorted([*self._subscribers, subscriber], key=lambda known: known.turn)
+        self._install()
+
+    def remove(self, subscriber: Subscriber) -> None:
+        self._subscribers = [known for known in self._subscribers if known is not subscriber]
+        self._install()
+
+    def _install(self) -> None:
+        group = self._group()
+        assert group is not None  # somebody passes it
+        before_gather, gathered = self._wanted("before_gather"), self._wanted("gathered")[::-1]
+        before_forward, before_backward = self._wanted("before_forward"), self._wanted("before_backward")
+        before_free = self._wanted("before_free")
+        before_reduce, reduced = self._wanted("before_reduce"), self._wanted("reduced")[::-1]
+        spans = self._wanted("communicating")
+        # Always, because of what ranks wait for here.
+        _replace(group, "unshard", _communicating(group, "unshard", "gather", spans, before_gather, []))
+        _replace(group, "wait_for_unshard", _communicating(group, "wait_for_unshard", "gather", spans, [], []))
+        reducing = _communicating(group, "post_backward", "reduce", spans, before_reduce, reduced)
+        _replace(group, "post_backward", reducing)
+        _replace(group, "_to_unsharded", _calling(group, "_to_unsharded", [], gathered))
+        for name in ("_to_sharded", "_to_sharded_post_forward"):
+            _replace(group, name, _calling(group, name, before_free, []))
+        _replace(group, "pre_forward", _calling(group, "pre_forward", before_forward, []))
+        _replace(group, "pre_backward", _calling(group, "pre_backward", before_backward, []))
+
+    def _wanted(self, point: str) -> list[Callable[..., Any]]:
+        own = getattr(Subscriber, point)
+        return [getattr(known, point) for known in self._subscribers if getattr(type(known), point) is not own]
+
+
+def _replace(group: Group, name: str, method: Callable[..., Any] | None) -> None:
+    if method is not None:
+        setattr(group, name, method)
+    elif name in vars(group):
+        delattr(group, name)
+
+
+def _calling(
+    group: Group, name: str, before: list[Callable[..., Any]], after: list[Callable[..., Any]]
+) -> Callable[..., Any] | None:
+    """Return what replaces a method of a group, or None if nobody wants to be called."""
+    if not before and not after:
+        return None
+    method = getattr(type(group), name)
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        for call in before:
+            call(group)
+        result = method(group, *args, **kwargs)
+        for call in after:
+            call(group)
+        return result
+
+    return act
+
+
+def _communicating(
+    group: Group,
+    name: str,
+    role: Role,
+    spans: list[Callable[..., Any]],
+    before: list[Callable[..., Any]],
+    after: list[Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Return what replaces a method that communicates."""
+    method = getattr(type(group), name)
+    doing = "gathering the shard unit" if role == "gather" else "reducing the gradients of the shard unit"
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        for call in before:
+            call(group)
+        try:
+            if torch.is_inference_mode_enabled():
+                # What is gathered first under inference_mode() could never be gathered again outside of it.
+                with torch.inference_mode(False), torch.no_grad():
+                    result = method(group, *args, **kwargs)
+            else:
+                result = method(group, *args, **kwargs)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost_rank_error(error, f"{doing} {name_of(group)!r}") from error
+            raise
+        for call in after:
+            call(group)
+        return result
+
+    def act_within(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for span in spans:
+                stack.enter_context(span(group, role))
+            return act(*args, **kwargs)
+
+    return act_within if spans else act

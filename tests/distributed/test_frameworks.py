@@ -1,0 +1,110 @@
+"""The examples of docs/howto/frameworks.md: a sharded model in a framework trains and resumes as one process does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.doc_pages import ROOT
+from tests.forked_scripts import environ_alone, python
+from torch import nn
+
+from mmfsdp.checkpoint import convert
+
+SECONDS = 280
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS)]
+
+
+def run(example: str, *arguments: str, ranks: int = 2) -> str:
+    """Run an example under torchrun, or alone, and return what it printed."""
+    script = str(ROOT / "examples" / "frameworks" / example)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [python(), *launcher, script, *arguments],
+        cwd=ROOT,
+        env={**environ_alone(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def curve_of(printed: str) -> dict[str, list[float]]:
+    [line] = re.findall(r"^CURVE (.*)$", printed, flags=re.MULTILINE)
+    curve: dict[str, list[float]] = json.loads(line)
+    return curve
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = curve_of(run("hf_trainer.py", "--dir", str(one), "--alone", ranks=1))
+    found = curve_of(run("hf_trainer.py", "--dir", str(two)))
+    assert [*found] == [*expected] == [str(step) for step in range(1, 7)]
+    weights = load_file(one / "trained" / "model.safetensors")
+    for step, pair in expected.items():
+        assert found[step] == pytest.approx(pair, abs=1e-5)
+    torch.testing.assert_close(load_file(two / "trained" / "model.safetensors"), weights, rtol=1e-4, atol=1e-5)
+
+    for name in ("checkpoint-6", "trained"):
+        shutil.rmtree(two / name)
+    resumed = curve_of(run("hf_trainer.py", "--dir", str(two), "--resume"))
+    for step, pair in expected.items():
+        assert resumed[step] == pytest.approx(pair, abs=1e-5)  # of the first steps, those that the checkpoint keeps
+    torch.testing.assert_close(load_file(two / "trained" / "model.safetensors"), weights, rtol=1e-4, atol=1e-5)
+
+
+def steps_of(model: nn.Module, accumulate: int, decay: bool) -> Iterator[tuple[int, float, float]]:
+    """Epoch, loss of the last pass, and norm of each step of a plain loop on the data of the examples."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    data, labels = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 4
+    for epoch in range(2):
+        for place, (x, y) in enumerate(zip(data.split(8), labels.split(8), strict=True), start=1):
+            loss = nn.functional.cross_entropy(model(x), y)
+            (loss / accumulate).backward()
+            if place % accumulate == 0:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                yield epoch, loss.item(), norm.item()
+                optimizer.step()
+                optimizer.zero_grad()
+                if decay:
+                    scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("example", "module", "accumulate"),
+    [("with_accelerate.py", "accelerate", 2), ("with_fabric.py", "lightning_fabric", 1)],
+)
+def test_loops(example: str, module: str, accumulate: int, tmp_path: Path) -> None:
+    pytest.importorskip(module)
+    printed = run(example, "--dir", str(tmp_path / "saved"), "--epochs", "1")
+    printed += run(example, "--dir", str(tmp_path / "saved"), "--epochs", "2")  # resumes
+    lines = re.findall(r"^epoch (\d+): loss ([\d.]+), norm ([\d.]+)$", printed, flags=re.MULTILINE)
+    found = [(int(epoch), float(loss), float(norm)) for epoch, loss, norm in lines]
+
+    model = built(example)
+    expected = [*steps_of(model, accumulate, decay=accumulate == 2)]
+    assert [line[0] for line in found] == [line[0] for line in expected]
+    for got, want in zip(found, expected, strict=True):
+        assert got == pytest.approx(want, abs=2e-5)
+    convert(tmp_path / "saved", tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+    torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def built(example: str) -> nn.Module:
+    """The example's model."""
+    torch.manual_seed(0)
+    assert (ROOT / "examples" / "frameworks" / example).read_text().count("nn.Linear") == 3
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))

@@ -1,0 +1,154 @@
+"""Tensor parallelism beside a sharded submodule trains as one process does; inside of it, an error says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.distributed.models import Block
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import mmfsdp
+from mmfsdp.errors import MeshError, PlanError
+from mmfsdp.planning import plan
+from mmfsdp.rehearsal import rehearse
+from mmfsdp.testing import run_ranks
+
+DIM, STEPS, BATCH = 8, 4, 8
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SIZES = {"kind": "size", "min_num_params": 1}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(10, DIM), *(Block(DIM) for _ in range(2)))
+        self.head = nn.ModuleDict({"up": nn.Linear(DIM, 4 * DIM), "down": nn.Linear(4 * DIM, 10)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head["down"](F.gelu(self.head["up"](self.body(x))))
+        return hidden
+
+
+def build() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net()
+
+
+def trained(model: Net, place: int, parts: int) -> list[tuple[float, float]]:
+    """Losses and norms of a few steps on this part of the batches."""
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.body.parameters())}, {"params": list(model.head.parameters())}], lr=1e-2
+    )
+    curve = []
+    for step in range(STEPS):
+        x, y = torch.randint(0, 10, (2, BATCH), generator=torch.Generator().manual_seed(step))
+        loss = F.cross_entropy(model(x.chunk(parts)[place]), y.chunk(parts)[place])
+        loss.backward()
+        clip = mmfsdp.clip_grad_norm_ if dist.is_initialized() else nn.utils.clip_grad_norm_
+        norm = clip(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), float(norm)))
+    return curve
+
+
+def beside(rank: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Four ranks: two that shard, times two that divide the head's matrices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = build()
+    parallelize_module(model.head, mesh["tensor"], STYLES)
+    fully_shard(model.head["up"], mesh=mesh["shard"])
+    fully_shard(model.head["down"], mesh=mesh["shard"])
+    mmfsdp.shard(model.body, {"wrap": {"kind": "module_class", "classes": "Block"}}, mesh["shard"])
+    curve = trained(model, mesh["shard"].get_local_rank(), 2)
+    head = {name: param.full_tensor() for name, param in model.head.named_parameters() if isinstance(param, DTensor)}
+    body = mmfsdp.model_state_dict(model.body, rank0_only=False)
+    weights = {f"body.{name}": value for name, value in body.items()}
+    return curve, weights | {f"head.{name}": value.detach() for name, value in head.items()}
+
+
+def test_beside_a_sharded_submodule_it_trains_as_one_process() -> None:
+    one = build()
+    expected = trained(one, 0, 1)
+    results = run_ranks(beside, 4)
+    losses = [sum(curve[step][0] for curve, _ in results) / 4 for step in range(STEPS)]
+    assert losses == pytest.approx([loss for loss, _ in expected], abs=2e-6)
+    for curve, weights in results:
+        assert [norm for _, norm in curve] == pytest.approx([norm for _, norm in expected], abs=2e-6)
+        torch.testing.assert_close(weights, dict(one.state_dict()), rtol=1e-5, atol=2e-6)
+
+
+def inside(rank: int, call: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = build()
+    made = plan(model, {"wrap": SIZES}, 2)
+    parallelize_module(model.head, mesh["tensor"], STYLES)
+    calls: dict[str, Any] = {
+        "plan": lambda: plan(model, {"wrap": SIZES}, 2),
+        "ignored": lambda: plan(model, {"wrap": SIZES}, 2, ignored_modules=[model.head]),
+        "shard": lambda: mmfsdp.shard(model, {"wrap": SIZES}, mesh["shard"]),
+        "apply": lambda: mmfsdp.apply_plan(model, made, mesh["shard"]),
+        "rehearse": lambda: rehearse({"wrap": SIZES}, model, torch.zeros(2, dtype=torch.long), mesh=2),
+        "rehearse a plan": lambda: rehearse(made, model, torch.zeros(2, dtype=torch.long)),
+    }
+    with pytest.raises(PlanError) as caught:
+        calls[call]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["plan", "ignored", "shard", "apply", "rehearse", "rehearse a plan"])
+def test_inside_of_it_the_parameter_is_named(call: str) -> None:
+    [text] = {*run_ranks(inside, 4, call, timeout=60)}
+    assert text.startswith(
+        "Parameter 'head.up.weight' is distributed already: a DTensor placed as (Shard(dim=0),) on the mesh "
+        "(tensor: 2). "
+    )
+    assert "mmfsdp.shard(model.body" in text
+
+
+def meshes(rank: int) -> list[str]:
+    found = []
+    for names in (("dp", "tp"), ("replicate", "tensor_parallel"), ("pp", "dp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        for call in (plan, mmfsdp.shard):
+            for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+                with pytest.raises(MeshError) as caught:
+                    call(build(), {"wrap": SIZES, "sharding": strategy}, mesh)
+                found.append(str(caught.value))
+        model = build()
+        hybrid = plan(model, {"wrap": SIZES, "sharding": "HYBRID_SHARD"}, (2, 2))
+        with pytest.raises(MeshError) as caught:
+            mmfsdp.apply_plan(model, hybrid, mesh)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_mesh_for_tensor_parallelism_is_named() -> None:
+    [found] = {tuple(texts) for texts in run_ranks(meshes, 4)}
+    expected = [("tp", "dp")] * 5 + [("tensor_parallel", "replicate")] * 5 + [("pp", "dp")] * 5
+    for text, (kind, rest) in zip(found, expected, strict=True):
+        assert f"Dimension {kind!r} of the mesh" in text
+        assert f'mesh["{rest}"]' in text
+
+
+def alone(rank: int) -> list[str]:
+    """Meshes of one dimension may have any name, and groups of replicas any that does not say otherwise."""
+    flat: DeviceMesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+    return [
+        str(plan(build(), {"wrap": SIZES}, flat).mesh),
+        str(plan(build(), {"wrap": SIZES, "sharding": "HYBRID_SHARD"}, pair).mesh),
+    ]
+
+
+def test_other_names_of_meshes_mean_nothing() -> None:
+    assert run_ranks(alone, 4) == [["4 ranks", "2 x 2 ranks (replicate x shard)"]] * 4
