@@ -410,7 +410,7 @@ class TestPackaging:
             and not any(pin in line for pin in ("*CONSTRAINTS", "*pins", "*wheels", "TORCH", "--no-deps"))
         ]
         assert unpinned == [  # tools that know nothing of torch
-            'session.install("pyright>=1.1.400")  # runs on the node that is on PATH, or downloads one',
+            'session.install("pyright[nodejs]>=1.1.400")  # with a node of its own',
             'session.install("setuptools>=77,<81", "wheel", "cython", "packaging", "numpy")',
             'session.install("build")',
         ]

@@ -112,7 +112,6 @@ def test_a_conversion_executes_few_files(source: Path) -> None:
     words = [sys.executable, "-c", EXECUTED, str(directory), str(source.with_name("out.safetensors"))]
     files = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert {"conversion/converting.py", "formats/dcp.py", "formats/safetensors.py"} <= {*files}
-    assert len(files) <= 20, files
     assert not {"formats/rank_local.py", "formats/dcp_writer.py", "formats/shard_indexes.py"} & {*files}
 
 

@@ -44,7 +44,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "modules": lambda model: [name for name, _ in model.named_modules()],
     "repr": lambda model: [repr(model), str(model)],
     "plan": lambda model: str(find_sharded_model(model).plan),
-    "owner": lambda model: (find_sharded_model(model).owns(model.parameters()), find_sharded_model(model).stale([X])),
+    "owner": lambda model: find_sharded_model(model).roles([*model.parameters(), X]),
     "average": lambda model: [param.sum().item() for param in views[id(model)].tree().parameters()],
 }
 SHARDED_LOOKS: dict[str, Callable[[nn.Module], Any]] = {  # collective or refused with fsdp1, by torch's own rule

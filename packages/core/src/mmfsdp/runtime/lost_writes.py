@@ -91,8 +91,9 @@ class LostWrites(Subscriber):
 
 @torch.no_grad()
 def _sums(group: Group) -> tuple[list[str], torch.Tensor]:
-    found = {name: _sum(value) for name, value in gathered_values(group)}
-    return [*found], torch.stack([*found.values()]) if found else torch.zeros(0)
+    # By position: before the first forward of the root its parameters have no names yet.
+    found = [(name, _sum(value)) for name, value in gathered_values(group)]
+    return [name for name, _ in found], torch.stack([value for _, value in found]) if found else torch.zeros(0)
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import IntEnum
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 
@@ -75,14 +75,15 @@ class Subscriber:
         return nullcontext()
 
 
-_observers: WeakKeyDictionary[Group, _Observer] = WeakKeyDictionary()
+_OBSERVER = "_mmfsdp_observer"
+"""An attribute of the group: what it replaced refers to the group, so that only both together can be collected."""
 
 
 def observe(groups: Iterable[Group]) -> None:
     """Make errors of lost ranks name the groups, and gathering work under ``inference_mode()``. Not collective."""
     for group in groups:
-        if group not in _observers:
-            _observers[group] = _Observer(group)
+        if not hasattr(group, _OBSERVER):
+            setattr(group, _OBSERVER, _Observer(group))
 
 
 def subscribe(subscriber: Subscriber, groups: Iterable[Group]) -> None:
@@ -90,13 +91,18 @@ def subscribe(subscriber: Subscriber, groups: Iterable[Group]) -> None:
     groups = list(groups)
     observe(groups)
     for group in groups:
-        _observers[group].add(subscriber)
+        _observer_of(group).add(subscriber)
 
 
 def unsubscribe(subscriber: Subscriber, groups: Iterable[Group]) -> None:
     """Stop calling a subscriber; it may be called from one of its points. Not collective."""
     for group in groups:
-        _observers[group].remove(subscriber)
+        _observer_of(group).remove(subscriber)
+
+
+def _observer_of(group: Group) -> _Observer:
+    observer: _Observer = getattr(group, _OBSERVER)
+    return observer
 
 
 class _Observer:
