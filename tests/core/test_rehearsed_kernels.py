@@ -128,7 +128,8 @@ class Scan(nn.Module):
         return state
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+# Without AVX-512, oneDNN computes no depthwise convolution of bfloat16, and torch's own holds less.
+@pytest.mark.parametrize("precision", ["fp32", "bf16"] if IN_BLOCKS_OF_16 else ["fp32"])
 def test_gradients_of_what_is_used_often_add_up_in_place(precision: str) -> None:
     found = measure({"precision": precision}, Scan(), torch.randn(8, 12, 16), steps=3, device="h100")
     assert found.rehearsal.peak.nbytes == pytest.approx(found.peak, rel=0.005)
