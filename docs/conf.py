@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 project = "mmfsdp"
-author = "The mmfsdp authors"
+author = "mmfsdp developers"
 project_copyright = author
 release = tomllib.loads((HERE.parent / "packages/core/pyproject.toml").read_text())["project"]["version"]
 version = release

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.console_blocks import IS_PINNED, plain, walk
 from tests.doc_pages import PAGES, ROOT, blocks, name, outputs, script_of
 from tests.forked_scripts import run_script
 from tests.test_architecture import CHECKPOINT_LEVELS, LEVELS
+
+from mmfsdp.basics.installing import FOLDERS, ON_INDEX, REPOSITORY
 
 SECONDS = 240  # for all blocks of one page
 CHOSEN_BY_TIME = {"docs/fit.md"}  # with other releases of torch, which take other times, it only has to run
@@ -138,6 +141,32 @@ def test_command_lines_exist(page: str, line: str) -> None:
     options = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
     missing = [option for option in options if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text)]
     assert missing == [], f"mmfsdp-cli {' '.join(command)} has no {missing}; its help:\n{text}"
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
+OURS = re.compile(r"pip install [^`\n]*?(?<![\w./-])'?\"?(mmfsdp(?:-\w+)?(?:\[\w+\])?)(?![\w\[-])(?! @ git)")
+
+
+def test_lines_that_install_work() -> None:
+    """Until the packages are on an index, each line takes them from a clone, from git, or from built wheels."""
+    texts = {name(page): page.read_text(encoding="utf-8") for page in [*PAGES, *ROOT.glob("packages/*/README.md")]}
+    found = [(page, match[0]) for page, text in texts.items() for match in OURS.finditer(text)]
+    if ON_INDEX:
+        assert found, "pages should show the short lines now"
+    else:
+        assert [pair for pair in found if "--find-links dist" not in pair[1] and "docs/adr" not in pair[0]] == []
+        sources = [path for path in ROOT.glob("packages/*/src/**/*.py") if path.name != "installing.py"]
+        assert [path for path in sources if OURS.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_address_is_in_the_metadata() -> None:
+    projects = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in FOLDERS.values()]
+    urls = {project.get("urls", {}).get("Repository", "URL") for project in projects}
+    assert urls == {REPOSITORY}
+    assert not ON_INDEX or REPOSITORY != "URL"
 
 
 def test_files_that_pages_name_exist() -> None:

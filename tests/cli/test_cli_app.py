@@ -16,6 +16,7 @@ import click
 import pytest
 from tests.cli.support import invoke, run, write_safetensors
 
+from mmfsdp.basics import pip_install
 from mmfsdp.checkpoint import Conversion
 from mmfsdp_cli import __version__
 from mmfsdp_cli.choices import ModelChoice, StepChoice
@@ -249,7 +250,7 @@ def test_plan_and_doctor_without_torch_say_what_to_install(tmp_path: Path) -> No
     code = f"{missing}from mmfsdp_cli.main import main; main()"
     for words, said in (
         (["plan", "package.module:factory"], "mmfsdp-cli plan needs torch 2.9 or newer, which is not installed."),
-        (["plan", str(tmp_path / "config.py")], "Install it with: pip install 'mmfsdp[torch]'"),
+        (["plan", str(tmp_path / "config.py")], f"Install it with: {pip_install('mmfsdp[torch]')}"),
         (["inspect", str(tmp_path), "--model", "a:b"], "--model needs torch 2.9 or newer"),
         (["doctor", str(tmp_path / "config.py")], "pip install "),
     ):

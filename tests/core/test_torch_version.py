@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mmfsdp.basics import pip_install
+
 NEEDS_TORCH = [
     *(f"from mmfsdp import {name}" for name in ("shard", "plan", "load_checkpoint", "FullyShardedDataParallel")),
     *(f"import mmfsdp.{room}" for room in ("sharding", "runtime", "saving", "state", "collective", "torch_style")),
@@ -71,7 +73,7 @@ def test_missing() -> None:
     for message in found.values():
         assert message.startswith("mmfsdp.")
         assert "needs torch 2.9 or newer, which is not installed" in message
-        assert message.endswith("Install it with: pip install 'mmfsdp[torch]'")
+        assert message.endswith(f"Install it with: {pip_install('mmfsdp[torch]')}")
 
 
 def test_too_old(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_too_old(tmp_path: Path) -> None:
     (tmp_path / "torch/__init__.py").write_text("__version__ = '2.8.0+cpu'\n")
     for message in said(["from mmfsdp import shard", "import mmfsdp.saving"], tmp_path).values():
         assert "needs torch 2.9 or newer, and torch 2.8.0+cpu is installed." in message
-        assert message.endswith("pip install --upgrade 'mmfsdp[torch]'")
+        assert message.endswith(f"Upgrade it with: {pip_install('mmfsdp[torch]', upgrade=True)}")
 
 
 def test_looking_up() -> None:

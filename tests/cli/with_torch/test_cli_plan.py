@@ -15,7 +15,7 @@ from tests.forked_scripts import environ_with_commands
 from torch import nn
 
 import mmfsdp
-from mmfsdp.basics import human_bytes
+from mmfsdp.basics import human_bytes, pip_install
 from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import advise
 
@@ -123,7 +123,7 @@ def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypat
     (tmp_path / "config.py").touch()
     result = invoke("doctor", tmp_path / "config.py")
     assert result.exit_code == 2
-    assert "pip install mmfsdp-mmengine" in result.stderr
+    assert pip_install("mmfsdp[torch]", "mmfsdp-mmengine[mmengine]") in result.stderr
 
 
 def test_a_batch_rehearses_a_step() -> None:

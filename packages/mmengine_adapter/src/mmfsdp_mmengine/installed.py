@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from mmfsdp.basics import pip_install
 from mmfsdp.errors import MmfsdpError
 
 __all__ = ["DISTRIBUTIONS", "MINIMUM_MMENGINE", "MissingMMEngineError", "check_mmengine", "problem_of"]
@@ -52,7 +53,7 @@ def problem_of(found: Mapping[str, str]) -> str | None:
     """
     lowest = ".".join(map(str, MINIMUM_MMENGINE))
     if not found:
-        lines = " or ".join(f"pip install 'mmfsdp-mmengine[{extra}]'" for extra in DISTRIBUTIONS.values())
+        lines = " or ".join(pip_install(f"mmfsdp-mmengine[{extra}]") for extra in DISTRIBUTIONS.values())
         return (
             f"mmfsdp_mmengine needs MMEngine {lowest} or newer, which is not installed. Install one of its "
             f"distributions: {lines}."

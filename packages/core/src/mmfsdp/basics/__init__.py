@@ -8,6 +8,7 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.basics.dtypes import canonical_dtype, to_torch
+    from mmfsdp.basics.installing import pip_install
     from mmfsdp.basics.machines import boot_id
     from mmfsdp.basics.masking import hide_secrets, mask_secrets, mask_url
     from mmfsdp.basics.references import resolve_reference
@@ -25,6 +26,7 @@ __all__ = [
     "mask_secrets",
     "mask_url",
     "name_list",
+    "pip_install",
     "require_torch",
     "resolve_reference",
     "to_torch",
@@ -36,6 +38,7 @@ _WHERE = {
     **dict.fromkeys(("human_bytes", "name_list"), "mmfsdp.basics.text"),
     **dict.fromkeys(("hide_secrets", "mask_secrets", "mask_url"), "mmfsdp.basics.masking"),
     "boot_id": "mmfsdp.basics.machines",
+    "pip_install": "mmfsdp.basics.installing",
     "require_torch": "mmfsdp.basics.torch_version",
     "resolve_reference": "mmfsdp.basics.references",
 }

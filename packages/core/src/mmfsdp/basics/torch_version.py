@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
+from mmfsdp.basics.installing import pip_install
 from mmfsdp.errors import MissingTorchImportError
 
 __all__ = ["MINIMUM_TORCH", "NEWEST_TESTED_TORCH", "installed_release", "require_torch", "untested"]
@@ -32,12 +33,13 @@ def require_torch(what: str) -> None:
         if error.name != "torch":
             raise
         raise MissingTorchImportError(
-            f"{what} needs torch {least} or newer, which is not installed. Install it with: pip install 'mmfsdp[torch]'"
+            f"{what} needs torch {least} or newer, which is not installed. Install it with: "
+            f"{pip_install('mmfsdp[torch]')}"
         ) from None
     if installed_release() < MINIMUM_TORCH:
         raise MissingTorchImportError(
             f"{what} needs torch {least} or newer, and torch {torch.__version__} is installed. Upgrade it with: "
-            "pip install --upgrade 'mmfsdp[torch]'"
+            f"{pip_install('mmfsdp[torch]', upgrade=True)}"
         )
 
 

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from mmfsdp.basics.installing import pip_install
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def read_config(path: str | Path) -> ReadConfig:
     if not found:
         raise ConfigError(
             f"No installed package reads {path.suffix or path.name!r} configs. For MMEngine's configs: "
-            "pip install mmfsdp-mmengine."
+            f"{pip_install('mmfsdp[torch]', 'mmfsdp-mmengine[mmengine]')}"
         )
     try:
         reader = found[0].load()
@@ -96,7 +97,7 @@ def read_config(path: str | Path) -> ReadConfig:
         package = found[0].dist.name if found[0].dist else "mmfsdp-mmengine"
         raise ConfigError(
             f"Reading {path.suffix} configs needs {error.name}, which is not installed. Install it with: "
-            f"pip install {package}"
+            f"{pip_install(package)}"
         ) from None
     config: ReadConfig = reader(path)
     return config

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmfsdp.basics.descriptors import read_into, size_of
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.basics.installing import pip_install
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry, row_major_strides
@@ -254,7 +255,7 @@ def require_numpy(what: str) -> None:
     try:
         import numpy  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{what} needs numpy. Install it with: pip install 'mmfsdp[numpy]'") from error
+        raise ConfigError(f"{what} needs numpy. Install it with: {pip_install('mmfsdp[numpy]')}") from error
 
 
 def has_numpy() -> bool:

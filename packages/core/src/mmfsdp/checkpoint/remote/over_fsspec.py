@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mmfsdp.basics.installing import pip_install
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
 from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingError, changed
 from mmfsdp.checkpoint.remote.urls import Url
@@ -45,9 +46,7 @@ def fsspec_store(url: Url) -> tuple[Any, Callable[[str], str]]:
         from fsspec.core import strip_protocol, url_to_fs  # type: ignore[import-untyped]
     except ImportError as error:
         needed = ["mmfsdp[remote]", *([_DRIVERS[url.scheme]] if url.scheme in _DRIVERS else [])]
-        raise ConfigError(
-            f"{url.scheme}:// needs fsspec. Install it with: pip install {' '.join(repr(name) for name in needed)}"
-        ) from error
+        raise ConfigError(f"{url.scheme}:// needs fsspec. Install it with: {pip_install(*needed)}") from error
     try:
         store, _ = url_to_fs(url.full)
     except ImportError as error:
