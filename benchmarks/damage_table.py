@@ -197,7 +197,7 @@ def outcome(words: list[str], target: Path, folder: Path) -> str:
             part in done.stderr.split("Traceback")[0] + said
             for part in (".distcp", ".safetensors", ".metadata", *NAMES)
         )
-        return "found" if named else f"crash: `{said[:60]}`"
+        return "found" if named else f"crash: `{said.partition(':')[0].rpartition('.')[2]}`"
     try:
         found = tensors_in(target)
     except Exception as error:  # what was written cannot be read
@@ -230,7 +230,8 @@ def table(folder: Path, columns: Mapping[str, tuple[str, str, Callable[[Path, Pa
             damage(path, folder / f"{source}1")
             cells.append(outcome(command(path, target), target, path.parent))
             print(f"{case}: {source}: {cells[-1]}", file=sys.stderr)
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+        if any(cells):
+            lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 HERE = Path(__file__).parent
 
@@ -36,3 +41,41 @@ copybutton_line_continuation_character = "\\"
 
 html_theme = "furo"
 html_title = f"mmfsdp {release}"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]  # tables use the width that the window has
+python_maximum_signature_line_length = 100
+
+
+def plain(annotation: Any) -> str:
+    """Return a type without what pydantic attaches to it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return plain(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(plain, arguments))
+    if origin is not None and origin is not Literal and arguments:
+        return f"{origin.__name__}[{', '.join(map(plain, arguments))}]"
+    if annotation is type(None) or annotation is Ellipsis:
+        return "None" if annotation is not Ellipsis else "..."
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+def fields(model: type[BaseModel]) -> str:
+    """Return the signature of a model: its fields with plain types and defaults."""
+    parts = []
+    for name, field in model.model_fields.items():
+        is_short = isinstance(field.default, (str, int, float, bool, NoneType))
+        default = "" if field.is_required() else f" = {field.default!r}" if is_short else " = ..."
+        parts.append(f"{name}: {plain(field.annotation)}{default}")
+    return f"(*, {', '.join(parts)})"
+
+
+def shorten(app: Any, what: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
+    """Return signatures without internals: Sphinx calls this for each object that it documents."""
+    if isinstance(thing, type) and issubclass(thing, BaseModel):
+        return fields(thing), returns
+    return re.sub(r"<(?:[^<>]|<[^<>]*>)*>", "...", signature) if signature else signature, returns
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", shorten)
