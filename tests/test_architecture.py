@@ -54,8 +54,9 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("files",),
-    ("formats", "recipes"),
-    ("inspection", "keeping"),
+    ("recipes",),
+    ("formats",),
+    ("inspection", "retention"),
     ("conversion",),
     ("arithmetic",),
 )

@@ -20,7 +20,7 @@ from benchmarks.deepspeed_data import write
 
 from mmfsdp.basics.boxes import meet
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.checkpoint.formats.deepspeed_flat import PieceBoxes, boxes_of, by_parameter, by_stretch, even_pieces
+from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import PieceBoxes, boxes_of, by_parameter, by_stretch, even_pieces
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint.files.writing import write_files
-from mmfsdp.checkpoint.formats.flat_parameters import (
+from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FlatRange,
     FlatUnit,
     entry_of_ranges,

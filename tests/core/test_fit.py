@@ -15,13 +15,13 @@ import mmfsdp
 from mmfsdp.errors import ConfigError, RehearsalError
 from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.bounds import Known
-from mmfsdp.rehearsal.fitting.choices import Choice, choices_for
+from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for
 from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.rehearsing import rehearse_once
-from mmfsdp.rehearsal.timing.devices import device_of
+from mmfsdp.rehearsal.timing.device_specs import device_of
 
 WIDTH, ROWS = 2048, 8192
 RANKS = 4

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmfsdp.checkpoint import layout_of_model, open_layout
-from mmfsdp.checkpoint.formats.flat_state_dicts import _memory_order, known_shapes
+from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import _memory_order, known_shapes
 from mmfsdp.sharding.meta import parameters_on_meta
 
 

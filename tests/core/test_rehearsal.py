@@ -20,7 +20,7 @@ from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
 from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, beside_allocator
-from mmfsdp.rehearsal.records import COPIES, TO_CPU, TO_DEVICE
+from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.testing import single_rank
 
 WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}

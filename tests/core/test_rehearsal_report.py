@@ -295,5 +295,5 @@ def test_boxes_fill_the_rectangle_in_proportion() -> None:
 
 
 def test_drawing_needs_no_torch() -> None:
-    code = "import sys, mmfsdp.rehearsal.reporting.page; sys.exit('torch' in sys.modules)"
+    code = "import sys, mmfsdp.rehearsal.reporting.report_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

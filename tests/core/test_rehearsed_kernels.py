@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mmfsdp.rehearsal import measure
-from mmfsdp.rehearsal.convolutions import convolution_bytes
 from mmfsdp.rehearsal.peaks import cpu_peak
+from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 
 CONVOLUTION, BACKWARD = "aten::convolution", "aten::convolution_backward"
 

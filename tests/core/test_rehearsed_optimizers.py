@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mmfsdp
-from mmfsdp.rehearsal import recorder
+from mmfsdp.rehearsal.recording import recorder
 
 UNEVEN = {"sharding": {"strategy": "FULL_SHARD"}}
 HYBRID = {"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}}

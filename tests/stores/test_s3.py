@@ -21,7 +21,7 @@ from mmfsdp.checkpoint import (
     open_layout,
     verify,
 )
-from mmfsdp.checkpoint.remote.parts import Parts
+from mmfsdp.checkpoint.remote.upload_parts import Parts
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 MB = 1 << 20

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import Layout, TensorEntry, convert, open_layout
-from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import check_coverage, cut

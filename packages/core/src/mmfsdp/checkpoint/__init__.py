@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats, open_layout
     from mmfsdp.checkpoint.inspection.comparing import ValueDifference
     from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, diff
-    from mmfsdp.checkpoint.inspection.page import check_page_path, diff_page, write_page
+    from mmfsdp.checkpoint.inspection.difference_page import check_page_path, diff_page, write_page
     from mmfsdp.checkpoint.inspection.summaries import TensorStatistics, TreeNode, tensor_statistics, tensor_tree
     from mmfsdp.checkpoint.inspection.verification import Problem, VerifyReport, verify
-    from mmfsdp.checkpoint.keeping import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, layout_of_model
     from mmfsdp.checkpoint.recipes.applying import RecipeInfo, apply_recipe, known_recipes
+    from mmfsdp.checkpoint.retention import latest_checkpoint, remove_old_checkpoints
     from mmfsdp.checkpoint.tree import find_tensor
 
 __all__ = [
@@ -76,14 +76,14 @@ _WHERE = {
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
     "open_layout": "mmfsdp.checkpoint.formats.registry",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
-    **dict.fromkeys(("check_page_path", "diff_page", "write_page"), "mmfsdp.checkpoint.inspection.page"),
+    **dict.fromkeys(("check_page_path", "diff_page", "write_page"), "mmfsdp.checkpoint.inspection.difference_page"),
     "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",
     **dict.fromkeys(("DiffReport", "Difference", "diff"), "mmfsdp.checkpoint.inspection.difference"),
     **dict.fromkeys(("TensorStatistics", "tensor_statistics"), "mmfsdp.checkpoint.inspection.summaries"),
     **dict.fromkeys(("RecipeInfo", "apply_recipe", "known_recipes"), "mmfsdp.checkpoint.recipes.applying"),
     **dict.fromkeys(("TreeNode", "tensor_tree"), "mmfsdp.checkpoint.inspection.summaries"),
     **dict.fromkeys(("Problem", "VerifyReport", "verify"), "mmfsdp.checkpoint.inspection.verification"),
-    **dict.fromkeys(("latest_checkpoint", "remove_old_checkpoints"), "mmfsdp.checkpoint.keeping"),
+    **dict.fromkeys(("latest_checkpoint", "remove_old_checkpoints"), "mmfsdp.checkpoint.retention"),
     **dict.fromkeys(("Chunk", "Layout", "TensorEntry"), "mmfsdp.checkpoint.layout"),
 }
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.frontends.building import build_model
     from mmfsdp.frontends.findings import LEVELS, Diagnosis, Finding, Level
     from mmfsdp.frontends.readers import ReadConfig, read_config
-    from mmfsdp.frontends.steps import TrainingStep
+    from mmfsdp.frontends.training_step import TrainingStep
 
 __all__ = [
     "LEVELS",
@@ -27,7 +27,7 @@ _WHERE = {
     "build_model": "mmfsdp.frontends.building",
     **dict.fromkeys(("LEVELS", "Diagnosis", "Finding", "Level"), "mmfsdp.frontends.findings"),
     **dict.fromkeys(("ReadConfig", "read_config"), "mmfsdp.frontends.readers"),
-    "TrainingStep": "mmfsdp.frontends.steps",
+    "TrainingStep": "mmfsdp.frontends.training_step",
 }
 
 if not TYPE_CHECKING:  # a type checker reports names that are not there

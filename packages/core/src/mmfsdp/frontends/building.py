@@ -10,9 +10,9 @@ import torch.nn as nn
 
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError
-from mmfsdp.frontends.pretrained import config_of, pretrained_model
 from mmfsdp.frontends.readers import ReadConfig, is_readable, read_config
 from mmfsdp.frontends.skeletons import skeleton_of
+from mmfsdp.frontends.transformers_models import config_of, pretrained_model
 from mmfsdp.sharding.meta import parameters_on_meta
 
 __all__ = ["build_model", "is_config_path"]

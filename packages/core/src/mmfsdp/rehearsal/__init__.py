@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal.first_steps import FirstSteps
     from mmfsdp.rehearsal.fitting.advising import advise
     from mmfsdp.rehearsal.fitting.fastest import fit
-    from mmfsdp.rehearsal.fitting.result import Fit, FitOption
+    from mmfsdp.rehearsal.fitting.fit_result import Fit, FitOption
     from mmfsdp.rehearsal.measuring import Measured, measure
     from mmfsdp.rehearsal.optimizers import optimizer_from
-    from mmfsdp.rehearsal.records import KINDS, Allocation, Collective, Moment, Operator
+    from mmfsdp.rehearsal.recording.step_records import KINDS, Allocation, Collective, Moment, Operator
     from mmfsdp.rehearsal.rehearsing import rehearse
-    from mmfsdp.rehearsal.reporting.page import report
+    from mmfsdp.rehearsal.reporting.report_page import report
     from mmfsdp.rehearsal.result import Rehearsal
     from mmfsdp.rehearsal.savings import Saving
     from mmfsdp.rehearsal.step import phase_seconds
-    from mmfsdp.rehearsal.timing.devices import Device, devices, write_device
+    from mmfsdp.rehearsal.timing.device_specs import Device, devices, write_device
     from mmfsdp.rehearsal.timing.links import Link, Links
     from mmfsdp.rehearsal.timing.ranges import Range
     from mmfsdp.rehearsal.timing.step_time import StepTime
@@ -61,9 +61,11 @@ _WHERE = {
     "FirstSteps": "mmfsdp.rehearsal.first_steps",
     "advise": "mmfsdp.rehearsal.fitting.advising",
     "fit": "mmfsdp.rehearsal.fitting.fastest",
-    **dict.fromkeys(("Fit", "FitOption"), "mmfsdp.rehearsal.fitting.result"),
-    **dict.fromkeys(("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.records"),
-    **dict.fromkeys(("Device", "devices", "write_device"), "mmfsdp.rehearsal.timing.devices"),
+    **dict.fromkeys(("Fit", "FitOption"), "mmfsdp.rehearsal.fitting.fit_result"),
+    **dict.fromkeys(
+        ("KINDS", "Allocation", "Collective", "Moment", "Operator"), "mmfsdp.rehearsal.recording.step_records"
+    ),
+    **dict.fromkeys(("Device", "devices", "write_device"), "mmfsdp.rehearsal.timing.device_specs"),
     **dict.fromkeys(("Link", "Links"), "mmfsdp.rehearsal.timing.links"),
     "Range": "mmfsdp.rehearsal.timing.ranges",
     "Saving": "mmfsdp.rehearsal.savings",
@@ -75,7 +77,7 @@ _WHERE = {
     "optimizer_from": "mmfsdp.rehearsal.optimizers",
     "phase_seconds": "mmfsdp.rehearsal.step",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
-    "report": "mmfsdp.rehearsal.reporting.page",
+    "report": "mmfsdp.rehearsal.reporting.report_page",
 }
 
 _NEEDS_TORCH = {

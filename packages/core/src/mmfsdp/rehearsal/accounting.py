@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from mmfsdp.planning.repeats import join_repeated
-from mmfsdp.rehearsal.records import KINDS, Allocation
+from mmfsdp.rehearsal.recording.step_records import KINDS, Allocation
 
 __all__ = ["changes", "held_at", "highest", "ordered", "series", "shares"]
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mmfsdp.rehearsal.records import Allocation
+from mmfsdp.rehearsal.recording.step_records import Allocation
 
 __all__ = ["CachingAllocator", "reserved_bytes"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from mmfsdp.errors import ConfigError, ShardStateError
-from mmfsdp.rehearsal.calls import Call, Spec, seconds_of
 from mmfsdp.rehearsal.issuing import issue_seconds
+from mmfsdp.rehearsal.recording.calls import Call, Spec, seconds_of
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Link, Links
 from mmfsdp.rehearsal.timing.ranges import Range
 from mmfsdp.rehearsal.worlds import alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mmfsdp.rehearsal.caching import reserved_bytes
-from mmfsdp.rehearsal.records import Allocation, Collective
+from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
 
 __all__ = ["CONTEXT", "CUBLAS_LARGE", "CUBLAS_SMALL", "NCCL", "beside_allocator", "reserved_range"]
 

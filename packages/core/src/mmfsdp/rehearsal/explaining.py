@@ -13,7 +13,7 @@ import torch.nn as nn
 from mmfsdp.errors import MmfsdpError, RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED
-from mmfsdp.rehearsal.places import Places
+from mmfsdp.rehearsal.recording.phases import Places
 
 __all__ = ["explained"]
 

@@ -13,7 +13,7 @@ import torch
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 __all__ = ["FirstSteps"]

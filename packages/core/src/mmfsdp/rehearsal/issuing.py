@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.calls import seconds_of
 from mmfsdp.rehearsal.optimizers import make_optimizer
+from mmfsdp.rehearsal.recording.calls import seconds_of
 from mmfsdp.rehearsal.rehearsing import rehearse
 from mmfsdp.rehearsal.step import default_loss, run_step
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.ranges import Range
 from mmfsdp.rehearsal.timing.roofline import weight_of
 from mmfsdp.rehearsal.timing.step_time import works_of

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.copying import like
+from mmfsdp.rehearsal.fake_copies import like
 
 __all__ = ["real_batch", "real_model"]
 

@@ -17,11 +17,7 @@ from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.assuming import scalar
-from mmfsdp.rehearsal.autocasting import autocast_as_on
-from mmfsdp.rehearsal.averaging import Averages, EmaFn
-from mmfsdp.rehearsal.convolutions import convolution_bytes
-from mmfsdp.rehearsal.copying import fake_batch, fake_model
+from mmfsdp.rehearsal.averaged_weights import Averages, EmaFn
 from mmfsdp.rehearsal.explaining import explained
 from mmfsdp.rehearsal.fake import (
     FewChunks,
@@ -32,15 +28,19 @@ from mmfsdp.rehearsal.fake import (
     unseen_shapes,
     watched_resizes,
 )
-from mmfsdp.rehearsal.kernels import accelerator_kernels, accelerator_scratch_bytes
-from mmfsdp.rehearsal.operators import Costs
+from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
 from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
-from mmfsdp.rehearsal.places import Places
-from mmfsdp.rehearsal.recorder import Recorder
+from mmfsdp.rehearsal.recording.assuming import scalar
+from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
+from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
+from mmfsdp.rehearsal.recording.kernels import accelerator_kernels, accelerator_scratch_bytes
+from mmfsdp.rehearsal.recording.operator_costs import Costs
+from mmfsdp.rehearsal.recording.operator_results import Values
+from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.recorder import Recorder
+from mmfsdp.rehearsal.recording.sync_norms import sync_norms
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
-from mmfsdp.rehearsal.sync_norms import sync_norms
-from mmfsdp.rehearsal.values import Values
 from mmfsdp.rehearsal.worlds import fake_world
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel

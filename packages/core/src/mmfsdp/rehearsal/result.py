@@ -13,9 +13,9 @@ from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.device_memory import beside_allocator, reserved_range
-from mmfsdp.rehearsal.records import Allocation, Collective, Moment, Operator
+from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.savings import Saving, savings_text
-from mmfsdp.rehearsal.timing.devices import Device, device_of
+from mmfsdp.rehearsal.timing.device_specs import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
-from mmfsdp.checkpoint.conversion.model_folders import companions, copy_companion, like_folder, weights_stem
-from mmfsdp.checkpoint.conversion.weight_names import Ties, check_names
 from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file
-from mmfsdp.checkpoint.formats.huggingface import plan_write
+from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
+from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, copy_companion, like_folder, weights_stem
+from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names
 from mmfsdp.checkpoint.formats.registry import Content
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry

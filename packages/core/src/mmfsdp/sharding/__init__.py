@@ -8,8 +8,8 @@ from mmfsdp.basics.lazy import lazy
 from mmfsdp.basics.torch_version import require_torch
 
 if TYPE_CHECKING:
-    from mmfsdp.sharding.activation.apply import apply_activation_checkpointing
-    from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS
+    from mmfsdp.sharding.activation.checkpointing import apply_activation_checkpointing
+    from mmfsdp.sharding.activation.kept_operators import DEFAULT_SAVE_OPS
 
 require_torch(__name__)
 
@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 _WHERE = {
-    "apply_activation_checkpointing": "mmfsdp.sharding.activation.apply",
-    "DEFAULT_SAVE_OPS": "mmfsdp.sharding.activation.operators",
+    "apply_activation_checkpointing": "mmfsdp.sharding.activation.checkpointing",
+    "DEFAULT_SAVE_OPS": "mmfsdp.sharding.activation.kept_operators",
 }
 
 if not TYPE_CHECKING:  # a type checker reports names that are not there

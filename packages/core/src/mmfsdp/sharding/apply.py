@@ -40,7 +40,7 @@ from mmfsdp.sharding.devices import (
     select_device_for_objects,
 )
 from mmfsdp.sharding.engines import ENGINES
-from mmfsdp.sharding.engines.base import WrapRoot
+from mmfsdp.sharding.engines.engine import WrapRoot
 from mmfsdp.sharding.initialise import UnitPreparer
 from mmfsdp.sharding.materialise import InitFn
 

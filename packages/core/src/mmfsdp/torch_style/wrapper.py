@@ -23,7 +23,7 @@ from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import LoadReport
 from mmfsdp.torch_style import optimizer_states, state_dict_types, summoning, units
 from mmfsdp.torch_style.arguments import translate_arguments
-from mmfsdp.torch_style.nested import load_from_outside
+from mmfsdp.torch_style.nested_wrappers import load_from_outside
 from mmfsdp.torch_style.state_dict_types import default_state_dict_type, on_cpu
 from mmfsdp.torch_style.static_methods import instance_or_static
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import raw, tensor_blocks
 from mmfsdp.checkpoint.geometry import cut

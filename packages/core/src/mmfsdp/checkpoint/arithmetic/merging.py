@@ -15,13 +15,13 @@ from mmfsdp.checkpoint.arithmetic.diffusers_adapters import diffusers_file, read
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
-from mmfsdp.checkpoint.conversion.model_folders import CONFIG
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.conversion.weight_names import also_the_head
-from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
+from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
 from mmfsdp.checkpoint.formats.registry import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

@@ -246,7 +246,7 @@ def _weights_beside(layout: Layout) -> str | None:
 
 
 def _folders() -> Any:
-    return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
+    return import_module("mmfsdp.checkpoint.formats.huggingface.model_folders")  # for who writes such a folder
 
 
 def _stored_bytes(entry: TensorEntry) -> int:

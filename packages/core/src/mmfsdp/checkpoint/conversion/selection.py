@@ -14,10 +14,10 @@ from typing import Any
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import compile_pattern, parse_bytes
-from mmfsdp.checkpoint.conversion.optimizer_forms import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
+from mmfsdp.checkpoint.conversion.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
-from mmfsdp.checkpoint.files.casting import CastEntry
+from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.formats.registry import Content, Format
@@ -197,7 +197,7 @@ def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
     """Return the selection with the tensors that a Hugging Face folder gets."""
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
-    kept, notes = import_module("mmfsdp.checkpoint.conversion.weight_names").without_ties(stored, like)
+    kept, notes = import_module("mmfsdp.checkpoint.formats.huggingface.weight_names").without_ties(stored, like)
     part = {name: TensorRef(names[name]) for name in kept}
     return replace(_with_part(selection, part), notes=(*selection.notes, *notes))
 
@@ -207,18 +207,18 @@ def _journals() -> Any:
 
 
 def _model_folders() -> Any:
-    return import_module("mmfsdp.checkpoint.conversion.model_folders")  # for who writes such a folder
+    return import_module("mmfsdp.checkpoint.formats.huggingface.model_folders")  # for who writes such a folder
 
 
 def _gguf_models() -> Any:
-    return import_module("mmfsdp.checkpoint.conversion.gguf_models")  # for who writes such a file
+    return import_module("mmfsdp.checkpoint.formats.gguf.llama_models")  # for who writes such a file
 
 
 def _quantized(named: Mapping[str, TensorEntry], kind: str, count: Any) -> Any:
     # Only for who asks for it.
     if kind == "fp8":
-        return import_module("mmfsdp.checkpoint.conversion.quantizing").quantized(named, count)
-    return import_module("mmfsdp.checkpoint.conversion.scaled_floats").quantized(named, kind, count)
+        return import_module("mmfsdp.checkpoint.formats.eight_bit.quantizing").quantized(named, count)
+    return import_module("mmfsdp.checkpoint.formats.eight_bit.scaled_floats").quantized(named, kind, count)
 
 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:

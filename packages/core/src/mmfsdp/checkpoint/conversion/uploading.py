@@ -19,9 +19,9 @@ from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
-from mmfsdp.checkpoint.remote.parts import Parts
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
+from mmfsdp.checkpoint.remote.upload_parts import Parts
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
 __all__ = ["check_target", "upload"]

@@ -20,8 +20,8 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
-from mmfsdp.checkpoint.formats.dtensors import Mesh, Place, boxes_of, place_of
-from mmfsdp.checkpoint.formats.own_states import own_states_by_rank
+from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
+from mmfsdp.checkpoint.formats.pickled_dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
@@ -197,7 +197,7 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: 
     if not sharded and len(kinds) == 1:
         [some] = kinds.values()
         if any(find_leaves(some.first.tree, PickledShards)):
-            of_fsdp1 = import_module("mmfsdp.checkpoint.formats.mmengine_local")
+            of_fsdp1 = import_module("mmfsdp.checkpoint.formats.fsdp1.mmengine_local")
             layout: Layout = of_fsdp1.read_stock_files(
                 of_fsdp1.RankFiles(source.path, trust=source.trust, paths=some.paths), source
             )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import missing
-from mmfsdp.checkpoint.formats.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
-from mmfsdp.checkpoint.formats.parts import is_of_fairscale
+from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
+from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree

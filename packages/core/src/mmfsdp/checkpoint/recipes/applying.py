@@ -11,7 +11,7 @@ from typing import Any
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.recipes.parsing import parse_recipe
 from mmfsdp.checkpoint.recipes.recipe import Recipe
-from mmfsdp.checkpoint.recipes.values import config_numbers
+from mmfsdp.checkpoint.recipes.recipe_numbers import config_numbers
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.config.settings_file import read_settings
 from mmfsdp.errors import ConfigError, closest

@@ -10,9 +10,9 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
 from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.recipes.recipe_numbers import Values
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
 from mmfsdp.checkpoint.recipes.standing_in import StandIns
-from mmfsdp.checkpoint.recipes.values import Values
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Recipe"]

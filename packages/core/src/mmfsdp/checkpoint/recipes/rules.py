@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, trimmed, unstacked
+from mmfsdp.checkpoint.recipes.recipe_numbers import Values
 from mmfsdp.checkpoint.recipes.templates import Group, Template, grouped
-from mmfsdp.checkpoint.recipes.values import Values
 from mmfsdp.errors import ConfigError
 
 __all__ = ["Drop", "Fuse", "Rearrange", "Rename", "Rule", "Split", "Stack", "Step", "Tie", "Trim", "Unstack", "Untie"]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
-from mmfsdp.checkpoint.remote.parts import Parts
+from mmfsdp.checkpoint.remote.upload_parts import Parts
 from mmfsdp.checkpoint.remote.urls import Url, check_writable
 from mmfsdp.errors import CheckpointError
 

@@ -14,9 +14,9 @@ from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import highest
-from mmfsdp.rehearsal.averaging import EmaFn
+from mmfsdp.rehearsal.averaged_weights import EmaFn
+from mmfsdp.rehearsal.fitting.candidates import plain_settings
 from mmfsdp.rehearsal.fitting.changes import Change, changes_of
-from mmfsdp.rehearsal.fitting.choices import plain_settings
 from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_place
 from mmfsdp.rehearsal.fitting.probing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.shortening import short_models, stacks_of

@@ -8,11 +8,11 @@ from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.planning.records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL
-from mmfsdp.rehearsal.fitting.choices import Choice
+from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
-from mmfsdp.rehearsal.records import Collective
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.recording.step_records import Collective
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds
 
 __all__ = ["Known", "sending_seconds"]

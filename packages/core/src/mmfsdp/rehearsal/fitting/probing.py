@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.fitting.choices import Choice
+from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.changes import changes_of
-from mmfsdp.rehearsal.fitting.choices import Choice
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["REFINED", "refined"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from mmfsdp.planning.records import MeshSpec
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.records import Collective, Operator
+from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import time_of
 

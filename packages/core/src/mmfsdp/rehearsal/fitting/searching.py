@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.rehearsal.fitting.bounds import Known, sending_seconds
-from mmfsdp.rehearsal.fitting.choices import Choice
+from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate, Prober
 from mmfsdp.rehearsal.result import Rehearsal
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.rehearsal.records import KINDS
+from mmfsdp.rehearsal.recording.step_records import KINDS
 from mmfsdp.rehearsal.reporting.axes import phase_marks, size_lines
 from mmfsdp.rehearsal.reporting.looks import key_of
 from mmfsdp.rehearsal.reporting.markup import exact, json_data, owner_of, share, size, table, text

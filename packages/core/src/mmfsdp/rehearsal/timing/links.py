@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mmfsdp.rehearsal.records import Collective
+from mmfsdp.rehearsal.recording.step_records import Collective
 from mmfsdp.rehearsal.timing.ranges import Range
 
 __all__ = ["Link", "Links", "collective_seconds"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mmfsdp.rehearsal.records import COPIES, Operator
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.recording.step_records import COPIES, Operator
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.ranges import CASES
 
 __all__ = ["kind_of", "operator_seconds", "weight_of"]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mmfsdp.planning.records import MeshSpec
-from mmfsdp.rehearsal.records import Collective, Operator
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.recording.step_records import Collective, Operator
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 

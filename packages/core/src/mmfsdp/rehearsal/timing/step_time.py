@@ -8,8 +8,8 @@ from typing import Any
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.planning.repeats import join_repeated
-from mmfsdp.rehearsal.records import Collective, Operator
-from mmfsdp.rehearsal.timing.devices import Device
+from mmfsdp.rehearsal.recording.step_records import Collective, Operator
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds
 from mmfsdp.rehearsal.timing.ranges import CASES
 from mmfsdp.rehearsal.timing.roofline import operator_seconds, weight_of

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from mmfsdp.sharding.activation.operators import resolve_operators
+from mmfsdp.sharding.activation.kept_operators import resolve_operators
 
 __all__ = ["offloading_contexts", "pins_memory", "selective_contexts", "traced_contexts"]
 

@@ -1,6 +1,6 @@
 """The engines, which carry out a plan."""
 
-from mmfsdp.sharding.engines.base import Engine
+from mmfsdp.sharding.engines.engine import Engine
 from mmfsdp.sharding.engines.fsdp1 import Fsdp1Engine
 from mmfsdp.sharding.engines.fsdp2 import Fsdp2Engine
 from mmfsdp.sharding.engines.replicate import ReplicateEngine

@@ -26,7 +26,7 @@ from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.runtime.flat_params import keep_param_order
 from mmfsdp.sharding.compiling import compile_unit
 from mmfsdp.sharding.devices import device_of
-from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
+from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot
 
 __all__ = ["Fsdp1Engine", "unit_arguments", "wrap_units"]
 

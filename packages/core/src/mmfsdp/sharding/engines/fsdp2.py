@@ -20,8 +20,8 @@ from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
 from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
 from mmfsdp.sharding.compiling import compile_unit
-from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
 from mmfsdp.sharding.engines.calling import called_parts, keep_class_name
+from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot
 
 __all__ = ["Fsdp2Engine"]
 

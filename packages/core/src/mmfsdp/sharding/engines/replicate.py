@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.sharding.engines.base import PrepareUnit, WrapRoot
+from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot
 from mmfsdp.sharding.engines.fsdp2 import Fsdp2Engine
 
 __all__ = ["ReplicateEngine"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from mmfsdp.rehearsal.calls import Call, call_of
-from mmfsdp.rehearsal.records import COPY_IN
+from mmfsdp.rehearsal.recording.calls import Call, call_of
+from mmfsdp.rehearsal.recording.step_records import COPY_IN
 
 __all__ = ["GROUPED_PRODUCT", "Costs"]
 

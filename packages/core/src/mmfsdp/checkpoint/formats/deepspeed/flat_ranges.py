@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, meet, rows_per_rank
-from mmfsdp.checkpoint.formats.flat_parameters import flat_boxes
+from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import flat_boxes
 
 __all__ = ["Piece", "PieceBoxes", "Shapes", "boxes_of", "by_parameter", "by_stretch", "even_pieces"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.conversion.sentence_pieces import Piece, read_pieces
-from mmfsdp.checkpoint.formats.gguf import flag, number, numbers, reals, text, texts
+from mmfsdp.checkpoint.formats.gguf.gguf_files import flag, number, numbers, reals, text, texts
+from mmfsdp.checkpoint.formats.gguf.sentence_pieces import Piece, read_pieces
 from mmfsdp.errors import ConfigError
 
 __all__ = ["FILE", "translated"]

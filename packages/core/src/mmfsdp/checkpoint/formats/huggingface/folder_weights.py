@@ -1,7 +1,7 @@
 """Reads and plans the weights of a Hugging Face folder: ``model.safetensors``, or several such files and their index.
 
 ``save_pretrained`` of transformers names them so; that of diffusers, ``diffusion_pytorch_model.safetensors``. What else
-the folder holds, such as ``config.json``, is copied by the conversion (see ``conversion/model_folders.py``).
+the folder holds, such as ``config.json``, is copied by the conversion (see ``formats/huggingface/model_folders.py``).
 """
 
 from __future__ import annotations

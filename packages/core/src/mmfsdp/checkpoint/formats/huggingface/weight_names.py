@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.conversion.model_folders import CONFIG, read_config
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
+from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
 from mmfsdp.checkpoint.formats.registry import MODEL_FILES, open_layout
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix

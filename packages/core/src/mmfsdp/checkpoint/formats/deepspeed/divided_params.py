@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mmfsdp.checkpoint.formats.deepspeed_check import check_ranks_agree, check_slices
-from mmfsdp.checkpoint.formats.deepspeed_files import Files, RankState, shapes_of
-from mmfsdp.checkpoint.formats.deepspeed_flat import Piece, PieceBoxes, Shapes, by_parameter, by_stretch, even_pieces
+from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import (
+    Piece,
+    PieceBoxes,
+    Shapes,
+    by_parameter,
+    by_stretch,
+    even_pieces,
+)
+from mmfsdp.checkpoint.formats.deepspeed.one_save import check_ranks_agree, check_slices
+from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, RankState, shapes_of
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.layout import TensorEntry, Unlocated
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers

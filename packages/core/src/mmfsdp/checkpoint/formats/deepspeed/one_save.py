@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.formats.deepspeed_files import Files, RankState
-from mmfsdp.checkpoint.formats.deepspeed_flat import Piece
+from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import Piece
+from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, RankState
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields
 from mmfsdp.errors import CorruptCheckpointError

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.assuming import answer, finite, scalar
-from mmfsdp.rehearsal.dtypes import check_dtypes
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
-from mmfsdp.rehearsal.operators import GROUPED_PRODUCT
-from mmfsdp.rehearsal.places import Places
+from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
+from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
+from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
+from mmfsdp.rehearsal.recording.phases import Places
 
 __all__ = ["Values"]
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmfsdp.checkpoint.formats.deepspeed_files import Files
-from mmfsdp.checkpoint.formats.deepspeed_latest import folder_of
-from mmfsdp.checkpoint.formats.deepspeed_params import FrozenParams, ShardedParams
-from mmfsdp.checkpoint.formats.deepspeed_stages import StagedParams, layers_of, stages_of
-from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams, check_listed
+from mmfsdp.checkpoint.formats.deepspeed.divided_params import FrozenParams, ShardedParams
+from mmfsdp.checkpoint.formats.deepspeed.latest import folder_of
+from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
+from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
+from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams, check_listed
 from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmfsdp.checkpoint.formats.flat_parameters import (
+from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FLAT,
     FlatRange,
     FlatUnit,

@@ -13,8 +13,8 @@ from typing import Any
 from mmfsdp.basics.descriptors import RemoteLike
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.conversion import quantizing, scaled_floats
 from mmfsdp.checkpoint.files.disk import at_home, place
+from mmfsdp.checkpoint.formats.eight_bit import quantizing, scaled_floats
 from mmfsdp.checkpoint.formats.registry import MODEL_STEMS
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry

@@ -8,12 +8,12 @@ from mmfsdp.basics.pages import html_page
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
-from mmfsdp.rehearsal.reporting.comparing import compared
 from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
+from mmfsdp.rehearsal.reporting.side_by_side import compared
 from mmfsdp.rehearsal.result import EAGER_INSTEAD, Rehearsal
-from mmfsdp.rehearsal.timing.devices import Device, device_of
+from mmfsdp.rehearsal.timing.device_specs import Device, device_of
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.scaling import scaled_times
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds

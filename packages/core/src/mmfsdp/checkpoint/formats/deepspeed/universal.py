@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.formats.deepspeed_files import Files, number, shapes_of
-from mmfsdp.checkpoint.formats.deepspeed_params import grouped, plain
+from mmfsdp.checkpoint.formats.deepspeed.divided_params import grouped, plain
+from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, number, shapes_of
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import missing
-from mmfsdp.checkpoint.formats.deepspeed_files import RANK_FILE, WHOLE_FILE, Files
-from mmfsdp.checkpoint.formats.deepspeed_latest import STATES
-from mmfsdp.checkpoint.formats.deepspeed_params import ShardedParams
-from mmfsdp.checkpoint.formats.deepspeed_universal import UniversalParams
+from mmfsdp.checkpoint.formats.deepspeed.divided_params import ShardedParams
+from mmfsdp.checkpoint.formats.deepspeed.latest import STATES
+from mmfsdp.checkpoint.formats.deepspeed.rank_files import RANK_FILE, WHOLE_FILE, Files
+from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_made_in, local_of, skipped, tensors_in
-from mmfsdp.rehearsal.foreach import on_shards
-from mmfsdp.rehearsal.operators import Costs
-from mmfsdp.rehearsal.places import Places
-from mmfsdp.rehearsal.records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
-from mmfsdp.rehearsal.values import Values
+from mmfsdp.rehearsal.recording.foreach import on_shards
+from mmfsdp.rehearsal.recording.operator_costs import Costs
+from mmfsdp.rehearsal.recording.operator_results import Values
+from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.step_records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
 
 __all__ = ["Recorder"]
 

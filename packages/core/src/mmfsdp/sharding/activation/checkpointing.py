@@ -27,7 +27,7 @@ from mmfsdp.sharding.activation.keeping import (
     selective_contexts,
     traced_contexts,
 )
-from mmfsdp.sharding.activation.operators import DEFAULT_SAVE_OPS, check_operator
+from mmfsdp.sharding.activation.kept_operators import DEFAULT_SAVE_OPS, check_operator
 
 if TYPE_CHECKING:
     from mmfsdp.planning.records import ActivationPlan

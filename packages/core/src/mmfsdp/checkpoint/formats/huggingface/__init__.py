@@ -1,0 +1,3 @@
+"""Hugging Face folders: their weights and names, and the files beside the weights."""
+
+__all__: list[str] = []
