@@ -143,8 +143,10 @@ def test_command_lines_exist(page: str, line: str) -> None:
     assert missing == [], f"mmfsdp-cli {' '.join(command)} has no {missing}; its help:\n{text}"
 
 
-def test_the_front_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_are_short(page: Path) -> None:
+    words = len(page.read_text(encoding="utf-8").split())
+    assert words <= (700 if page.name == "README.md" and page.parent == ROOT else 2000), words
 
 
 OURS = re.compile(r"pip install [^`\n]*?(?<![\w./-])'?\"?(mmfsdp(?:-\w+)?(?:\[\w+\])?)(?![\w\[-])(?! @ git)")
@@ -197,7 +199,7 @@ PUBLIC_ROOMS = sorted(
 
 @pytest.mark.parametrize("room", PUBLIC_ROOMS)
 def test_api_page_has_every_public_name(room: str) -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("api*.md")))
     section = text.partition(f"## {room}\n")[2].partition("\n## ")[0]
     public = {*importlib.import_module(room).__all__} - {"__version__"}
     assert {*re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)} == public

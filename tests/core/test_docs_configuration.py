@@ -1,4 +1,4 @@
-"""docs/configuration.md lists every setting with its default, and none that is gone."""
+"""docs/settings.md lists every setting with its default, and none that is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from mmfsdp.config import ShardConfig
 from mmfsdp.config.precision import PRESETS
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 # | `path` | type | default | meaning | engines or kinds |
 ROW = re.compile(
