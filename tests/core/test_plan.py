@@ -463,6 +463,17 @@ class TestTies:
 
 
 class TestRefusals:
+    def test_sparse_gradients(self) -> None:
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+        with pytest.raises(PlanError, match=r"^0 is an Embedding with sparse=True\..* Set sparse=False") as caught:
+            plan(model, None, 2)
+        assert caught.value.context["fqn"] == "0"
+        with pytest.raises(PlanError, match="sparse=True"):
+            plan(model, {"sharding": {"ignored_parameters": ["0.*"]}}, 2)  # all-reduced, which torch cannot do either
+        assert plan(model, {"sharding": {"ignored_parameters": ["0.*"]}}, 1).ignored_params
+        model[0].requires_grad_(False)
+        assert not plan(model, None, 2).ignored_params
+
     def test_mixed_dtypes_in_one_unit(self) -> None:
         model = Net()
         model.head.bfloat16()

@@ -36,6 +36,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "pytorch_optimizer.Shampoo": {"lr": 1e-2, "preconditioning_compute_steps": 1},
 }
 
+_GROUP_SETTINGS: dict[str, dict[str, Any]] = {
+    "pytorch_optimizer.GaLore": {"rank": 8, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"},
+}
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -77,8 +81,10 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     torch.compiler.set_stance("force_eager")  # torchao compiles its step for each shape
     module, _, kind = name.rpartition(".")
     params = [param for param in model.parameters() if param.dim() == 2 or kind != "Muon"]
+    matrices = [param for param in params if param.dim() == 2]
+    groups = [{"params": matrices, **_GROUP_SETTINGS[name]}] if name in _GROUP_SETTINGS else params
     made: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(
-        params, **_SETTINGS.get(name, {"lr": 1e-2})
+        groups, **_SETTINGS.get(name, {"lr": 1e-2})
     )
     if module == "schedulefree":
         made.train()  # type: ignore[attr-defined]

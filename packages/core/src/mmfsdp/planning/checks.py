@@ -13,7 +13,7 @@ from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanErr
 from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.records import MeshSpec, ShardUnit
 
-__all__ = ["check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
+__all__ = ["check_dense", "check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
 
 
 def check_unsharded(model: nn.Module) -> None:
@@ -39,6 +39,25 @@ def check_unsharded(model: nn.Module) -> None:
                 fqn=fqn,
             )
     check_plain(model)
+
+
+def check_dense(model: nn.Module, mesh: MeshSpec, units: tuple[ShardUnit, ...]) -> None:
+    """Raise for embeddings with sparse gradients, which torch's FSDP cannot reduce.
+
+    Raises:
+        PlanError: There is such an embedding that is trained, and its gradient is reduced.
+    """
+    sharded = {param.fqn for unit in units for param in unit.params}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+            continue
+        if module.weight.requires_grad and (mesh.world_size > 1 or f"{fqn}.weight".lstrip(".") in sharded):
+            raise PlanError(
+                f"{fqn or '(root)'} is an {type(module).__name__} with sparse=True. Its gradient is a sparse tensor, "
+                "which torch's FSDP cannot reduce over ranks. Set sparse=False, and train it by an optimizer of dense "
+                "gradients: torch.optim.Adam in place of SparseAdam.",
+                fqn=fqn,
+            )
 
 
 def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) -> None:

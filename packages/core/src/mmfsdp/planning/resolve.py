@@ -14,7 +14,7 @@ from mmfsdp.config import AutoWrap, ShardConfig
 from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.automatic import explain
-from mmfsdp.planning.checks import check_forward_methods, check_reshard, check_units, check_unsharded
+from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.compiling import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
@@ -114,6 +114,7 @@ def plan(
         )
         for draft in drafts
     )
+    check_dense(model, spec, units)
     check_units(units, engine, config)
     check_reshard(units, spec)
     check_forward_methods(config, units)
