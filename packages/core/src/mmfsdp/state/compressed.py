@@ -24,6 +24,7 @@ __all__ = [
     "compressed_names",
     "first_state",
     "is_compressed",
+    "names_of_compressed",
     "plain_value",
     "recompress",
 ]
@@ -66,6 +67,12 @@ def compressed_names(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, str]:
         for name, value in entries.items()
         if is_compressed(value)
     }
+
+
+def names_of_compressed(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the names of entries that a stored state names as compressed."""
+    names = state_dict.get(COMPRESSED)
+    return [*names] if isinstance(names, Mapping) else []
 
 
 @torch.no_grad()

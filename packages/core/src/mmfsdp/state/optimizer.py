@@ -8,41 +8,27 @@ torch's ``get_optimizer_state_dict``: it advances the step count of a fresh Adam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
-from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
 from mmfsdp.state.alike import check_alike, kind_of
-from mmfsdp.state.compressed import (
-    COMPRESSED,
-    compress_state,
-    compressed_names,
-    first_state,
-    plain_value,
-    recompress,
-)
-from mmfsdp.state.flat_optimizer import (
-    flat_state_to_load,
-    groups_by_name,
-    load_flat_state,
-    state_by_name,
-    state_by_place,
-)
-from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
+from mmfsdp.state.compressed import COMPRESSED, compressed_names, plain_value
+from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
 from mmfsdp.state.named_optimizer import REBUILD
 from mmfsdp.state.nested import map_values, nested_values
+from mmfsdp.state.optimizer_engines import optimizer_engine
 from mmfsdp.state.savable import check_savable, may_belong
 from mmfsdp.state.sending import send_optim_state
 
@@ -89,16 +75,13 @@ def optim_state_dict(
     state = find_sharded_model(model)
     _check_own(state, optimizer)
     compressed = _compressed(state, optimizer)
+    engine = optimizer_engine(state, optimizer)
     # Gathering needs them on the device, one at a time; the rest is done with them in CPU memory.
-    early = bool(compressed) and (kind == "sharded" or state.is_fsdp1)
-    own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not state.is_fsdp1) if early else None
-    if by_name:
-        sharded = sharded_by_name(state, optimizer, own_form)
-    else:
-        plain = own_form or (None if state.is_fsdp1 else optimizer.state_dict())
-        sharded = state_by_place(state, optimizer, plain) if state.is_fsdp1 else {**(plain or {})}
-        if param_names:
-            sharded = named_optimizer.with_names(sharded, _groups_of(state, optimizer))
+    early = bool(compressed) and (kind == "sharded" or engine.is_flat)
+    own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not engine.is_flat) if early else None
+    sharded = engine.by_name(own_form) if by_name else engine.by_place(own_form)
+    if param_names and not by_name:
+        sharded = named_optimizer.with_names(sharded, engine.names_in_groups())
     if compressed:
         sharded = {**sharded, COMPRESSED: compressed}
     if kind == "sharded":
@@ -120,10 +103,7 @@ def sharded_by_name(
         ShardStateError: See `optim_state_dict`.
     """
     _check_own(state, optimizer)
-    if state.is_fsdp1:
-        return state_by_name(state, optimizer, own_form)
-    own_form = optimizer.state_dict() if own_form is None else own_form
-    return named_optimizer.by_name(own_form, _names_in_groups(state, optimizer))
+    return optimizer_engine(state, optimizer).by_name(own_form)
 
 
 def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_offload: bool) -> dict[str, Any]:
@@ -174,19 +154,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     """
     state = find_sharded_model(model)
     fitting = _fitting(state, optimizer, state_dict)
-    if state.is_fsdp1:
-
-        def load_flat() -> None:
-            load_flat_state(state, optimizer, fitting)
-            on_all_ranks(lambda: compress_state(optimizer, _names_of_compressed(fitting)), scope_of(state.mesh))
-
-        return load_flat
-
-    def load() -> None:
-        placed = _placed_state(state, optimizer, fitting)
-        on_all_ranks(lambda: optimizer.load_state_dict(placed), scope_of(state.mesh))
-
-    return load
+    return partial(optimizer_engine(state, optimizer).load, fitting)
 
 
 def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,10 +169,7 @@ def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: M
         StateDictError: Param groups, parameters or shapes do not fit; raised on every rank.
         ShardStateError: See `optim_state_dict`; raised on every rank.
     """
-    fitting = _fitting(state, optimizer, state_dict)
-    if state.is_fsdp1:
-        return flat_state_to_load(state, optimizer, fitting)
-    return _placed_state(state, optimizer, fitting)
+    return optimizer_engine(state, optimizer).to_load(_fitting(state, optimizer, state_dict))
 
 
 def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +177,8 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
     # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
     _check_own(state, optimizer)
-    groups = _groups_of(state, optimizer)
+    engine = optimizer_engine(state, optimizer)
+    groups = engine.names_in_groups()
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
 
     def check() -> dict[str, Any]:
@@ -223,38 +189,18 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
 
     fitting = on_all_ranks(check, scope_of(state.mesh))
     kinds = {
-        f"{place}.{name}": kind_of(value, tells_shards=state.is_fsdp1)
+        f"{place}.{name}": kind_of(value, tells_shards=engine.is_flat)
         for place, entries in fitting["state"].items()
         for name, value in entries.items()
     }
     check_alike(kinds, "the optimizer's state", scope_of(state.mesh))
-    at = {} if state.is_fsdp1 else _params_by_place(optimizer, fitting)
     settings = [leaf for _, leaf in nested_values("", fitting["param_groups"]) if isinstance(leaf, LazyTensor)]
-    locate(
-        [
-            *(
-                (value, box_of(at[place]) if place in at and value.shape == at[place].shape else whole_box(value))
-                for place, value in _stored(fitting)
-            ),
-            *((value, whole_box(value)) for value in settings),
-        ],
-        scope_of(state.mesh),
-    )
+    locate([*engine.boxes(fitting), *((value, whole_box(value)) for value in settings)], scope_of(state.mesh))
 
     def read_settings() -> Any:  # a learning rate may be a tensor
         return map_values(whole_value, fitting["param_groups"])
 
     return {**fitting, "param_groups": on_all_ranks(read_settings, scope_of(state.mesh))}
-
-
-def _stored(fitting: Mapping[str, Any]) -> list[tuple[Any, LazyTensor]]:
-    """Return the lazy tensors of a state, also those within lists and dicts, each with the place of its parameter."""
-    return [
-        (place, leaf)
-        for place, entries in fitting["state"].items()
-        for _, leaf in nested_values("", entries)
-        if isinstance(leaf, LazyTensor)
-    ]
 
 
 def _compressed(state: ShardedModel, optimizer: Optimizer) -> dict[str, str]:
@@ -280,48 +226,8 @@ def _without_wrappers(state_dict: Mapping[str, Any], *, cpu_offload: bool) -> di
     return {**state_dict, "state": values}
 
 
-def _names_of_compressed(fitting: Mapping[str, Any]) -> list[str]:
-    names = fitting.get(COMPRESSED)
-    return [*names] if isinstance(names, Mapping) else []
-
-
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    places = (place for group in fitting["param_groups"] for place in group["params"])
-    return dict(zip(places, _params(optimizer), strict=True))
-
-
-def _placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fitting state with this rank's part of its tensors. Collective: every rank."""
-    at = _params_by_place(optimizer, fitting)
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    compressed = _names_of_compressed(fitting)
-
-    def place_entries(param: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-        placed = {name: map_values(lambda leaf: _placed(leaf, param), value) for name, value in entries.items()}
-        names = [name for name in compressed if isinstance(placed.get(name), torch.Tensor)]
-        first = first_state(optimizer, group_of[id(param)], param) if names else {}
-        return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
-
-    def place_all() -> dict[Any, dict[str, Any]]:
-        placed = {place: place_entries(at[place], entries) for place, entries in fitting["state"].items()}
-        check_unchanged(value for _, value in _stored(fitting))
-        return placed
-
-    rest = {key: value for key, value in fitting.items() if key != COMPRESSED}
-    return {**rest, "state": on_all_ranks(place_all, scope_of(state.mesh))}
-
-
-def _groups_of(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    return groups_by_name(state, optimizer) if state.is_fsdp1 else _names_in_groups(state, optimizer)
-
-
-def _names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(param): fqn for fqn, param in state.module.named_parameters()}
-    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
@@ -343,19 +249,6 @@ def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
 def _check_form(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"An optimizer's state must be a mapping, got a {type(state_dict).__name__}.")
-
-
-def _placed(value: Any, param: torch.Tensor) -> Any:
-    """Turn a whole tensor of the parameter's shape into a DTensor placed like it; return other values as they are."""
-    if not isinstance(value, (torch.Tensor, LazyTensor)):
-        return value
-    if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.shape != param.shape:
-        # Steps change state in place, which must not change the caller's tensors.
-        return value.clone() if isinstance(value, torch.Tensor) else whole_value(value)
-    local = local_value(value, param).to(param.to_local().device, copy=True).contiguous()
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
