@@ -170,7 +170,8 @@ class ShardedModel:
         if self.unreduced:
             raise ShardStateError(
                 f"{action}, but the last forward ran inside no_sync(): its gradients were not reduced over ranks. "
-                "Run the last micro-batch of an accumulation outside of no_sync()."
+                "Run the last micro-batch of an accumulation outside of no_sync(), and where you use torch's "
+                "set_requires_gradient_sync(), set it to True before."
             )
 
     def before_forward(self) -> None:
