@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmfsdp
+from mmfsdp.basics.torch_releases import torch_has
 from mmfsdp.testing import run_ranks
 
 DIM = 4
@@ -276,7 +277,9 @@ def test_checkpointing_of_the_plan() -> None:
 
 
 def test_engine_fsdp1() -> None:
-    check([("plain", how, when, True) for how, when in EVERYWHERE[:3]], {"engine": "fsdp1"})
+    # torch 2.15 cannot compile the wrapper of raw FSDP1, which a block is after sharding.
+    places = [place for place in EVERYWHERE[:3] if place[1] == "before" or not torch_has((2, 15))]
+    check([("plain", how, when, True) for how, when in places], {"engine": "fsdp1"})
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "fsdp1"}, {"activation_checkpointing": "full"}])

@@ -8,7 +8,11 @@ import pytest
 import torch
 from tests.distributed.optimizer_rows import WHOLE, rows, words_of
 
+from mmfsdp.basics.torch_releases import torch_has
+
 ROWS = rows("torch.optim")
+if torch_has((2, 15)):
+    ROWS["torch.optim.Rprop"] = ("yes", "yes")  # as the page says below the table
 
 
 @pytest.mark.parametrize("name", ROWS)
