@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 import subprocess
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,7 +38,7 @@ if not IS_PINNED:
 
 
 def check(block: str) -> None:
-    """Run a block in a copy of the current directory, so that it leaves nothing behind.
+    """Run a block in the current directory, as a reader would who types every command of a page in order.
 
     Where the command line is not installed, as in `nox -s core_alone`, this does nothing.
 
@@ -49,10 +47,7 @@ def check(block: str) -> None:
     """
     if importlib.util.find_spec("mmfsdp_cli") is None:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder, "cwd")
-        shutil.copytree(Path.cwd(), directory, symlinks=True)
-        walk([block], directory)
+    walk([block], Path.cwd())
 
 
 def walk(texts: list[str], directory: Path) -> list[tuple[str, str]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 
 import torch
-from train import MODEL, text_batch
+from train import text_batch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 
 def main() -> None:
-    """Write the configuration beside the exported weights, then load both."""
+    """Load the folder, and compute the loss of one batch."""
     logging.disable_progress_bar()
     folder = sys.argv[1]
-    MODEL.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = text_batch(torch.Generator().manual_seed(1))
     with torch.no_grad():

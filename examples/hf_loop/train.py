@@ -116,8 +116,12 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, help="stop when this many steps are done, as a time limit would")
     parser.add_argument("--save-every", type=int, default=3, help="steps between two checkpoints")
     parser.add_argument("--plan", type=int, metavar="RANKS", help="print the plan for this many ranks, and exit")
+    parser.add_argument("--config", type=Path, metavar="FOLDER", help="write the model's config.json, and exit")
     args = parser.parse_args()
 
+    if args.config is not None:
+        MODEL.save_pretrained(args.config)
+        return
     model = build()
     if args.plan is not None:
         print(mmfsdp.plan(model, SHARDING, args.plan))
