@@ -1,0 +1,142 @@
+"""Writes docs/validation.md: which combinations were tested, with which command, and which never were.
+
+``python tools/validation.py`` reads the releases from noxfile.py, the formats from the package, and the figures from
+benchmarks/results.json, whose date it names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.checkpoint import known_formats
+
+__all__ = ["PAGE", "page"]
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "validation.md"
+
+INTRO = """# Validation
+
+On this page you look up what was tested, with which command, and what never ran. `python tools/validation.py` writes it.
+The figures were measured on {date}, with torch {torch} and Python {python}, on two cores without a GPU.
+"""
+
+# What was tested, and the command that repeats it. Paths and sessions exist: a test looks.
+TESTS = {
+    "Training": [
+        ("ten families of real models, in MMEngine, against one process, with a resume", "nox -s models"),
+        ("engines and strategies, against one process", "pytest tests/distributed/test_parity.py"),
+        ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/test_sub_meshes.py"),
+        ("`Trainer`, accelerate, Lightning Fabric, Ray", "pytest tests/distributed/test_frameworks.py"),
+        ("mistakes that torch accepts in silence", "pytest tests/distributed/test_guards.py tests/test_mistakes.py"),
+        (
+            "optimizers of torch; those of other packages in `nox -s models`",
+            "pytest tests/distributed/test_optimizers.py",
+        ),
+        ("two hosts, as processes with networks and disks of their own", "pytest tests/distributed/test_two_hosts.py"),
+    ],
+    "Checkpoints": [
+        ("every format to every format, chains of conversions", "pytest tests/core/test_checkpoint_chains.py"),
+        ("files of other writers, loaded on ranks", "pytest tests/distributed/test_loading_foreign.py"),
+        ("recipes and Hugging Face folders, loaded by other libraries", "pytest tests/models/test_shipping.py"),
+        ("S3, against a server on the same machine", "nox -s stores"),
+    ],
+    "Faults": [
+        ("damaged bytes, files and metadata, of each format", "pytest tests/core/test_checkpoint_damage_matrix.py"),
+        ("random bytes changed", "pytest tests/core/test_checkpoint_fuzz.py"),
+        ("files that somebody crafted", "pytest tests/core/test_checkpoint_crafted.py"),
+        ("`kill -9` at random moments of a conversion", "pytest tests/core/test_checkpoint_crash.py"),
+        ("a save that fails in the background", "pytest tests/distributed/test_failed_saves.py"),
+        ("what other tools do with damaged files", "python -m benchmarks.damage_table"),
+    ],
+}
+
+NEVER = """## What never ran
+
+- **GPUs and NCCL.** `pytest -m gpu` has the tests, and every one of them was skipped so far. Forecasts of memory and time for
+  GPUs follow documentation and published figures, and were never measured.
+- **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
+  (`nox -s bench -- ranks`).
+- **Several physical machines.** Two hosts were processes of one machine.
+- **Network file systems** such as NFS, Lustre and GPFS, and S3 itself.
+- **Real pretraining.** Tests train small models with random weights for 3 to 20 steps.
+- **Windows and macOS.**
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    results = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    parts = [
+        INTRO.format(date=results["date"], torch=results["torch"], python=results["python"]),
+        "## Releases\n",
+        _table(("torch", "command"), [(release, f"`nox -s 'compat({release})'`") for release in _releases()]),
+        f"Python {', '.join(_pythons())}; [install](install.md#releases-of-torch-and-python) has each run and its result.\n",
+        "## Forecasts and agreement\n",
+        _table(("figure", "value", "command"), _figures(results)),
+    ]
+    for title, rows in TESTS.items():
+        parts += [f"## {title}\n", _table(("tested", "command"), [(what, f"`{command}`") for what, command in rows])]
+    formats = [(item.name, "yes" if item.reads else "no", "yes" if item.writes else "no") for item in known_formats()]
+    parts += ["## Formats\n", _table(("format", "read", "written"), formats)]
+    parts.append(
+        "`pytest tests/core/test_checkpoint_roundtrip.py` tests each; [formats](formats.md) has the writers.\n"
+    )
+    return "\n".join([*parts, NEVER])
+
+
+def _releases() -> list[str]:
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    ends = re.search(r'^RELEASES = \("([\d.]+)", .*, "([\d.]+)"\)', text, re.MULTILINE)
+    assert pinned is not None
+    assert ends is not None
+    return [ends[1], pinned[1], ends[2]]
+
+
+def _pythons() -> list[str]:
+    text = (ROOT / "packages/core/pyproject.toml").read_text(encoding="utf-8")
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+
+
+def _figures(results: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
+    runs = [run for run in results["parity"].values() if "loss" in run]
+    errors = [abs(error) for error in results["rehearse"]["errors"].values()]
+    bench = "`nox -s bench -- {}`".format
+    yield (
+        f"losses of 20 steps against one process, {len(runs)} engines, strategies and worlds",
+        f"at most {max(run['loss'] for run in runs):.1e} apart",
+        bench("parity"),
+    )
+    yield (
+        f"forecast peak memory against real steps on 2 ranks, {len(errors)} cases",
+        f"median error {statistics.median(errors):.2%}, worst {max(errors):.1%}",
+        bench("rehearse"),
+    )
+    for ranks, families in results["step_time"].items():
+        off = [abs(family["error"]) for family in families.values() if isinstance(family, dict)]
+        said = f"median error {statistics.median(off):.1%}, worst {max(off):.1%}"
+        what = (
+            f"forecast time of a step on the calibrated CPU, {ranks.replace('1 ranks', '1 rank')}, {len(off)} families"
+        )
+        yield what, said, bench("step_time")
+    ratio = results["step"]["shard() over fully_shard"]["ratio"]
+    yield (
+        f"time of a step over raw `fully_shard`, 2 ranks, {ratio['count']} pairs",
+        f"{ratio['median']:.3f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        bench("step"),
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
