@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "validation.md"
 
 INTRO = """# Validation
 
-On this page you look up what was tested, with which command, and what never ran. `python tools/validation.py` writes it.
-The figures were measured on {date}, with torch {torch} and Python {python}, on two cores without a GPU.
+On this page you look up what was tested, with which command, and what never ran. `python tools/validation.py` writes
+it. The figures were measured on {date}, with torch {torch} and Python {python}, on two cores without a GPU.
 """
 
 # What was tested, and the command that repeats it. Paths and sessions exist: a test looks.
@@ -32,7 +32,7 @@ TESTS = {
         ("ten families of real models, in MMEngine, against one process, with a resume", "nox -s models"),
         ("engines and strategies, against one process", "pytest tests/distributed/test_parity.py"),
         ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/test_sub_meshes.py"),
-        ("`Trainer`, accelerate, Lightning Fabric, Ray", "pytest tests/distributed/test_frameworks.py"),
+        ("`Trainer`, accelerate, Lightning Fabric", "pytest tests/distributed/test_frameworks.py"),
         ("mistakes that torch accepts in silence", "pytest tests/distributed/test_guards.py tests/test_mistakes.py"),
         (
             "optimizers of torch; those of other packages in `nox -s models`",
@@ -58,8 +58,8 @@ TESTS = {
 
 NEVER = """## What never ran
 
-- **GPUs and NCCL.** `pytest -m gpu` has the tests, and every one of them was skipped so far. Forecasts of memory and time for
-  GPUs follow documentation and published figures, and were never measured.
+- **GPUs and NCCL.** `pytest -m gpu` has the tests, and every one of them was skipped so far. Forecasts of memory and
+  time for GPUs follow documentation and published figures, and were never measured.
 - **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
   (`nox -s bench -- ranks`).
 - **Several physical machines.** Two hosts were processes of one machine.
@@ -76,7 +76,7 @@ def page() -> str:
         INTRO.format(date=results["date"], torch=results["torch"], python=results["python"]),
         "## Releases\n",
         _table(("torch", "command"), [(release, f"`nox -s 'compat({release})'`") for release in _releases()]),
-        f"Python {', '.join(_pythons())}; [install](install.md#releases-of-torch-and-python) has each run and its result.\n",
+        f"Python {', '.join(_pythons())}; [install](install.md#releases-of-torch-and-python) has each run's result.\n",
         "## Forecasts and agreement\n",
         _table(("figure", "value", "command"), _figures(results)),
     ]
