@@ -43,10 +43,13 @@ LEVELS: tuple[dict[str, str], ...] = (
         "saving": "basics checkpoint collective errors runtime state",
         "torch_style": "basics collective config errors planning runtime sharding state",
     },
-    {"frontends": "basics checkpoint errors planning sharding torch_style"},
+    {
+        "frontends": "basics checkpoint errors planning sharding torch_style",
+        "parity": "basics errors runtime",
+    },
 )
 MAY_IMPORT = {room: allowed.split() for level in LEVELS for room, allowed in level.items()}
-MOST_ROOMS = 14
+MOST_ROOMS = 15
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (

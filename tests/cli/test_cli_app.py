@@ -179,7 +179,7 @@ def test_options_are_called_the_same_in_every_command() -> None:
     assert [options for options in spelled.values() if len(options) > 1] == [{"-q", "--quiet"}, {"-v", "--verbose"}]
     for option, commands in {
         "as_json": {*COMMANDS} - {"completion"},
-        "limit": {"inspect", *WRITING, "verify", "diff", "plan", "rehearse", "measure", "doctor"},
+        "limit": {"inspect", *WRITING, "verify", "diff", "compare", "plan", "rehearse", "measure", "doctor"},
         "batch": PLANNING - {"plan"},
         "quiet": {*COMMANDS},
         "verbose": {*COMMANDS},

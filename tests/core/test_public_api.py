@@ -23,6 +23,7 @@ ROOMS = (
     "mmfsdp.config",
     "mmfsdp.errors",
     "mmfsdp.frontends",
+    "mmfsdp.parity",
     "mmfsdp.planning",
     "mmfsdp.rehearsal",
     "mmfsdp.runtime",

@@ -32,6 +32,7 @@ _COMMANDS = {
         "Check structure, coverage of every tensor, file sizes, checksums and manifest of a checkpoint.",
     ),
     "diff": ("differing", "Compare two checkpoints across formats and shardings: names, shapes, dtypes and values."),
+    "compare": ("comparing", "Find the first tensor in which two recorded training runs differ, by name."),
     "formats": ("formats", "List the formats."),
     "recipes": (
         "recipes",

@@ -8,6 +8,8 @@ from mmfsdp.basics.lazy import lazy
 
 if TYPE_CHECKING:
     from mmfsdp.config import ShardConfig
+    from mmfsdp.parity.comparing import compare
+    from mmfsdp.parity.recording import recording
     from mmfsdp.planning import ShardPlan, plan
     from mmfsdp.rehearsal import fit, rehearse
     from mmfsdp.runtime.scaling import GradScaler
@@ -33,6 +35,7 @@ __all__ = [
     "__version__",
     "apply_plan",
     "clip_grad_norm_",
+    "compare",
     "fit",
     "full_params",
     "load_checkpoint",
@@ -44,6 +47,7 @@ __all__ = [
     "optim_state_dict",
     "parameters_on_meta",
     "plan",
+    "recording",
     "rehearse",
     "save_checkpoint",
     "shard",
@@ -56,6 +60,8 @@ _WHERE = {
     "ShardConfig": "mmfsdp.config",
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",
+    "compare": "mmfsdp.parity.comparing",
+    "recording": "mmfsdp.parity.recording",
     "fit": "mmfsdp.rehearsal.fitting.fastest",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "parameters_on_meta": "mmfsdp.sharding.meta",
@@ -70,7 +76,7 @@ _WHERE = {
     "save_checkpoint": "mmfsdp.saving.save",
 }
 
-_NEEDS_TORCH = {*_WHERE} - {"ShardConfig", "ShardPlan"}
+_NEEDS_TORCH = {*_WHERE} - {"ShardConfig", "ShardPlan", "compare"}
 
 if not TYPE_CHECKING:  # a type checker reports names that are not there
     __getattr__, __dir__ = lazy(__name__, __all__, _WHERE, needs_torch=_NEEDS_TORCH)

@@ -1,0 +1,155 @@
+"""Compares two records, and finds the first tensor in the order of computation that differs. It needs no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.parity.assembling import Assembled, assemble
+from mmfsdp.parity.comparison import Compared, Comparison, Difference
+from mmfsdp.parity.diagnosis import diagnose
+from mmfsdp.parity.figures import distance
+from mmfsdp.parity.records import Key, RankRecord, read_record
+from mmfsdp.parity.tolerances import Tolerances
+
+__all__ = ["compare"]
+
+_Differ = Callable[..., None]
+_MUST_BE_IN_BOTH = (
+    "gradient before clipping",
+    "gradient",
+    "update",
+    "state",
+    "parameter",
+    "initial parameter",
+    "buffer",
+)
+
+
+def compare(
+    a: str | Path, b: str | Path, *, perturbed: Sequence[str | Path] = (), rtol: float | None = None
+) -> Comparison:
+    """Compare two recordings of a training loop, of any numbers of ranks. Needs no torch and no ranks.
+
+    Tensors are matched by name, step and call. The distance of two tensors is estimated from their sketches, with a
+    standard error of 13 % of it.
+
+    Args:
+        a: The folder of the reference, as given to `mmfsdp.recording`.
+        b: The folder of the other run.
+        perturbed: Folders of runs of the reference with ``perturb=1``, ``2``, ...: how far they are from it is the
+            yardstick. Three are enough. Without any, tensors may be apart by the square root of the coarsest dtype's
+            precision: 3e-4 in float32, 9e-2 in bfloat16; in step k by k + 1 times as much.
+        rtol: How far apart tensors may be as a share of their norm, instead of all that.
+
+    Raises:
+        CheckpointNotFoundError: A folder holds no record.
+        FormatError: A file in one is not part of a record.
+        ConfigError: ``rtol`` is negative.
+    """
+    if rtol is not None and not rtol >= 0:
+        raise ConfigError(f"compare() needs rtol >= 0, got {rtol}.", config="rtol")
+    records = [read_record(Path(folder)) for folder in (a, b, *perturbed)]
+    one, two, *again = [assemble(record) for record in records]
+    worlds = _world(records[0]), _world(records[1])
+    tolerances = Tolerances(one, two, again, rtol)
+    found = Comparison(str(a), str(b), worlds, notes=_notes(one, two, records[0], records[1]))
+    shared = {key.step for key in one} & {key.step for key in two}
+    for key, tensor in one.items():
+        if key.step in shared:
+            _compare(tensor, two.get(key), one, two, tolerances, found)
+    for key in two.keys() - one.keys():
+        if key.step in shared and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
+            found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))
+    return found
+
+
+def _compare(
+    tensor: Assembled, other: Assembled | None, one: dict[Key, Assembled], two: dict[Key, Assembled],
+    tolerances: Tolerances, found: Comparison,
+) -> None:  # fmt: skip
+    key = tensor.key
+    before = found.compared[-1].key if found.compared and not found.differences else None
+
+    def differ(far: float | None, limit: float, why: str, ranks: tuple[int, ...] = ()) -> None:
+        a = 0.0 if tensor.figures is None else tensor.figures.norm
+        b = 0.0 if other is None or other.figures is None else other.figures.norm
+        found.differences.append(Difference(key, far, limit, a, b, why, ranks, before))
+
+    if other is None:
+        if key.kind in _MUST_BE_IN_BOTH and _has(two, key):
+            differ(None, 0.0, "the other run has no such tensor: a contribution is missing")
+        return
+    if tensor.figures is None or other.figures is None:
+        if not (tensor.held and other.held and tensor.held.keys() == other.held.keys()):
+            found.skipped[tensor.missing or other.missing] += 1
+            return
+        _own(tensor, other, tolerances, found, differ)
+        return
+    if tensor.shape != other.shape:
+        if key.kind in _MUST_BE_IN_BOTH:
+            differ(None, 0.0, f"shapes {tensor.shape} and {other.shape}")
+        else:
+            found.skipped["shapes differ: other batches, or no dimension of samples"] += 1
+        return
+    limit = tolerances.of(tensor)
+    far = distance(tensor.figures, other.figures) / tolerances.size(tensor)
+    together = tolerances.between_ranks(tensor)
+    apart = other.apart > together and tensor.apart <= together
+    if not far <= limit or apart:
+        why, ranks = diagnose(key, one, two, found.worlds, limit)
+        if far <= limit:
+            why = f"ranks that must be equal are {other.apart:.1e} apart"
+            ranks = other.apart_ranks
+        differ(max(far, other.apart) if apart else far, limit, why, ranks)
+    elif tensor.dtype != other.dtype and key.step == 0 and key.call == 0:
+        found.notes.append(f"{key} is {tensor.dtype} in the reference and {other.dtype} in the other run.")
+    found.compared.append(Compared(key, far, limit, not (far <= limit) or apart))
+
+
+def _own(tensor: Assembled, other: Assembled, tolerances: Tolerances, found: Comparison, differ: _Differ) -> None:
+    """Compare what each rank has for itself, if both runs have the same ranks."""
+    limit = tolerances.of(tensor)
+    wrong, worst = [], 0.0
+    for rank, mine in tensor.held.items():
+        far = distance(mine, other.held[rank]) / max(mine.norm, 1e-300)
+        worst = max(worst, far)
+        if not far <= limit:
+            wrong.append(rank)
+    if wrong:
+        differ(worst, limit, f"what ranks {', '.join(map(str, wrong))} have for themselves differs", tuple(wrong))
+    found.compared.append(Compared(tensor.key, worst, limit, bool(wrong)))
+
+
+def _has(run: dict[Key, Assembled], key: Key) -> bool:
+    """Return whether a run has tensors of a key's kind in its step, as far as it was recorded."""
+    return any(other.kind == key.kind and other.step == key.step for other in run)
+
+
+def _world(record: Sequence[RankRecord]) -> int:
+    return max(int(rank.head["world"]) for rank in record)
+
+
+def _notes(
+    one: dict[Key, Assembled], two: dict[Key, Assembled], a: Sequence[RankRecord], b: Sequence[RankRecord]
+) -> list[str]:
+    notes = []
+    for name, record in (("the reference", a), ("the other run", b)):
+        world = _world(record)
+        missing = sorted({*range(world)} - {rank.head["rank"] for rank in record})
+        if missing:
+            notes.append(f"Of {name}, the files of ranks {', '.join(map(str, missing))} of {world} are missing.")
+        notes += [f"Rank {rank.head['rank']} of {name}: {rank.cut}." for rank in record if rank.cut]
+    for setting in ("model", "optimizer"):
+        values = [record[0].head.get(setting) for record in (a, b)]
+        if values[0] != values[1]:
+            notes.append(f"The {setting} is {values[0]} in the reference and {values[1]} in the other run.")
+    for name, mine, yours in (("the reference", one, two), ("the other run", two, one)):
+        steps = {key.step for key in mine} - {key.step for key in yours}
+        if steps:
+            notes.append(f"Only {name} has {len(steps)} of its steps, from step {min(steps)} on.")
+        only = Counter(key.kind for key in mine if key not in yours and key.step not in steps)
+        notes += [f"Only {name} has {count} tensors of kind {kind!r}." for kind, count in only.items()]
+    return notes

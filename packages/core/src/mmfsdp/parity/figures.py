@@ -1,0 +1,135 @@
+"""The figures that are kept of a tensor, how those of boxes add up, and how far two tensors are apart. No torch."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import mul
+from struct import Struct
+
+__all__ = ["BITS", "ERROR", "Figures", "add", "cosine", "distance", "factor", "pack", "where"]
+
+BITS = 32
+"""Numbers in a sketch."""
+ERROR = 1 / math.sqrt(2 * BITS)
+"""The standard error of a distance that is estimated from two sketches, as a share of it."""
+
+_FORM = Struct(f"<{6 + BITS}d{BITS}f")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a tensor or of a box of it."""
+
+    total: float
+    """The sum of the elements."""
+    square: float
+    """The sum of their squares."""
+    largest: float
+    """The largest absolute value."""
+    low: float
+    high: float
+    odd: int
+    """How many elements are infinite or NaN."""
+    sketch: tuple[float, ...]
+    """Sums of the elements with random signs."""
+    placed: tuple[float, ...]
+    """The same sums, each element times where it is along the first dimension, from 0 to 1."""
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of squares."""
+        return math.sqrt(self.square) if self.square >= 0 else math.nan
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figures:
+        """Return the figures from their values in order."""
+        total, square, largest, low, high, odd = values[:6]
+        return cls(total, square, largest, low, high, int(odd), tuple(values[6 : 6 + BITS]), tuple(values[6 + BITS :]))
+
+    def pack(self) -> str:
+        """Return the figures as text."""
+        return pack([self.total, self.square, self.largest, self.low, self.high, self.odd, *self.sketch, *self.placed])
+
+    @classmethod
+    def unpack(cls, text: str) -> Figures:
+        """Return the figures that `pack` has written.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        try:
+            return cls.of(_FORM.unpack(b64decode(text, validate=True)))
+        except Exception as error:  # of base64, struct and int()
+            raise ValueError(f"{text[:20]!r} holds no figures: {error}") from error
+
+
+def pack(values: Sequence[float]) -> str:
+    """Return the values of `Figures`, in order, as text."""
+    clipped = [max(-3e38, min(3e38, value)) if math.isfinite(value) else value for value in values[6 + BITS :]]
+    return b64encode(_FORM.pack(*values[: 6 + BITS], *clipped)).decode()
+
+
+def add(parts: Iterable[Figures], scale: float = 1.0) -> Figures:
+    """Return the figures of a tensor from those of its boxes, which do not overlap.
+
+    Args:
+        parts: The boxes' figures, at least one.
+        scale: What to multiply each element by.
+    """
+    parts = list(parts)
+    return Figures(
+        scale * sum(part.total for part in parts),
+        scale * scale * sum(part.square for part in parts),
+        abs(scale) * max(part.largest for part in parts),
+        scale * min(part.low for part in parts),
+        scale * max(part.high for part in parts),
+        sum(part.odd for part in parts),
+        tuple(scale * sum(column) for column in zip(*(part.sketch for part in parts), strict=True)),
+        tuple(scale * sum(column) for column in zip(*(part.placed for part in parts), strict=True)),
+    )
+
+
+def distance(one: Figures, other: Figures) -> float:
+    """Return an estimate of the norm of the difference of two tensors; `ERROR` is its standard error.
+
+    The figures must be those of whole tensors of equal shape, or of the same box.
+    """
+    if one.odd or other.odd:
+        return 0.0 if one.odd == other.odd else math.inf
+    difference = [a - b for a, b in zip(one.sketch, other.sketch, strict=True)]
+    return math.sqrt(_dot(difference, difference) / BITS)
+
+
+def cosine(one: Figures, other: Figures) -> float:
+    """Return an estimate of the cosine of the angle between two tensors, 0 if one is zero."""
+    size = math.sqrt(_dot(one.sketch, one.sketch) * _dot(other.sketch, other.sketch))
+    return _dot(one.sketch, other.sketch) / size if size else 0.0
+
+
+def factor(one: Figures, other: Figures) -> tuple[float, float]:
+    """Return the number that, times ``one``, comes nearest to ``other``, and what is left, as a share of ``other``."""
+    size, target = _dot(one.sketch, one.sketch), _dot(other.sketch, other.sketch)
+    if not size or not target:
+        return 0.0, 0.0 if not target else 1.0
+    best = _dot(one.sketch, other.sketch) / size
+    rest = [b - best * a for a, b in zip(one.sketch, other.sketch, strict=True)]
+    return best, math.sqrt(_dot(rest, rest) / target)
+
+
+def where(one: Figures, other: Figures) -> tuple[float, float]:
+    """Return where along the first dimension a difference lies, from 0 to 1, and how far it spreads."""
+    difference = [a - b for a, b in zip(one.sketch, other.sketch, strict=True)]
+    placed = [a - b for a, b in zip(one.placed, other.placed, strict=True)]
+    size = _dot(difference, difference)
+    if not size:
+        return 0.0, 0.0
+    center = _dot(difference, placed) / size
+    return center, math.sqrt(max(_dot(placed, placed) / size - center * center, 0.0))
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    found: float = sum(map(mul, one, other), 0.0)
+    return found

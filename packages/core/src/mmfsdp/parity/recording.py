@@ -1,0 +1,280 @@
+"""Records what a training loop computes, step by step, as sketches that do not depend on sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path
+
+from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.parity.clipping import watch_clipping
+from mmfsdp.parity.naming import plain_name, units_of, unwrapped
+from mmfsdp.parity.perturbing import perturb_inputs
+from mmfsdp.parity.records import Key, Spread
+from mmfsdp.parity.writing import Writer
+from mmfsdp.runtime.dtensors import box_of
+
+__all__ = ["Recording", "recording"]
+
+Order = Literal["blocks", "strided"]
+
+
+@contextmanager
+def recording(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    depth: int = 2,
+    every: int = 1,
+    order: Order = "blocks",
+    perturb: int | None = None,
+) -> Iterator[Recording]:
+    """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
+
+    A step ends with the optimizer's step. In the order of computation it records the inputs and outputs of modules, the
+    gradients of these outputs, the norm, the gradients of parameters before and after clipping, updates, the
+    optimizer's state, parameters and buffers. What is kept of a tensor is about 600 bytes: sums, extremes, and a sketch
+    that tells how far two tensors are apart. Each rank writes a file of its own. While the optimizer steps, the rank's
+    part of the parameters is held twice.
+
+    The model may be sharded by mmfsdp (engine ``fsdp2`` or ``replicate``) or by ``fully_shard``, wrapped by DDP, or
+    plain. Only forwards of the whole model in training mode are recorded. Gradients before clipping and the norm are
+    those that ``torch.nn.utils.clip_grad_norm_`` or ``mmfsdp.clip_grad_norm_``, called by these names, see.
+
+    Args:
+        folder: Where to write; files of an earlier recording are replaced.
+        model: The model that is trained.
+        optimizer: Its optimizer, made for the sharded parameters.
+        depth: How many levels of modules to record below the model; containers such as ``ModuleList`` do not count.
+        every: Record each step whose number it divides.
+        order: Which samples of the global batch a rank gets: ``"blocks"`` of consecutive ones, or ``"strided"``, one
+            of every ``world_size``, as ``DistributedSampler`` deals them out. Ranks must get equally many.
+        perturb: None, or a seed: change each input by about one unit in the last place of its dtype. Such runs of the
+            reference tell `mmfsdp.compare` how large differences may be.
+
+    Yields:
+        The recording: tell it the loss with ``loss(value)``.
+
+    Raises:
+        ConfigError: An argument has an unknown value.
+    """
+    if depth < 0 or every < 1 or order not in ("blocks", "strided"):
+        raise ConfigError(
+            f"recording() needs depth >= 0, every >= 1 and order 'blocks' or 'strided', got {depth=}, {every=}, "
+            f"{order=}."
+        )
+    made = Recording(Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=perturb)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Recording:
+    """A recording that runs; `recording` makes it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        depth: int,
+        every: int,
+        order: Order,
+        perturb: int | None,
+    ) -> None:
+        self._model, self._optimizer, self._every, self._order = unwrapped(model), optimizer, every, order
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
+        head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
+        head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
+        self._writer = Writer(folder, self._rank, head)
+        self._step, self._calls = 0, dict[tuple[str, str], int]()
+        self._running = self._started = False
+        self._samples = 0
+        self._before: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks:
+            if perturb is not None:
+                hooks.enter_context(perturb_inputs(self._model, perturb))
+            for name, module in units_of(self._model, depth):
+                before, after = self._hooks(name)
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after).remove)
+            hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            hooks.enter_context(watch_clipping(self._before_clipping, self.norm))
+            self._stack = hooks.pop_all()
+
+    @property
+    def stopped(self) -> str:
+        """Why the recording has stopped before the loop, such as a full disk; empty if it has not."""
+        return self._writer.stopped
+
+    def loss(self, value: torch.Tensor | float) -> None:
+        """Record this rank's loss; the mean over ranks counts. Not collective."""
+        self._number("loss", value, "mean")
+
+    def norm(self, value: torch.Tensor | float) -> None:
+        """Record the norm of all gradients, which is the same on all ranks. Not collective."""
+        self._number("norm", value, "alike")
+
+    def close(self) -> None:
+        """Remove the hooks, and write what is left."""
+        self._stack.close()
+        self._running = False
+        self._writer.close()
+
+    @property
+    def _is_on(self) -> bool:
+        return self._step % self._every == 0 and not self._writer.stopped
+
+    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not name:
+                self._begin(module, (args, kwargs))
+            if self._running:
+                self._tensors("input", name, (args, kwargs))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._running:
+                self._tensors("output", name, output)
+            if not name:
+                self._running = False
+
+        return before, after
+
+    def _begin(self, module: nn.Module, given: Any) -> None:
+        self._running = module.training and self._is_on
+        if not self._running:
+            return
+        if not self._started:
+            self._started = True
+            for param, name in self._params():
+                self._shard("initial parameter", name, param)
+        leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
+        self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+    def _tensors(self, kind: str, name: str, tree: Any) -> None:
+        for path, leaf in tree_flatten_with_path(_plain(tree))[0]:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.layout != torch.strided:
+                continue
+            full = name + ("".join(str(part) for part in path) if kind == "output" or len(path) else "")
+            key = self._key(kind, full)
+            self._activation(key, leaf)
+            if kind == "output" and leaf.requires_grad:
+                backward = Key(key.step, "gradient of output", full, key.call)
+                leaf.register_hook(lambda grad, key=backward: self._gradient(key, grad))
+
+    def _gradient(self, key: Key, grad: torch.Tensor) -> None:
+        if key.step == self._step and not isinstance(grad, DTensor):
+            self._activation(key, grad)
+
+    def _activation(self, key: Key, value: torch.Tensor) -> None:
+        rows = value.shape[0] if value.dim() else 0
+        if not self._samples or not rows or rows % self._samples:
+            spread: Spread = "mean" if value.numel() == 1 else "own"
+            self._writer.add(key, spread, value, (0,) * value.dim(), tuple(value.shape))
+            return
+        each = rows // self._samples
+        shape = (rows * self._world, *value.shape[1:])
+        if self._order == "blocks" or self._world == 1:
+            self._writer.add(key, "rows", value, (self._rank * rows, *(0,) * (value.dim() - 1)), shape)
+            return
+        inner = value.shape[1:]
+        local, place = value.detach().reshape(self._samples, 1, each, *inner), (0, self._rank, 0)
+        whole = (self._samples, self._world, each)
+        if inner:
+            offsets = (*place, *(0,) * len(inner))
+            self._writer.add(key, "rows", local, offsets, (*whole, *inner), leading=3, shown=shape)
+        else:  # one dimension is folded, so that its elements must be in place
+            spaced = local.new_zeros(whole)
+            spaced[:, self._rank] = local[:, 0]
+            self._writer.add(key, "rows", spaced.reshape(shape), (0,), shape)
+
+    def _number(self, kind: str, value: torch.Tensor | float, spread: Spread) -> None:
+        if self._is_on:
+            number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            number = number.full_tensor() if isinstance(number, DTensor) else number
+            self._writer.add(self._key(kind, ""), spread, number, (0,) * number.dim(), tuple(number.shape))
+
+    def _shard(self, kind: str, name: str, value: torch.Tensor) -> None:
+        try:
+            box = box_of(value)
+        except StateDictError:  # a placement that is no box: only this rank's part is known
+            held = value.to_local() if isinstance(value, DTensor) else value
+            self._writer.add(self._key(kind, name), "own", held, (0,) * held.dim(), tuple(held.shape))
+            return
+        held = value.to_local() if isinstance(value, DTensor) else value
+        held = held.reshape(box.sizes)
+        self._writer.add(self._key(kind, name), "box", held, box.offsets, tuple(value.shape))
+
+    def _params(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in self._names:
+                    yield param, self._names[id(param)]
+
+    def _gradients(self, kind: str) -> None:
+        for param, name in self._params():
+            if param.grad is not None and param.grad.layout == torch.strided:
+                self._shard(kind, name, param.grad)
+
+    def _before_clipping(self) -> None:
+        if self._is_on:
+            self._gradients("gradient before clipping")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_on:
+            self._gradients("gradient")
+            self._before = {id(param): _local(param).clone() for param, _ in self._params()}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_on:
+            for param, name in self._params():
+                held, old = _local(param), self._before.pop(id(param), None)
+                if old is not None:
+                    update = torch.sub(held, old)
+                    self._shard("update", name, _like(update, param))
+                for entry, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
+                        self._shard("state", f"{name}[{entry}]", value)
+                self._shard("parameter", name, param)
+            for name, buffer in self._model.named_buffers():
+                if not isinstance(buffer, DTensor) and buffer.layout == torch.strided:
+                    self._shard("buffer", plain_name(name), buffer)
+            self._writer.flush()
+        self._before.clear()
+        self._calls.clear()
+        self._step += 1
+
+    def _key(self, kind: str, name: str) -> Key:
+        call = self._calls.get((kind, name), 0)
+        self._calls[kind, name] = call + 1
+        return Key(self._step, kind, name, call)
+
+
+def _plain(tree: Any) -> Any:
+    """Return outputs such as those of transformers, which are dicts too, as plain dicts."""
+    return dict(tree) if isinstance(tree, dict) else tree
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def _like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,96 @@
+"""Decides how far apart two runs may be: as far as runs of the reference with perturbed inputs are, times a factor."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from mmfsdp.parity.assembling import Assembled
+from mmfsdp.parity.figures import distance
+from mmfsdp.parity.records import Key
+
+__all__ = ["EPS", "Tolerances", "size_of"]
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""The distance from 1 to the next number of a dtype."""
+
+_FACTOR = 10.0
+_UPDATES = 3.0
+"""What Adam divides by is uncertain where gradients are small: updates and what follows from them vary more."""
+_SMALL = 1e-2
+"""Smaller tensors are measured by this share of the usual size of their kind: they may be zero but for rounding."""
+
+
+class Tolerances:
+    """How far each tensor may be from the reference's, as a share of its size.
+
+    Args:
+        reference: The reference.
+        other: The run to compare, which may compute in a coarser dtype.
+        perturbed: Runs of the reference with perturbed inputs; without any, a share that depends on the dtype is used.
+        rtol: The share to use for every tensor instead.
+    """
+
+    def __init__(
+        self,
+        reference: Mapping[Key, Assembled],
+        other: Mapping[Key, Assembled],
+        perturbed: Sequence[Mapping[Key, Assembled]] = (),
+        rtol: float | None = None,
+    ) -> None:
+        self._rtol = rtol
+        computed = [
+            tensor.dtype for run in (reference, other) for tensor in run.values() if "output" in tensor.key.kind
+        ]
+        self._eps = max((EPS[dtype] for dtype in computed if dtype in EPS), default=EPS["float32"])
+        self._usual = _usual_sizes(reference)
+        self._moved: dict[Key, float] = {}
+        for run in perturbed:
+            for key, tensor in reference.items():
+                again = run.get(key)
+                if tensor.figures is not None and again is not None and again.figures is not None and tensor.is_float:
+                    share = distance(tensor.figures, again.figures) / self.size(tensor)
+                    self._moved[key] = max(self._moved.get(key, 0.0), share if math.isfinite(share) else 0.0)
+        groups: dict[tuple[int, str], list[float]] = {}
+        for key, share in self._moved.items():
+            groups.setdefault((key.step, key.kind), []).append(share)
+        self._typical = {group: statistics.median(shares) for group, shares in groups.items()}
+
+    def size(self, tensor: Assembled) -> float:
+        """Return what a difference from a tensor of the reference is measured by: its norm, if it is not tiny."""
+        assert tensor.figures is not None
+        usual = self._usual.get((tensor.key.step, tensor.key.kind), 0.0)
+        norm = tensor.figures.norm
+        return max(norm if math.isfinite(norm) else 0.0, _SMALL * usual * size_of(tensor.shape), 1e-300)
+
+    def of(self, tensor: Assembled) -> float:
+        """Return how far another run may be from a tensor of the reference, as a share of `size`."""
+        key = tensor.key
+        if not tensor.is_float:
+            return 0.0
+        if self._rtol is not None:
+            return self._rtol
+        wide = _UPDATES if key.kind in ("update", "state") else 1.0
+        if not self._moved:
+            return wide * (1 + key.step) * math.sqrt(self._eps)
+        typical = self._typical.get((key.step, key.kind), 0.0)
+        return wide * _FACTOR * max(self._moved.get(key, 0.0), typical, self._eps)
+
+    def between_ranks(self, tensor: Assembled) -> float:
+        """Return how far ranks may be apart that must be equal."""
+        return 8 * EPS.get(tensor.dtype, 0.0)
+
+
+def size_of(shape: Sequence[int]) -> float:
+    """Return the square root of the number of elements."""
+    return math.sqrt(math.prod(shape))
+
+
+def _usual_sizes(run: Mapping[Key, Assembled]) -> dict[tuple[int, str], float]:
+    """Return for each step and kind the median over tensors of the usual size of an element."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for key, tensor in run.items():
+        if tensor.figures is not None and math.isfinite(tensor.figures.norm) and 0 not in tensor.shape:
+            found.setdefault((key.step, key.kind), []).append(tensor.figures.norm / size_of(tensor.shape))
+    return {group: statistics.median(sizes) for group, sizes in found.items()}

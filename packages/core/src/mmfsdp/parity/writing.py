@@ -1,0 +1,117 @@
+"""Appends sketches to the record of this rank; a full disk ends the recording, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from mmfsdp.parity.figures import pack
+from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
+from mmfsdp.parity.sketches import sketch_of
+
+__all__ = ["Writer"]
+
+_log = logging.getLogger("mmfsdp.parity")
+_Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
+
+
+class Writer:
+    """Keeps the sketches of a step on their device, and writes them at its end in one piece.
+
+    Args:
+        folder: The record's folder; a file of the same rank in it is replaced.
+        rank: This rank.
+        head: What the run is.
+    """
+
+    def __init__(self, folder: Path, rank: int, head: Mapping[str, Any]) -> None:
+        self.stopped = ""
+        self._pending: list[_Pending] = []
+        self._values: list[torch.Tensor] = []
+        self._file: TextIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = file_of(folder, rank).open("w", encoding="utf-8")
+        except OSError as error:
+            self._stop(error)
+        self._write(json.dumps({"mmfsdp_record": FORM, "rank": rank, **head}) + "\n")
+
+    def add(
+        self,
+        key: Key,
+        spread: Spread,
+        local: torch.Tensor,
+        offsets: tuple[int, ...],
+        shape: tuple[int, ...],
+        *,
+        leading: int = 1,
+        shown: tuple[int, ...] | None = None,
+    ) -> None:
+        """Sketch this rank's part of a tensor.
+
+        Args:
+            key: What the tensor is.
+            spread: How ranks share it.
+            local: The part.
+            offsets: Where it begins.
+            shape: The whole tensor's shape.
+            leading: See `sketch_of`.
+            shown: The shape to write, with ``leading`` above 1.
+        """
+        if self.stopped:
+            return
+        dtype = str(local.dtype).removeprefix("torch.")
+        self._values.append(sketch_of(local, offsets, shape, leading=leading))
+        if shown is not None:
+            shape, offsets, sizes = shown, (0,) * len(shown), (local.shape[0] * local.shape[2], *shown[1:])
+        else:
+            sizes = tuple(local.shape)
+        self._pending.append((key, spread, shape, offsets, sizes, dtype))
+
+    def flush(self) -> None:
+        """Write what was added."""
+        if self._pending and not self.stopped:
+            values = [row for device in _devices(self._values) for row in _rows(self._values, device)]
+            rows = dict(values)
+            lines = [line_of(*entry, pack(rows[place])) + "\n" for place, entry in enumerate(self._pending)]
+            self._write("".join(lines))
+        self._pending.clear()
+        self._values.clear()
+
+    def close(self) -> None:
+        """Write the rest, and that the recording has ended."""
+        self.flush()
+        self._write(json.dumps({"end": True}) + "\n")
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._stop(error)
+
+    def _write(self, text: str) -> None:
+        if self._file is None or self.stopped:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self.stopped = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+        _log.error("Recording has stopped, training goes on: %s", self.stopped)
+
+
+def _devices(values: list[torch.Tensor]) -> set[torch.device]:
+    return {value.device for value in values}
+
+
+def _rows(values: list[torch.Tensor], device: torch.device) -> list[tuple[int, list[float]]]:
+    """Return the values of one device, which is waited for once."""
+    places = [place for place, value in enumerate(values) if value.device == device]
+    return list(zip(places, torch.stack([values[place] for place in places]).tolist(), strict=True))

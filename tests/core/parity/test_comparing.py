@@ -1,0 +1,175 @@
+"""Recording in one process, and comparing records: what is equal, what differs, and records that are incomplete."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import mmfsdp
+from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError
+from mmfsdp.parity import Key, comparison_page
+from mmfsdp.parity.records import read_record
+
+
+def train(folder: Path, steps: int = 2, lr: float = 1e-2, dim: int = 6, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, dim), nn.BatchNorm1d(dim), nn.Linear(dim, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    with mmfsdp.recording(folder, model, optimizer, **options) as recording:
+        for _ in range(steps):
+            loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+            recording.loss(loss)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def kinds(folder: Path) -> list[str]:
+    seen: dict[str, None] = {}
+    for entry in read_record(folder)[0].entries:
+        seen.setdefault(entry.key.kind)
+    return [*seen]
+
+
+def test_what_is_recorded_in_order(tmp_path: Path) -> None:
+    assert kinds(train(tmp_path / "a", steps=1)) == [
+        "initial parameter", "input", "output", "loss", "gradient of output", "gradient before clipping", "norm",
+        "gradient", "update", "state", "parameter", "buffer",
+    ]  # fmt: skip
+
+
+def test_a_run_is_equal_to_itself(tmp_path: Path) -> None:
+    found = mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b"), rtol=0)
+    assert found.same
+    assert len(found.compared) > 100
+    assert str(found).startswith("Equal: ")
+
+
+def test_recording_changes_nothing(tmp_path: Path) -> None:
+    clip, state = torch.nn.utils.clip_grad_norm_, []
+    for folder in (tmp_path / "a", None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if folder is None:
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+        else:
+            with mmfsdp.recording(folder, model, optimizer):
+                model(torch.randn(2, 3)).sum().backward()
+                optimizer.step()
+        state.append(model.weight.detach().clone())
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    assert torch.equal(*state)
+    assert torch.nn.utils.clip_grad_norm_ is clip
+
+
+def test_the_first_difference(tmp_path: Path) -> None:
+    found = mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2))
+    assert not found.same
+    assert found.first is not None
+    assert found.first.key == Key(0, "update", "0.weight", 0)
+    assert found.first.why == "a factor of 3, as of 3 micro-batches that are summed, or divided twice"
+    assert found.first.equal_before == Key(0, "gradient", "2.bias", 0)
+    assert "The first difference: update of 0.weight (step 0)" in str(found)
+    assert json.loads(json.dumps(found.describe()))["differences"][0]["name"] == "0.weight"
+
+
+def test_perturbed_runs_are_the_yardstick(tmp_path: Path) -> None:
+    reference = train(tmp_path / "a")
+    perturbed = [train(tmp_path / f"a{seed}", perturb=seed) for seed in (1, 2)]
+    assert not mmfsdp.compare(reference, perturbed[0], rtol=0).same
+    found = mmfsdp.compare(reference, train(tmp_path / "b"), perturbed=perturbed)
+    assert found.same
+    assert not mmfsdp.compare(reference, train(tmp_path / "c", lr=1.001e-2), perturbed=perturbed).same
+
+
+def test_each_nth_step(tmp_path: Path) -> None:
+    steps = {entry.key.step for entry in read_record(train(tmp_path / "a", steps=5, every=2))[0].entries}
+    assert steps == {0, 2, 4}
+
+
+def test_other_steps_and_models_are_reported(tmp_path: Path) -> None:
+    found = mmfsdp.compare(train(tmp_path / "a", steps=1), train(tmp_path / "b", steps=3))
+    assert found.same
+    assert "Only the other run has 2 of its steps, from step 1 on." in found.notes
+    found = mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "c", dim=7))
+    assert found.first is not None
+    assert found.first.key.kind == "initial parameter"
+    assert found.first.why == "shapes (6, 4) and (7, 4)"
+
+
+def test_a_record_that_is_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
+    path = train(tmp_path / "a") / "rank00000.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    found = mmfsdp.compare(tmp_path / "a", train(tmp_path / "b"))
+    assert any("is cut off or damaged" in note for note in found.notes)
+    assert len(found.compared) > 60
+
+
+def test_missing_ranks_are_reported(tmp_path: Path) -> None:
+    path = train(tmp_path / "a") / "rank00000.jsonl"
+    head, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({**json.loads(head), "world": 2}) + "\n" + rest)
+    found = mmfsdp.compare(tmp_path / "a", tmp_path / "a")
+    assert "Of the reference, the files of ranks 1 of 2 are missing." in found.notes
+
+
+@pytest.mark.parametrize("content", ["", "x", "[]", "{}", '{"mmfsdp_record": 99, "rank": 0, "world": 1}'])
+def test_other_files_are_rejected(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rank00000.jsonl").write_text(content)
+    with pytest.raises(FormatError):
+        mmfsdp.compare(tmp_path, tmp_path)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="holds no record"):
+        mmfsdp.compare(tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=r"recording\(\) needs depth >= 0, every >= 1"):
+        train(tmp_path / "a", every=0)
+    with pytest.raises(ConfigError, match="rtol >= 0"):
+        mmfsdp.compare(tmp_path, tmp_path, rtol=-1)
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path("/dev/full")  # a folder cannot be made there
+    with caplog.at_level(logging.ERROR, logger="mmfsdp.parity"):
+        train(folder)
+    assert "Recording has stopped, training goes on" in caplog.text
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "rank00000.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.ERROR, logger="mmfsdp.parity"):
+        train(tmp_path / "a")
+    assert "No space left on device" in caplog.text
+
+
+def test_comparing_needs_no_torch(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    script = (
+        "import sys\nsys.modules['torch'] = sys.modules['numpy'] = None\nimport mmfsdp\n"
+        "assert mmfsdp.compare(sys.argv[1], sys.argv[1]).same"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "a"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_shows_what_differs(tmp_path: Path) -> None:
+    page = comparison_page(mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2)))
+    assert "update of 0.weight (step 0)" in page
+    assert page.count("<svg") == 2

@@ -1,0 +1,65 @@
+"""Records of one process and of several ranks are equal, faults are noticed where they begin, without false alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.distributed.faults import FAULTS
+from tests.distributed.recorded import compared, recorded, reference
+
+import mmfsdp
+
+SOME = [
+    "gradients_are_summed", "one_parameter_is_not_reduced", "one_replica_scales_its_gradient", "a_gradient_is_removed",
+    "accumulation_is_divided_twice", "all_ranks_get_the_same_samples", "query_and_key_are_swapped",
+    "a_rank_draws_other_weights", "dropout_has_other_random_numbers", "a_buffer_is_not_synchronised",
+    "one_norm_computes_in_bfloat16", "one_rank_computes_nan", "the_norm_is_that_of_one_shard", "a_step_is_skipped",
+    "a_stale_average_is_copied_back", "the_last_row_has_no_gradient",
+]  # fmt: skip
+
+DIAGNOSED = {
+    "gradients_are_summed": "a factor of 2, the number of ranks: summed instead of averaged",
+    "one_replica_scales_its_gradient": "only rank 1 differs from the reference",
+    "a_gradient_is_removed": "a contribution is missing",
+    "query_and_key_are_swapped": "the values of 'layers.0.attend.k.weight' in the reference: swapped",
+    "dropout_has_other_random_numbers": "other random numbers",
+    "one_rank_computes_nan": "792 elements are infinite or NaN",
+    "the_last_row_has_no_gradient": "only the last rows differ, around row 31 of 32",
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    return reference(tmp_path_factory.mktemp("reference") / "plain")
+
+
+@pytest.mark.parametrize("how", ["mmfsdp", "fully_shard", "ddp"])
+def test_ranks_compute_what_one_process_does(how: str, plain: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    found = compared(plain, recorded(tmp_path / how, how, 2))
+    assert found.same, str(found)
+    assert found.notes == []
+    assert found.skipped == {}
+    assert len(found.compared) > 300
+
+
+def test_four_ranks_compute_what_two_do(tmp_path: Path) -> None:
+    found = mmfsdp.compare(recorded(tmp_path / "2", "ddp", 2), recorded(tmp_path / "4", "mmfsdp", 4))
+    assert found.same, str(found)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    plain = reference(tmp_path / "plain", dtype=torch.bfloat16)
+    found = compared(plain, recorded(tmp_path / "sharded", "fully_shard", 2, dtype=torch.bfloat16))
+    assert found.same, str(found)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_fault_is_noticed_where_it_begins(name: str, plain: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    first = compared(plain, recorded(tmp_path / name, fault.how, 2, fault)).first
+    assert first is not None
+    assert first.key.kind == fault.kind
+    assert first.key.name.startswith(fault.place)
+    assert DIAGNOSED.get(name, "") in first.why
