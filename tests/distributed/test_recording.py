@@ -21,7 +21,7 @@ SOME = [
 
 DIAGNOSED = {
     "gradients_are_summed": "a factor of 2, the number of ranks: summed instead of averaged",
-    "one_replica_scales_its_gradient": "only rank 1 differs from the reference",
+    "one_replica_scales_its_gradient": "apart; wrong: 1",
     "a_gradient_is_removed": "a contribution is missing",
     "query_and_key_are_swapped": "the values of 'layers.0.attend.k.weight' in the reference: swapped",
     "dropout_has_other_random_numbers": "other random numbers",

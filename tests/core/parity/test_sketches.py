@@ -63,7 +63,9 @@ def test_samples_that_are_dealt_out_add_up(inner: tuple[int, ...]) -> None:
     shape = (4, 2, 1, *inner)
     parts = [
         Figures.of(
-            sketch_of(tensor[rank::2].reshape(4, 1, 1, *inner), [0, rank, 0, *[0] * len(inner)], shape, leading=3).tolist()
+            sketch_of(
+                tensor[rank::2].reshape(4, 1, 1, *inner), [0, rank, 0, *[0] * len(inner)], shape, leading=3
+            ).tolist()
         )
         for rank in range(2)
     ]
@@ -72,7 +74,9 @@ def test_samples_that_are_dealt_out_add_up(inner: tuple[int, ...]) -> None:
     assert found.placed == pytest.approx(whole.placed, abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
 def test_dtypes(dtype: torch.dtype) -> None:
     tensor = (torch.randn(40, 30) * 3).to(dtype)
     assert figures(tensor).norm == pytest.approx(tensor.double().norm().item(), rel=1e-5)

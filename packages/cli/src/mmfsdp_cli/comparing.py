@@ -49,7 +49,7 @@ def compare_command(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Find the first tensor in which two recorded runs differ, by name, step and call.
+    """Find the first tensor in which two recorded training runs differ, by name.
 
     Exit codes: 0 nothing differs by more than it may; 1 something does; 2 a path or argument is wrong.
     """

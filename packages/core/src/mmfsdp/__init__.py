@@ -9,7 +9,7 @@ from mmfsdp.basics.lazy import lazy
 if TYPE_CHECKING:
     from mmfsdp.config import ShardConfig
     from mmfsdp.parity.comparing import compare
-    from mmfsdp.parity.recording import recording
+    from mmfsdp.parity.recorder import recording
     from mmfsdp.planning import ShardPlan, plan
     from mmfsdp.rehearsal import fit, rehearse
     from mmfsdp.runtime.scaling import GradScaler
@@ -61,7 +61,7 @@ _WHERE = {
     "ShardPlan": "mmfsdp.planning.schema",
     "plan": "mmfsdp.planning.resolve",
     "compare": "mmfsdp.parity.comparing",
-    "recording": "mmfsdp.parity.recording",
+    "recording": "mmfsdp.parity.recorder",
     "fit": "mmfsdp.rehearsal.fitting.fastest",
     "rehearse": "mmfsdp.rehearsal.rehearsing",
     "parameters_on_meta": "mmfsdp.sharding.meta",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmfsdp.parity.comparing import compare
     from mmfsdp.parity.comparison import Compared, Comparison, Difference
     from mmfsdp.parity.page import comparison_page
-    from mmfsdp.parity.recording import Recording, recording
+    from mmfsdp.parity.recorder import Recording, recording
     from mmfsdp.parity.records import Key
 
 __all__ = ["Compared", "Comparison", "Difference", "Key", "Recording", "compare", "comparison_page", "recording"]
@@ -20,7 +20,7 @@ _WHERE = {
     **dict.fromkeys(("Compared", "Comparison", "Difference"), "mmfsdp.parity.comparison"),
     "comparison_page": "mmfsdp.parity.page",
     "Key": "mmfsdp.parity.records",
-    **dict.fromkeys(("Recording", "recording"), "mmfsdp.parity.recording"),
+    **dict.fromkeys(("Recording", "recording"), "mmfsdp.parity.recorder"),
 }
 
 if not TYPE_CHECKING:  # a type checker reports names that are not there

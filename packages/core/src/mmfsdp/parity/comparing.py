@@ -101,8 +101,9 @@ def _compare(
     if not far <= limit or apart:
         why, ranks = diagnose(key, one, two, found.worlds, limit)
         if far <= limit:
-            why = f"ranks that must be equal are {other.apart:.1e} apart"
-            ranks = other.apart_ranks
+            ranks = ranks or other.apart_ranks
+            which = ", ".join(map(str, ranks))
+            why = f"ranks that must be equal are {other.apart:.1e} apart; wrong: {which}"
         differ(max(far, other.apart) if apart else far, limit, why, ranks)
     elif tensor.dtype != other.dtype and key.step == 0 and key.call == 0:
         found.notes.append(f"{key} is {tensor.dtype} in the reference and {other.dtype} in the other run.")
