@@ -10,7 +10,18 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-__all__ = ["RemoteLike", "VirtualFile", "close", "expect", "prefetch", "publish", "read_at", "read_into", "size_of"]
+__all__ = [
+    "RemoteLike",
+    "VirtualFile",
+    "close",
+    "expect",
+    "is_remote",
+    "prefetch",
+    "publish",
+    "read_at",
+    "read_into",
+    "size_of",
+]
 
 
 class VirtualFile(ABC):
@@ -56,6 +67,11 @@ class RemoteLike(ABC):
     @abstractmethod
     def read_ahead(self, extents: Iterable[tuple[object, int, int]]) -> object:
         """Return what reads extents before they are asked for: path, offset and end of each, in the order of use."""
+
+
+def is_remote(path: object) -> bool:
+    """Tell whether a path lies on a server."""
+    return isinstance(path, RemoteLike)
 
 
 _FIRST = -1000  # -1 and its neighbours mean "no file" in many calls, and -100 the current directory

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
     from mmfsdp.checkpoint.conversion.settings import Conversion
     from mmfsdp.checkpoint.files.atomic import TargetExistsError
-    from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats, open_layout
+    from mmfsdp.checkpoint.formats.opening import open_layout
+    from mmfsdp.checkpoint.formats.registry import FormatInfo, known_formats
     from mmfsdp.checkpoint.inspection.comparing import ValueDifference
     from mmfsdp.checkpoint.inspection.difference import Difference, DiffReport, diff
     from mmfsdp.checkpoint.inspection.difference_page import check_page_path, diff_page, write_page
@@ -74,7 +75,7 @@ _WHERE = {
     "find_tensor": "mmfsdp.checkpoint.tree",
     "Conversion": "mmfsdp.checkpoint.conversion.settings",
     "TargetExistsError": "mmfsdp.checkpoint.files.atomic",
-    "open_layout": "mmfsdp.checkpoint.formats.registry",
+    "open_layout": "mmfsdp.checkpoint.formats.opening",
     **dict.fromkeys(("FormatInfo", "known_formats"), "mmfsdp.checkpoint.formats.registry"),
     **dict.fromkeys(("check_page_path", "diff_page", "write_page"), "mmfsdp.checkpoint.inspection.difference_page"),
     "ValueDifference": "mmfsdp.checkpoint.inspection.comparing",

@@ -236,7 +236,8 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
         CorruptCheckpointError: Two chunks overlap, a chunk leaves its tensor, or a file ends too early.
     """
     sizes: dict[Path, int] = {}
-    for entry in _stored(layout.tensors[name] for name in (layout.tensors if names is None else names)):
+    tensors = [layout.tensors[name] for name in (layout.tensors if names is None else names)]
+    for entry in (part for tensor in tensors for part in tensor.stored_parts()):
         if not look_up and isinstance(entry.stored, Unlocated):
             _check_boxes(layout, entry, entry.stored.boxes)
             continue
@@ -246,16 +247,6 @@ def check_coverage(layout: Layout, names: Iterable[str] | None = None, *, look_u
             _check_extent(entry, chunk, sizes)
         _check_disjoint(entry, chunks)
         _check_sum(entry, sum(chunk.numel for chunk in chunks), [chunk.file for chunk in chunks], layout)
-
-
-def _stored(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    for entry in entries:
-        if isinstance(entry, ComputedEntry):
-            yield from _stored(entry.parts)
-        elif isinstance(entry, FoldedEntry):
-            yield replace(entry.folded, name=entry.name)
-        else:
-            yield entry
 
 
 def _check_boxes(layout: Layout, entry: TensorEntry, boxes: Boxes) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.boxes import Bounds, Boxes, ListedBoxes, meet
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import canonical_dtype, itemsize
 
 if TYPE_CHECKING:
@@ -136,6 +136,23 @@ class TensorEntry:
             stored = tuple(chunk for chunk in self.stored if chunk.numel and meet(chunk.bounds, box))
         return replace(self, stored=stored)
 
+    def stored_parts(self) -> Iterator[TensorEntry]:
+        """Yield the tensors of files that it is made of: itself, if it is not computed."""
+        yield self
+
+    def counting(self, overflow: Callable[[int], None]) -> TensorEntry:
+        """Return the tensor, which calls this with the number of elements that are too large, if it rounds any.
+
+        Args:
+            overflow: Replaces what it would call.
+        """
+        return self
+
+    @property
+    def formula(self) -> Hashable:
+        """What is computed from its parts; ``None`` if it is stored. Equal formulas, parts and dtypes are equal."""
+        return None
+
     @property
     def num_chunks(self) -> int:
         """Number of its chunks."""
@@ -163,6 +180,9 @@ class FoldedEntry(TensorEntry):
         """Return the tensor with only the chunks that share an element with ``box``. No file is read."""
         return TensorEntry(self.name, self.dtype, self.shape, self.stored).within(box)
 
+    def stored_parts(self) -> Iterator[TensorEntry]:
+        yield replace(self.folded, name=self.name)
+
 
 def _ignore(_: int) -> None:
     return None
@@ -181,6 +201,13 @@ class ComputedEntry(TensorEntry):
     def formula(self) -> Hashable:
         """What is computed from the parts; two tensors with equal formulas, parts and dtypes are equal."""
         return type(self).__name__
+
+    def stored_parts(self) -> Iterator[TensorEntry]:
+        for part in self.parts:
+            yield from part.stored_parts()
+
+    def counting(self, overflow: Callable[[int], None]) -> ComputedEntry:
+        return self.cast(self.dtype, overflow)
 
     @property
     def in_turn(self) -> bool:
@@ -243,6 +270,8 @@ class Layout:
     """The nested content with each tensor replaced by a ``TensorRef``. Treat it as read-only."""
     origins: tuple[Layout, ...] = field(default=(), repr=False)
     """The checkpoints that it is computed from; none if it was read."""
+    weights_beside: Callable[[], Sequence[str]] = field(default=tuple, repr=False, compare=False)
+    """Finds checkpoints beside one of an optimizer, for an error that says where the weights may be."""
 
     @property
     def nbytes(self) -> int:
@@ -328,7 +357,7 @@ class Layout:
 
 def files_beside(layout: Layout) -> list[str]:
     """Return the files of ``torch.save`` in a DCP directory that are no part of it, such as Lightning's ``meta.pt``."""
-    if layout.format not in ("dcp", "dcp_flat", "megatron") or isinstance(layout.path, RemoteLike):
+    if layout.format not in ("dcp", "dcp_flat", "megatron") or is_remote(layout.path):
         return []
     names = {path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt")}
     return sorted(names - {"common.pt"} if "common" in layout.tree else names)  # which may need trust to be read

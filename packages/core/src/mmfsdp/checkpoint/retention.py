@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.disk import refuse_empty, remove
 from mmfsdp.checkpoint.files.siblings import Kind, Lease, claim_of, new_token, sibling, targets_of
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.errors import CheckpointError, ConfigError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
@@ -304,7 +303,7 @@ def weights_of(layout: Layout) -> Weights:
     if not layout.top_level:
         raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
     remedy = "name one with 'keep'."
-    if beside := import_module("mmfsdp.checkpoint.formats.suggestions").weights_beside(layout.path):
+    if beside := layout.weights_beside():
         remedy = f"name one with 'keep', or open what lies beside it: {listed(beside)}."
     if "ds_version" in layout.tree:
         remedy = f"it is one of several files of DeepSpeed. Open its directory {str(layout.path.parent)!r}."

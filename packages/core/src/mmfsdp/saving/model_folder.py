@@ -20,12 +20,13 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import reserve
-from mmfsdp.checkpoint.files.disk import sync, write_all
+from mmfsdp.checkpoint.files.disk import copy_here, sync, write_all
 from mmfsdp.checkpoint.files.writing import complete_file
 from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
-from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, copy_companion, like_folder, weights_stem
-from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names
-from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
+from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names, own_weights
+from mmfsdp.checkpoint.formats.opening import open_layout
+from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
 from mmfsdp.collective.lost_ranks import Waiting
@@ -71,7 +72,8 @@ class ModelFolder:
         def ties() -> tuple[Ties, list[tuple[str, str]], str] | None:
             if not scope.is_first:
                 return None
-            found = Ties.of(like_folder(str(like), target, target))
+            folder = like_folder(str(like), target, target)
+            found = Ties.of(folder, own_weights(folder, open_layout))
             candidates = [*found.candidates(entries), *_one_in_memory(tensors)] if found.possible else []
             return found, candidates, weights_stem(found.like)
 
@@ -89,7 +91,9 @@ class ModelFolder:
         def check() -> dict[str, Path]:
             if not scope.is_first:
                 return {}
-            check_names({name: entries[name] for name in kept}, {*tensors}, found.like)
+            check_names(
+                {name: entries[name] for name in kept}, {*tensors}, found.like, own_weights(found.like, open_layout)
+            )
             beside = companions(found.like, target if overwrite else None)
             refuse_other_content(target, beside)
             return beside
@@ -119,7 +123,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
                     with (save.temporary / file.name).open("xb") as created:
                         reserve(created.fileno(), file.size)
                 for name, origin in folder.beside.items():
-                    copy_companion(origin, save.temporary / name)
+                    copy_here(origin, save.temporary / name)
                     sync(save.temporary / name)
 
     on_all_ranks(create, scope)

@@ -11,7 +11,7 @@ import torch
 
 from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content, usual_optimizer

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, is_within
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
@@ -172,7 +173,7 @@ class Source:
     @property
     def is_local(self) -> bool:
         """Whether it is on disk, and not on a server."""
-        return not isinstance(self.path, RemoteLike)
+        return not is_remote(self.path)
 
     @property
     def num_records(self) -> int | None:
@@ -258,11 +259,11 @@ def save_at(path: Path) -> str:
                 if match is not None:
                     return f"save {match[1].decode(errors='replace')}"
             marked = next((path / name for name in _MARKS if (path / name).exists()), None)
-            if isinstance(path, RemoteLike) and marked is None:
+            if is_remote(path) and marked is None:
                 return f"the directory {path}"  # its files are compared with themselves while they are read
             path = marked or path
-        if isinstance(path, RemoteLike):
-            return path.identity()
+        if is_remote(path):
+            return identity(path)
         state = path.stat()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmfsdp.checkpoint.arithmetic.factors import Factors, FactorTable, check_settings, trained_modules
 from mmfsdp.checkpoint.files.disk import nearest, refuse_empty
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import part_tensors

@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.files.writing import Progress
-from mmfsdp.checkpoint.formats.registry import opened
+from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage, cut
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
 from mmfsdp.checkpoint.tree import part_tensors

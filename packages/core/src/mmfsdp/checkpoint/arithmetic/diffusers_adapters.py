@@ -16,7 +16,7 @@ from typing import Any
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter
 from mmfsdp.checkpoint.arithmetic.factors import FactorTable, check_settings, trained_modules
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.safetensors import read_entries
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError

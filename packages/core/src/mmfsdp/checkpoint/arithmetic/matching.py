@@ -51,7 +51,7 @@ def restored_for(layouts: Sequence[Layout], target: str | os.PathLike[str], conv
     """
     if conversion.quantize == "none":
         return restored_sources(layouts)
-    if not conversion.quantize and target_format(place(target, to_write=True), conversion).name != "gguf":
+    if not conversion.quantize and not target_format(place(target, to_write=True), conversion).numbers_only:
         return layouts
     return [dequantized(layout) if scales_of(part_tensors(layout, "model")) else layout for layout in layouts]
 

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
-from mmfsdp.checkpoint.formats.registry import opened
+from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import common_prefix, named_tensors, part_tensors, weights_of

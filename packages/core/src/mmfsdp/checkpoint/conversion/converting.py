@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from importlib import import_module
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import RemoteLike, prefetch, size_of
+from mmfsdp.basics.descriptors import is_remote, prefetch, size_of
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.conversion.output import check_output, published_path
-from mmfsdp.checkpoint.conversion.selection import Intent, intended
+from mmfsdp.checkpoint.conversion.disk_target import DiskTarget
+from mmfsdp.checkpoint.conversion.selection import intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.files.atomic import (
-    commit,
-    discard,
-    journal_of,
-    leave,
-    refuse_existing,
-    refuse_other_content,
-    temporary_sibling,
-)
-from mmfsdp.checkpoint.files.disk import located, place, present, refuse_missing_parent, remove, write_errors
+from mmfsdp.checkpoint.conversion.targets import Companion, Target
+from mmfsdp.checkpoint.files.dequantizing import dequantized
+from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.scales import scales_of
-from mmfsdp.checkpoint.files.writing import Progress, write_files
-from mmfsdp.checkpoint.formats.registry import MODEL_FILES, Format, opened
+from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.opening import opened
+from mmfsdp.checkpoint.formats.registry import format_named
+from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, Record, TensorEntry, files_beside
-from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file, write_manifest
+from mmfsdp.checkpoint.layout import Layout, Record, files_beside
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
-from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
 
-# Formats of folders in which a model's file and an index may both be.
-_IN_FILES = ("huggingface", "safetensors_index", "torch_index")
 # One of the files that Hugging Face's libraries divide a model into.
 _NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.ASCII)
 
@@ -133,65 +125,36 @@ def convert(
     """
     began = time.perf_counter()
     chosen = (conversion or Conversion()).changed(settings)
-    target = place(target, to_write=True)
-    kind = target_format(target, chosen)
+    path = place(target, to_write=True)
+    kind = target_format(path, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     layout, restored = _numbers(layout, kind, chosen)
-    is_remote = isinstance(target, RemoteLike)
-    with write_errors(target):
-        (_refuse_own_urls if is_remote else _refuse_own_files)(layout, target)
+    to = _target(path, kind, chosen)
+    to.refuse_source(layout)
     chosen = _completed(chosen, kind, layout)
-    like, beside = Path(), dict[str, Path]()
-    if kind.name in ("huggingface", "gguf"):
-        what = "A GGUF file" if kind.name == "gguf" else "A Hugging Face folder"
-        like = _folders().like_folder(chosen.like, layout.path, target, what)
+    like = Path()
+    if kind.like:
+        like = _like(chosen.like, layout.path, path, kind)
         chosen = chosen.changed({"like": str(like)})
-    if kind.name == "huggingface":
-        beside = _folders().companions(like, target if chosen.overwrite else None)
+    form = kind.model_form(like)
+    copied = form.companions(path if chosen.overwrite else None)
     overflowed: Counter[str] = Counter()
-    intent = intended(layout, kind, chosen, overflowed, like)
+    intent = intended(layout, kind, chosen, overflowed, form)
     check_coverage(intent.layout, intent.sources)
     if chosen.verify:
         for origin in layout.origins or (layout,):
             _check_save(origin)
-    final, written, free = target, sum(intent.files.values()), 0
-    if is_remote:
-        _upload(target, intent, kind, chosen, beside, None if dry_run else progress, dry_run=dry_run)
-    else:
-        free = shutil.disk_usage(located(target).parent).free
-    replaces = chosen.overwrite or chosen.publish or is_remote
-    if not replaces:
-        refuse_existing(target)
-    if not dry_run and not is_remote:
-        if not chosen.resume:  # a part of it may be there already
-            _check_space(target, written, free)
-        with write_errors(target):
-            refuse_other_content(target, beside)
-            temporary = temporary_sibling(target, exclusive=not replaces, resume=chosen.resume)
-            try:
-                _write(temporary, target, intent, kind, chosen, progress)
-                for name, file in beside.items():
-                    _folders().copy_companion(file, temporary / name)
-                if beside and chosen.quantize:
-                    config = _folders().quantized_config(temporary, intent.written, chosen.quantize)
-                    (temporary / _folders().CONFIG).write_bytes(config)
-                final = published_path(target, temporary) if chosen.publish else target
-                commit(temporary, final, overwrite=chosen.overwrite, fsync=chosen.fsync)
-            except BaseException:  # an interrupt must not leave a half-written file either
-                if chosen.resume:
-                    leave(temporary)
-                else:
-                    discard(temporary)
-                raise
-            if chosen.resume:
-                remove(journal_of(temporary))
+    to = replace(to, chosen=chosen)
+    beside: dict[str, Companion] = {**copied, **form.rewritten(intent.written, chosen.quantize)}
+    free = to.check(intent, beside)
+    final = path if dry_run else to.write(intent, beside, progress)
     return ConversionReport(
         path=str(final),
         format=intent.format,
         conversion=chosen,
         tensors=len(intent.written),
-        bytes=written,
-        bytes_read=sum(_stored_bytes(intent.layout.tensors[name]) for name in intent.sources),
+        bytes=sum(intent.files.values()),
+        bytes_read=sum(part.nbytes for name in intent.sources for part in intent.layout.tensors[name].stored_parts()),
         files=intent.files,
         free_bytes=free,
         dropped=intent.dropped,
@@ -209,18 +172,18 @@ def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, 
     """Return the source with its 8-bit codes restored if what is written is made of numbers, and a note of that."""
     codes: Mapping[str, str] = {}
     if chosen.quantize != "none":
-        found = find_weights(layout.tree, is_ref) if chosen.quantize or kind.name == "gguf" else None
+        found = find_weights(layout.tree, is_ref) if chosen.quantize or kind.numbers_only else None
         codes = scales_of(part_tensors(layout, "model")) if found else {}
         if not codes:
             return layout, ()
     notes = (f"{len(codes)} weights were codes of 8 bits, and are restored",) if codes else ()
-    return import_module("mmfsdp.checkpoint.files.dequantizing").dequantized(layout), notes
+    return dequantized(layout), notes
 
 
 def _not_read(layout: Layout) -> tuple[str, ...]:
     """Return a note of what may belong to the source and is not read: files beside it, or of other ranks or parts."""
     for origin in layout.origins or (layout,):
-        if origin.format == "safetensors_ranks":
+        if (kind := format_named(origin.format)) is not None and kind.lone_ranks:
             files = f"files of {origin.world_size} ranks" if origin.world_size > 1 else "the file of one rank"
             return (f"read: {files} of {origin.path.name}; how many there were is not written anywhere",)
         if other := _weights_beside(origin):
@@ -236,21 +199,14 @@ def _not_read(layout: Layout) -> tuple[str, ...]:
 
 def _weights_beside(layout: Layout) -> str | None:
     """Return the one of a model's file and its index that is not read, if a folder has both: one is left over."""
-    if isinstance(layout.path, RemoteLike) or layout.format not in _IN_FILES or not layout.path.is_dir():
+    kind = format_named(layout.format)
+    if is_remote(layout.path) or kind is None or not kind.of_model or not layout.path.is_dir():
         return None
     read = {file.name for file in layout.files()}
     for file, index in zip(MODEL_FILES[::2], MODEL_FILES[1::2], strict=True):
         if all(present(layout.path / name) for name in (file, index)):
             return index if file in read else file
     return None
-
-
-def _folders() -> Any:
-    return import_module("mmfsdp.checkpoint.formats.huggingface.model_folders")  # for who writes such a folder
-
-
-def _stored_bytes(entry: TensorEntry) -> int:
-    return sum(map(_stored_bytes, entry.parts)) if isinstance(entry, ComputedEntry) else entry.nbytes
 
 
 def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
@@ -263,86 +219,18 @@ def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
     return chosen.changed(found)
 
 
-def _write(
-    temporary: Path, target: Path, intent: Intent, kind: Format, chosen: Conversion, progress: Progress | None
-) -> None:
-    journal = _journal(journal_of(temporary), target, intent) if chosen.resume else None
-    try:
-        entries = write_files(
-            temporary,
-            intent.planned,
-            verify=chosen.verify,
-            progress=progress,
-            jobs=chosen.jobs,
-            fsync=chosen.fsync,
-            journal=journal,
-        )
-    finally:
-        if journal is not None:
-            journal.close()
-    if kind.directory:
-        write_manifest(temporary, save_id=intent.save_id, world_size=intent.world_size, files=entries)
-    if chosen.verify_output:
-        check_output(temporary, intent.written, trust=chosen.trust, progress=progress)
+def _target(path: Path, kind: Format, chosen: Conversion) -> Target:
+    if not is_remote(path):
+        return DiskTarget(path, kind, chosen)
+    from mmfsdp.checkpoint.conversion.uploading import StoreTarget
+
+    return StoreTarget(path, kind, chosen)
 
 
-def _upload(
-    target: Path,
-    intent: Intent,
-    kind: Format,
-    chosen: Conversion,
-    beside: Mapping[str, Path],
-    progress: Progress | None,
-    *,
-    dry_run: bool,
-) -> None:
-    module = import_module("mmfsdp.checkpoint.conversion.uploading")  # only for targets in stores
-    names = {*beside, *(file.name for file in intent.planned)}
-    folder = module.check_target(target, names, chosen, directory=kind.directory)
-    if not dry_run:
-        contents = {name: path.read_bytes() for name, path in beside.items()}
-        if beside and chosen.quantize:
-            name = _folders().CONFIG
-            contents[name] = _folders().quantized_config(beside[name].parent, intent.written, chosen.quantize)
-        module.upload(folder, intent, chosen, directory=kind.directory, beside=contents, progress=progress)
-        if chosen.verify_output:
-            check_output(place(str(target)), intent.written, trust=chosen.trust, progress=progress)
+def _like(given: str | None, source: Path, target: Path, kind: Format) -> Path:
+    from mmfsdp.checkpoint.formats.huggingface.model_folders import like_folder
 
-
-def _journal(path: Path, target: Path, intent: Intent) -> Any:
-    module = import_module("mmfsdp.checkpoint.files.journal")  # only for conversions that may go on
-    return module.Journal(path, target, intent.planned)
-
-
-def _refuse_own_files(layout: Layout, target: Path) -> None:
-    refuse_missing_parent(target)
-    target = located(target)
-    if not target.exists():
-        return
-    files = [path for path in _paths(layout) if not isinstance(path, RemoteLike)]
-    # A directory that holds a source file would be replaced together with it; a file in the directory of a source may
-    # be its metadata, or hold nothing but numbers.
-    home = target.resolve()
-    inside = target.is_dir() and any(file.resolve().is_relative_to(home) for file in files)
-    within = target.is_file() and any(file.is_dir() and home.is_relative_to(file.resolve()) for file in files)
-    if inside or within or any(os.path.samefile(target, file) for file in files):
-        raise _part_of_source(target)
-
-
-def _refuse_own_urls(layout: Layout, target: Path) -> None:
-    if not present(target):
-        return
-    urls = {str(path) for path in _paths(layout) if isinstance(path, RemoteLike)}
-    if str(target) in urls or any(str(target).startswith(f"{url}/") for url in urls):
-        raise _part_of_source(target)
-
-
-def _paths(layout: Layout) -> list[Path]:
-    return [layout.path, *(origin.path for origin in layout.origins), *layout.files()]
-
-
-def _part_of_source(target: Path) -> ConfigError:
-    return ConfigError(f"The target {str(target)!r} is part of the source. Choose another path.", file=str(target))
+    return like_folder(given, source, target, f"A {kind.like}")
 
 
 def _check_save(layout: Layout) -> None:
@@ -364,14 +252,6 @@ def _check_save(layout: Layout) -> None:
         path = directory / name
         if listed.crc32 is not None and (found := _crc_of_file(path, records.get(path, {}).values())) != listed.crc32:
             raise CorruptCheckpointError(damaged_file(path, found, listed.crc32), file=str(path))
-
-
-def _check_space(target: Path, needed: int, free: int) -> None:
-    """Raise if a target cannot fit on its disk."""
-    if needed > free:
-        raise CheckpointError(
-            f"There is no room for {target.name}: it needs {needed} bytes, and {free} are free.", file=str(target)
-        )
 
 
 def _crc_of_file(path: Path, records: Iterable[Record]) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, tensor_blocks
+from mmfsdp.checkpoint.files.expecting import alternating
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
-from mmfsdp.checkpoint.formats.registry import open_layout
+from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.inspection.verification import verify
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["check_output", "published_path"]
@@ -37,22 +35,17 @@ def check_output(
     tracker = Tracker(sum(entry.nbytes for entry in expected.values()), progress)
     with OpenFiles() as files:
         pairs = ((expected[name], layout.tensors[name]) for name in expected)
-        files.expect(extent for pair in pairs for extent in _expecting().alternating(pair))
+        files.expect(extent for pair in pairs for extent in alternating(pair))
         for name, entry in expected.items():
             found = layout.tensors[name]
             if (found.dtype, found.shape) != (entry.dtype, entry.shape):
                 raise _differs(name, path)
             there = _Bytes(tensor_blocks(files, found))
             # What a cast reports, it has reported when it was written.
-            quiet = replace(entry, overflow=lambda _: None) if isinstance(entry, ComputedEntry) else entry
-            for block in tensor_blocks(files, quiet):
+            for block in tensor_blocks(files, entry.counting(lambda _: None)):
                 if not there.matches(block):
                     raise _differs(name, path)
                 tracker.advance(len(block))
-
-
-def _expecting() -> Any:
-    return import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
 
 
 def published_path(path: Path, written: Path) -> Path:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,15 @@ from mmfsdp.checkpoint.conversion.state_keys import states_by_name, states_by_pl
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.journal import lasting_id
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
-from mmfsdp.checkpoint.formats.registry import Content, Format
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, PlannedFile, TensorEntry, TensorRef
+from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.model_forms import Made, ModelForm
+from mmfsdp.checkpoint.formats.opening import open_layout
+from mmfsdp.checkpoint.formats.registry import format_named
+from mmfsdp.checkpoint.formats.source import Content
+from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 
@@ -58,7 +63,9 @@ class Intent:
     """Facts that the user should know."""
 
 
-def intended(layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str], like: Path) -> Intent:
+def intended(
+    layout: Layout, target: Format, conversion: Conversion, overflowed: Counter[str], form: ModelForm
+) -> Intent:
     """Decide what a conversion writes; reads data only to prove that weights are tied.
 
     Args:
@@ -66,7 +73,7 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
         target: The format to write.
         conversion: What to write; ``keep`` and, for formats with files per rank, ``ranks`` are filled in.
         overflowed: Counts the elements of each tensor that turn out to be too large for the dtype of a cast.
-        like: The folder of the same model, for formats that need one.
+        form: What the format makes of the weights, from the folder to be like if it needs one.
 
     Raises:
         ConfigError, FormatError: See ``convert``.
@@ -78,12 +85,11 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
     if keep != "model":
         selection = _with_states(selection, layout, target)
     if conversion.recipe is not None:
-        layout, selection = _through_recipe(layout, selection, conversion, [like] if conversion.like else [])
-    if target.name in ("huggingface", "gguf"):
-        selection = _for_folder(layout, selection, like)
-    model = None if target.name != "gguf" else _gguf_models().GgufModel.of(like)
-    if model is not None:
-        layout, selection = _for_gguf(layout, selection, model)
+        layout, selection = _through_recipe(
+            layout, selection, conversion.recipe, conversion, [form.like] if conversion.like else []
+        )
+    if (made := form.named(_stored(layout, selection), open_layout)) is not None:
+        layout, selection = _with_weights(layout, selection, made, target.name)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
     if target.tensors_only and not stored and layout.tensors:
@@ -92,36 +98,24 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
             "another part.",
             config="keep",
         )
-    casts = {} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored)
-    if model is not None:
-        casts = model.dtypes(casts, stored)
+    casts = form.dtypes({} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored), stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
-        changed = name in casts or isinstance(entry, ComputedEntry)
-        dtype = casts.get(name, entry.dtype)
-        named[name] = CastEntry.of(entry, dtype, partial(_count, overflowed, name)) if changed else entry
-    if target.name == "huggingface":
-        notes = _model_folders().dtype_notes(named, like, conversion.quantize)
-        selection = replace(selection, notes=(*selection.notes, *notes))
-    keys: dict[str, bytes] = {}
-    if model is not None:
-        named, keys, notes = model.finished(named, conversion.quantize, partial(_count, overflowed))
-        selection = replace(selection, notes=(*selection.notes, *notes))
-    elif conversion.quantize not in (None, "none"):
-        named, notes = _quantized(named, conversion.quantize, partial(_count, overflowed))
-        selection = replace(selection, notes=(*selection.notes, *notes))
+        count = partial(_count, overflowed, name)
+        named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry.counting(count)
+    finished = form.finished(named, conversion.quantize, partial(_count, overflowed))
+    named = dict(finished.tensors)
+    selection = replace(selection, notes=(*selection.notes, *finished.notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     bare = target.flat and keep == "model"
     tree = selection.part if bare else selection.tree
     tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
-    content = Content(tree, tensors, named, limit, ranks, keys=keys)
-    if target.name == "huggingface":
-        content = replace(content, stem=_model_folders().weights_stem(like))
+    content = Content(tree, tensors, named, limit, ranks, keys=finished.keys, stem=form.stem())
     if conversion.resume:  # what is there already must not differ by its id
-        form = f"{target.name} {keep} {ranks} {limit}"
-        content = replace(content, save_id=_journals().lasting_id({**tensors, **named}, form))
+        text = f"{target.name} {keep} {ranks} {limit}"
+        content = replace(content, save_id=lasting_id({**tensors, **named}, text))
     dropped = selection.dropped
     if target.tensors_only:
         written: Mapping[str, TensorEntry] = named
@@ -150,75 +144,40 @@ def intended(layout: Layout, target: Format, conversion: Conversion, overflowed:
 
 def _of_another_copy(layout: Layout) -> tuple[str, ...]:
     """Return a note if DeepSpeed's checkpoint lies within the folder: its weights may be of higher precision."""
-    if layout.format not in ("huggingface", "safetensors_index", "torch_index"):
-        return ()
-    name = import_module("mmfsdp.checkpoint.formats.suggestions").of_deepspeed_within(layout.path)
-    if name is None:
+    kind = format_named(layout.format)
+    if kind is None or not kind.of_model or (name := of_deepspeed_within(layout.path)) is None:
         return ()
     given = layout.path.name
     return (f"{given}/{name} is DeepSpeed's, with weights in full precision and optimizer state, which {given} lacks",)
 
 
 def _through_recipe(
-    layout: Layout, selection: Selection, conversion: Conversion, folders: Sequence[Path]
+    layout: Layout, selection: Selection, recipe: str, conversion: Conversion, folders: Sequence[Path]
 ) -> tuple[Layout, Selection]:
     """Return the layout and the selection with the weights that a recipe makes of those selected."""
-    names = named_tensors(selection.part)
-    # Imported by who asks for a recipe: other conversions take no longer for it.
-    recipes = import_module("mmfsdp.checkpoint.recipes.applying")
-    made: dict[str, TensorEntry] = recipes.rewritten(
-        {name: layout.tensors[source] for name, source in names.items()},
-        conversion.recipe,
+    from mmfsdp.checkpoint.recipes import applying
+
+    made = applying.rewritten(
+        _stored(layout, selection),
+        recipe,
         inverse=conversion.inverse,
         values=conversion.recipe_values,
-        folders=[*recipes.folders_of(layout), *folders],
+        folders=[*applying.folders_of(layout), *folders],
     )
-    return _with_weights(layout, selection, made, "recipe")
+    return _with_weights(layout, selection, Made(made), "recipe")
 
 
-def _with_weights(
-    layout: Layout, selection: Selection, made: Mapping[str, TensorEntry], maker: str
-) -> tuple[Layout, Selection]:
+def _stored(layout: Layout, selection: Selection) -> dict[str, TensorEntry]:
+    """Return the tensors of the part that is kept, by their names in it."""
+    return {name: layout.tensors[source] for name, source in named_tensors(selection.part).items()}
+
+
+def _with_weights(layout: Layout, selection: Selection, made: Made, maker: str) -> tuple[Layout, Selection]:
     # What lies beside the weights keeps its name, which must not be one of the new ones.
-    part = {name: TensorRef(f"{maker}:{name}") for name in made}
-    tensors = {**layout.tensors, **{part[name].name: entry for name, entry in made.items()}}
-    return replace(layout, tensors=tensors), _with_part(selection, part)
-
-
-def _for_gguf(layout: Layout, selection: Selection, model: Any) -> tuple[Layout, Selection]:
-    """Return the layout and the selection with the weights as llama.cpp names and orders them."""
-    names = named_tensors(selection.part)
-    made, notes = model.renamed({name: layout.tensors[source] for name, source in names.items()})
-    layout, selection = _with_weights(layout, selection, made, "gguf")
-    return layout, replace(selection, notes=(*selection.notes, *notes))
-
-
-def _for_folder(layout: Layout, selection: Selection, like: Path) -> Selection:
-    """Return the selection with the tensors that a Hugging Face folder gets."""
-    names = named_tensors(selection.part)
-    stored = {name: layout.tensors[source] for name, source in names.items()}
-    kept, notes = import_module("mmfsdp.checkpoint.formats.huggingface.weight_names").without_ties(stored, like)
-    part = {name: TensorRef(names[name]) for name in kept}
-    return replace(_with_part(selection, part), notes=(*selection.notes, *notes))
-
-
-def _journals() -> Any:
-    return import_module("mmfsdp.checkpoint.files.journal")  # for conversions that may go on
-
-
-def _model_folders() -> Any:
-    return import_module("mmfsdp.checkpoint.formats.huggingface.model_folders")  # for who writes such a folder
-
-
-def _gguf_models() -> Any:
-    return import_module("mmfsdp.checkpoint.formats.gguf.llama_models")  # for who writes such a file
-
-
-def _quantized(named: Mapping[str, TensorEntry], kind: str, count: Any) -> Any:
-    # Only for who asks for it.
-    if kind == "fp8":
-        return import_module("mmfsdp.checkpoint.formats.eight_bit.quantizing").quantized(named, count)
-    return import_module("mmfsdp.checkpoint.formats.eight_bit.scaled_floats").quantized(named, kind, count)
+    part = {name: TensorRef(f"{maker}:{name}") for name in made.tensors}
+    tensors = {**layout.tensors, **{part[name].name: entry for name, entry in made.tensors.items()}}
+    selection = replace(_with_part(selection, part), notes=(*selection.notes, *made.notes))
+    return replace(layout, tensors=tensors), selection
 
 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:

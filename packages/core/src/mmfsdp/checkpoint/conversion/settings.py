@@ -13,13 +13,14 @@ from typing import Any, Self
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.basics.text import compile_pattern, compile_regex, name_list, parse_bytes
-from mmfsdp.checkpoint.formats.registry import FORMATS, Format, find_format, format_of_suffix
+from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.registry import FORMATS, find_format, format_of_suffix
 from mmfsdp.config.settings_file import read_settings
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Conversion", "NameRules", "target_format"]
 
-_READ = [item for item in FORMATS if item.module is not None]
+_READ = [item for item in FORMATS if item.reader is not None]
 _WRITTEN = [item for item in FORMATS if item.writer is not None]
 
 
@@ -321,28 +322,28 @@ def target_format(path: Path, conversion: Conversion) -> Format:
         )
     else:
         target = find_format("safetensors_index")
-    is_gguf = target.name == "gguf"
-    if conversion.quantize == "q8_0":
-        quantizes, quantized = is_gguf, "'gguf'"
-    else:
-        quantizes = conversion.quantize == "none" or (target.tensors_only and not is_gguf)
-        quantized = "'safetensors', 'safetensors_index' or 'huggingface'"
+    quantizes = conversion.quantize == "none" or conversion.quantize in target.quantizes
     for setting, fits, needed in (
-        ("max_shard_size", target.name in ("safetensors_index", "huggingface"), "'safetensors_index' or 'huggingface'"),
-        ("like", is_gguf or target.name == "huggingface", "'huggingface' or 'gguf'"),
-        ("quantize", quantizes, quantized),
-        ("verify_output", target.module is not None, "that can be read"),
+        ("max_shard_size", target.divides, _named(lambda item: item.divides)),
+        ("like", bool(target.like), _named(lambda item: bool(item.like))),
+        ("quantize", quantizes, _named(lambda item: conversion.quantize in item.quantizes)),
+        ("verify_output", target.reader is not None, "that can be read"),
         ("publish", not target.directory, "of a single file"),
         ("ranks", target.by_rank, "'dcp' or 'local'"),
     ):
         if getattr(conversion, setting) and not fits:
             given = conversion.to or target.name
             raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {given!r}.")
-    if target.name in ("huggingface", "gguf") and (conversion.drop or conversion.keep not in (None, "model")):
+    if target.like and (conversion.drop or conversion.keep not in (None, "model")):
         given = f"'keep' {conversion.keep!r}" if conversion.keep else "'drop'"
-        what = "GGUF file" if is_gguf else "Hugging Face folder"
-        raise ConfigError(f"A {what} holds the weights; it cannot be combined with {given}. Remove it.")
+        raise ConfigError(f"A {target.like} holds the weights; it cannot be combined with {given}. Remove it.")
     return target
+
+
+def _named(fits: Callable[[Format], bool]) -> str:
+    """Return the names of the formats that fit, for an error message, those that need a folder to be like last."""
+    names = [repr(item.name) for item in sorted(filter(fits, FORMATS), key=lambda item: bool(item.like))]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 @dataclass

@@ -7,31 +7,64 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import cast, overload
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.conversion.output import check_output
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.conversion.targets import Companion, Target, part_of_source, paths_of
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
+from mmfsdp.checkpoint.files.disk import place, present, write_errors
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import Piece, PlannedFile
+from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
 from mmfsdp.checkpoint.remote.upload_parts import Parts
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
-__all__ = ["check_target", "upload"]
+__all__ = ["StoreTarget"]
 
 
-def check_target(target: Path, names: Collection[str], chosen: Conversion, *, directory: bool) -> S3Folder:
-    """Return where to write to.
+class StoreTarget(Target):
+    """A target in a store, which is sent in parts as it is produced."""
+
+    def refuse_source(self, layout: Layout) -> None:
+        with write_errors(self.path):
+            if not present(self.path):
+                return
+            urls, target = {*map(str, paths_of(layout, remote=True))}, str(self.path)
+            if target in urls or any(target.startswith(f"{url}/") for url in urls):
+                raise part_of_source(self.path)
+
+    def check(self, intent: Intent, beside: Mapping[str, Companion]) -> int:
+        names = {*beside, *(file.name for file in intent.planned)}
+        _check(self._folder, str(self.path), names, self.chosen, directory=self.format.directory)
+        return 0
+
+    @property
+    def _folder(self) -> S3Folder:
+        return S3Folder(cast(RemotePath, self.path).url)
+
+    def write(self, intent: Intent, beside: Mapping[str, Companion], progress: Progress | None) -> Path:
+        contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in beside.items()}
+        directory, chosen = self.format.directory, self.chosen
+        _upload(self._folder, intent, chosen, directory=directory, beside=contents, progress=progress)
+        if chosen.verify_output:
+            check_output(place(str(self.path)), intent.written, trust=chosen.trust, progress=progress)
+        return self.path
+
+
+def _check(folder: S3Folder, url: str, names: Collection[str], chosen: Conversion, *, directory: bool) -> None:
+    """Check that a target may be written.
 
     Args:
-        target: The target.
+        folder: Where to write to.
+        url: The same, for messages.
         names: The names of all files that will be written below it.
         chosen: The settings.
         directory: Whether it is a folder with a manifest.
@@ -41,22 +74,20 @@ def check_target(target: Path, names: Collection[str], chosen: Conversion, *, di
         TargetExistsError: The target exists, and is not what an interrupted conversion has left.
         CheckpointError: The store does not answer.
     """
-    assert isinstance(target, RemotePath)
-    url, folder = target.url, S3Folder(target.url)
     if chosen.publish:
-        raise ConfigError(f"Conversion.publish: works only for targets on this machine, and not for {str(url)!r}.")
+        raise ConfigError(f"Conversion.publish: works only for targets on this machine, and not for {url!r}.")
     if not folder.exists() or (chosen.overwrite and not directory):
-        return folder
+        return
     if directory and chosen.resume and {*folder.names()} <= {*names}:  # the manifest, which comes last, is missing
-        return folder
+        return
     raise TargetExistsError(
-        f"{str(url)!r} exists already. Choose another name"
+        f"{url!r} exists already. Choose another name"
         + (", or remove it first." if directory else ", or pass overwrite=True to replace this file."),
-        file=str(url),
+        file=url,
     )
 
 
-def upload(
+def _upload(
     folder: S3Folder,
     intent: Intent,
     chosen: Conversion,
@@ -71,7 +102,7 @@ def upload(
     made anew from the source, and each part is compared with the MD5 of what S3 has.
 
     Args:
-        folder: Where, as `check_target` returned it.
+        folder: Where.
         intent: What.
         chosen: The settings.
         directory: Whether a manifest is written.

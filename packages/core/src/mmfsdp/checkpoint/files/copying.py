@@ -13,13 +13,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mmfsdp.basics.descriptors import read_into
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
+from mmfsdp.checkpoint.files.streamed_sums import StreamedSums, whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import ComputedEntry, Record, TensorEntry
@@ -97,7 +97,7 @@ class Copier:
         # Stored checksums stand for the data as long as each run is one whole record.
         runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
         whole = (
-            _streaming().whole_runs(entry)
+            whole_runs(entry)
             if isinstance(entry, ComputedEntry)
             else {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
         )
@@ -121,7 +121,7 @@ class Copier:
 
     def _compute(self, entry: ComputedEntry, at: int, due: Mapping[RecordKey, int]) -> int:
         """Write a computed tensor, and compare records with their checksums while they are read for it."""
-        sums = _streaming().StreamedSums(due)
+        sums = StreamedSums(due)
         self._files.observer = sums.see if due else None
         try:
             crc = self._write(entry.blocks(self._files), at)
@@ -187,10 +187,6 @@ class Copier:
 
     def _go_on(self, _: int) -> None:
         self._advance(0)
-
-
-def _streaming() -> Any:
-    return import_module("mmfsdp.checkpoint.files.streamed_sums")  # only for computed tensors
 
 
 def _damaged(file: Path, offset: int, name: str, found: int, expected: int | None) -> CorruptCheckpointError:

@@ -8,12 +8,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TypeGuard, cast
 
 from mmfsdp.basics import descriptors
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import RemoteLike, is_remote
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -28,8 +27,10 @@ __all__ = [
     "OpenFiles",
     "at_home",
     "changed",
+    "copy_here",
     "exchange",
     "identity",
+    "is_offered",
     "located",
     "make_parent",
     "nearest",
@@ -79,8 +80,9 @@ def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
         raise ConfigError(f"{text!r} is not the name of a file: it holds a NUL character.")
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
         return Path(path)
-    found: Path = import_module("mmfsdp.checkpoint.remote.paths").remote_path(text, to_write=to_write)
-    return found
+    from mmfsdp.checkpoint.remote.paths import remote_path
+
+    return remote_path(text, to_write=to_write)
 
 
 def refuse_empty(path: str | os.PathLike[str]) -> None:
@@ -91,9 +93,26 @@ def refuse_empty(path: str | os.PathLike[str]) -> None:
 
 def present(path: Path) -> bool:
     """Tell whether there is anything at a path, a link that leads nowhere included; on a server only a file counts."""
-    if isinstance(path, RemoteLike):
-        return path.is_offered()
-    return path.exists() or path.is_symlink()
+    return is_offered(path) if is_remote(path) else path.exists() or path.is_symlink()
+
+
+def is_offered(path: Path) -> bool:
+    """Tell whether there is a file at a path; one that a server does not let us read does not count."""
+    return path.is_offered() if isinstance(path, RemoteLike) else path.is_file()
+
+
+def copy_here(file: Path, to: Path) -> None:
+    """Copy a file to this machine, which it may be on already.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    if isinstance(file, RemoteLike):
+        to.write_bytes(file.read_bytes())
+        return
+    import shutil  # only to copy a file
+
+    shutil.copyfile(file, to)
 
 
 def not_written(target: Path, error: BaseException, *, rank: int | None = None) -> CheckpointError:
@@ -320,7 +339,7 @@ def sync(path: Path) -> None:
 def nearest(path: Path) -> str:
     """Return a sentence for a path that does not exist: which names in its directory are near, if there are any."""
     parent = path.absolute().parent
-    if isinstance(path, RemoteLike):
+    if is_remote(path):
         return " Check its spelling."
     if not parent.is_dir():
         return at_home(path) or f" Its directory {str(parent)!r} does not exist either."

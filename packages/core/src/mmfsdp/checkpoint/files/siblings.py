@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.machines import boot_id
 from mmfsdp.checkpoint.files.disk import remove, rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
@@ -87,7 +87,7 @@ def interrupted(path: Path) -> Path | None:
 
     Return ``None`` if the target exists or nothing was left.
     """
-    if isinstance(path, RemoteLike) or os.path.lexists(path) or path.name in ("", ".."):
+    if is_remote(path) or os.path.lexists(path) or path.name in ("", ".."):
         return None
     found = list(_siblings(path))
     moved = {entry.token for entry in found if entry.kind is Kind.REPLACED}

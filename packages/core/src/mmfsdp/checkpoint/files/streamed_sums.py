@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
+from mmfsdp.checkpoint.layout import TensorEntry
 
 __all__ = ["StreamedSums", "whole_runs"]
 
@@ -16,9 +16,8 @@ _Record = tuple[Path, int, int]  # file, first byte and number of bytes
 
 def whole_runs(entry: TensorEntry) -> set[_Record]:
     """Return the contiguous runs of bytes that are read of a tensor, or of all that it is computed from."""
-    if isinstance(entry, ComputedEntry):
-        return {run for part in entry.parts for run in whole_runs(part)}
-    return {(run.file, run.source, run.length) for run in byte_runs(entry) if isinstance(run, Run)}
+    runs = (run for part in entry.stored_parts() for run in byte_runs(part))
+    return {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
 
 
 class StreamedSums:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
 from mmfsdp.checkpoint.files.disk import write_all
+from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
@@ -86,7 +86,7 @@ def write_files(
             copier = stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None))
             if remote:
                 left = (piece for own in parts for part in own if part.crcs is None for piece in part.pieces)
-                copier.expect(_expecting().copied_extents(left, verify=verify))
+                copier.expect(copied_extents(left, verify=verify))
             idle.put((copier, writer))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="mmfsdp-copy"))
         with tracker.stopping(pool):
@@ -97,15 +97,9 @@ def write_files(
     return entries
 
 
-def _expecting() -> Any:
-    return import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
-
-
 def _any_remote(files: Iterable[PlannedFile]) -> bool:
     """Tell whether any data of files that will be written comes from a server."""
-    return any(
-        isinstance(chunk.file, RemoteLike) for file in files for piece in file.pieces for chunk in piece.entry.chunks()
-    )
+    return any(is_remote(chunk.file) for file in files for piece in file.pieces for chunk in piece.entry.chunks())
 
 
 class _Part(NamedTuple):

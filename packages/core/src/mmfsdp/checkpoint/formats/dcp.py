@@ -22,7 +22,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, ListedBoxes
 from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
-from mmfsdp.checkpoint.formats.registry import Source, find_format
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
@@ -36,7 +36,7 @@ from mmfsdp.errors import (
     MmfsdpError,
 )
 
-__all__ = ["DcpMetadata", "TensorInfo", "read", "read_as_stored", "read_dcp_metadata"]
+__all__ = ["DcpMetadata", "TensorInfo", "holds_flat_parameters", "read_as_stored", "read_dcp_metadata"]
 
 _ELEMENTS = 1 << 62  # more is damage, or malice
 _DEPTH = 100  # of nested keys
@@ -58,22 +58,10 @@ _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _FLAT = "_flat_param"  # the end of the name of FSDP1's flat parameters
 
 
-def read(source: Source) -> Layout:
+def read_as_stored(source: Source) -> Layout:
     """Read the layout of a DCP directory. Tensors in its files are located only when their chunks are asked for.
 
-    What FSDP1's ``LOCAL_STATE_DICT`` leaves is put together by the reader of ``dcp_flat``.
-
-    Raises:
-        IncompleteCheckpointError, CorruptCheckpointError, FormatError, UnsafePickleError: See `read_as_stored`.
-    """
-    layout = read_as_stored(source)
-    if any(name.endswith(_FLAT) for name in layout.tensors):
-        return find_format("dcp_flat").read(source)
-    return layout
-
-
-def read_as_stored(source: Source) -> Layout:
-    """Read the layout of a DCP directory with the tensors as they are stored.
+    The tensors are those that are stored, also where they are FSDP1's flat parameters.
 
     Raises:
         IncompleteCheckpointError: A file is missing. ``check_coverage`` finds tensors that lack chunks.
@@ -104,6 +92,11 @@ def read_as_stored(source: Source) -> Layout:
     ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file))]
     world_size = max(ranks) + 1 if len(ranks) == len(files) and ranks else max(len(files), 1)
     return Layout(directory, "dcp", world_size, tensors, tree)
+
+
+def holds_flat_parameters(layout: Layout) -> bool:
+    """Tell whether a layout has FSDP1's flat parameters among its tensors, as its ``LOCAL_STATE_DICT`` leaves them."""
+    return any(name.endswith(_FLAT) for name in layout.tensors)
 
 
 def _tensor(name: str, unique: str, metadata: DcpMetadata, items: DcpItems) -> TensorEntry:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.basics.descriptors import RemoteLike, prefetch, read_at
+from mmfsdp.basics.descriptors import is_remote, prefetch, read_at
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.formats.registry import looks_like_safetensors
 from mmfsdp.checkpoint.formats.safetensors import box_offsets, read_entries
+from mmfsdp.checkpoint.formats.source import looks_like_safetensors
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_archive
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL_CRC, DESCRIPTOR_CRC, LOCAL_CRC, ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import inside
@@ -77,7 +77,7 @@ class DcpItems:
         self._directory, self._trust = directory, trust
         self._files: dict[str, Path] = {}
         self._prepare()
-        self._remote = _RemoteItems(locations) if isinstance(directory, RemoteLike) else None
+        self._remote = _RemoteItems(locations) if is_remote(directory) else None
         sizes: dict[str, int] = {}
         for (name, _), location in locations.items():
             if location.file not in self._files:

@@ -16,7 +16,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, sharded_box
 from mmfsdp.checkpoint.formats.dcp import TensorInfo
 from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
-from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
 from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.pickled_dtensors import Mesh, Place, boxes_of, place_of
-from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
@@ -197,11 +196,9 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: 
     if not sharded and len(kinds) == 1:
         [some] = kinds.values()
         if any(find_leaves(some.first.tree, PickledShards)):
-            of_fsdp1 = import_module("mmfsdp.checkpoint.formats.fsdp1.mmengine_local")
-            layout: Layout = of_fsdp1.read_stock_files(
-                of_fsdp1.RankFiles(source.path, trust=source.trust, paths=some.paths), source
-            )
-            return layout
+            from mmfsdp.checkpoint.formats.fsdp1.mmengine_local import RankFiles, read_stock_files
+
+            return read_stock_files(RankFiles(source.path, trust=source.trust, paths=some.paths), source)
     if not sharded and not whole:
         first = kinds.get("state_dict", next(iter(kinds.values()))).first
         path = first.path

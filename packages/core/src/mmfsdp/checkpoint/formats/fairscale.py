@@ -17,8 +17,8 @@ from typing import Any
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
 from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale
-from mmfsdp.checkpoint.formats.registry import Source
 from mmfsdp.checkpoint.formats.same_save import check_same_save
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

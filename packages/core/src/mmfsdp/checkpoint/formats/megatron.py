@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from mmfsdp.checkpoint.formats.dcp import read_as_stored, read_dcp_metadata
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef

@@ -25,7 +25,7 @@ from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.fsdp1.mmengine_local import RankFiles, read_stock_files
-from mmfsdp.checkpoint.formats.registry import Content, Source
+from mmfsdp.checkpoint.formats.source import Content, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.geometry import check_box, cut

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats import safetensors
-from mmfsdp.checkpoint.formats.registry import (
+from mmfsdp.checkpoint.formats.source import (
     INDEX_SUFFIX,
     TORCH_FILE,
     Content,
     Source,
-    find_format,
+    is_legacy_torch,
+    is_zip,
     looks_like_safetensors,
 )
 from mmfsdp.checkpoint.integrity import inside, parse_json, refuse_special
@@ -66,9 +67,12 @@ def _read_torch(source: Source, files: Mapping[str, Path]) -> Layout:
 
 
 def _torch_file(source: Source) -> Layout:
-    for kind in map(find_format, ("torch_zip", "torch_legacy")):
-        if kind.sniff is not None and kind.sniff(source):
-            return kind.read(source)
+    from mmfsdp.checkpoint.formats import torch_legacy, torch_zip  # which safetensors files do without
+
+    if is_zip(source.head):
+        return torch_zip.read(source)
+    if is_legacy_torch(source.head):
+        return torch_legacy.read(source)
     if not source.head:
         raise CorruptCheckpointError(f"{source.path.name} is empty.", file=str(source.path))
     raise FormatError(

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.formats.registry import FORMATS, OF_DEEPSPEED, Source
+from mmfsdp.checkpoint.formats.registry import FORMATS
+from mmfsdp.checkpoint.formats.source import OF_DEEPSPEED, Source
 
 __all__ = ["nearby", "of_deepspeed_within", "optimizers_beside", "weights_beside"]
 
@@ -30,7 +31,7 @@ def nearby(source: Source) -> str:
     ]
     if inner:
         return f" Open a checkpoint within it: {name_list(inner)}."
-    if names and not unfinished and not isinstance(path, RemoteLike):
+    if names and not unfinished and not is_remote(path):
         above = path.absolute().parent
         if _looks_like_checkpoint(above):
             return f" The directory above it is a checkpoint: {str(above)!r}."
@@ -51,7 +52,7 @@ def weights_beside(path: Path) -> list[str]:
 
 def of_deepspeed_within(path: Path) -> str | None:
     """Return the name of DeepSpeed's checkpoint within a folder of weights, as transformers' Trainer writes both."""
-    if isinstance(path, RemoteLike) or not (path / "latest").is_file():
+    if is_remote(path) or not (path / "latest").is_file():
         return None
     try:
         names = [name for name in Source(path).names if (path / name).is_dir()]
@@ -63,7 +64,7 @@ def of_deepspeed_within(path: Path) -> str | None:
 
 
 def _beside(path: Path) -> list[str]:
-    if isinstance(path, RemoteLike):
+    if is_remote(path):
         return []
     path = path.absolute()
     return [name for name in _within(path.parent) if name != path.name]

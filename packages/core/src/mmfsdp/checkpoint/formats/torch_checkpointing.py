@@ -15,7 +15,7 @@ from typing import Any
 
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.formats.dtensor_ranks import FileOfRank, FilesOfRanks, own_content, shared_content
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, TensorEntry

@@ -16,7 +16,7 @@ from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale, one_of_many
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, simplified_strides

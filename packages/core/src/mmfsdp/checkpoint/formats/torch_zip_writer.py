@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 from mmfsdp.checkpoint.layout import ComputedEntry, Piece, PlannedFile, TensorEntry, TensorRef, row_major_strides

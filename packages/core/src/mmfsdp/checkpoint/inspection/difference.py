@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from queue import SimpleQueue
 from typing import Any
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.files.dequantizing import restored_sources
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
-from mmfsdp.checkpoint.formats.registry import opened
+from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
@@ -143,7 +144,7 @@ def diff(
     began = time.perf_counter()
     one, two = (opened(given, trust=trust, reference=reference) for given in (a, b))
     if dequantize:
-        one, two = import_module("mmfsdp.checkpoint.files.dequantizing").restored_sources([one, two])
+        one, two = restored_sources([one, two])
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
     if strip_prefix:
@@ -241,16 +242,13 @@ def _compared(
             idle.put(files)
 
     # A server is asked for what one thread will read, in its order; many threads ask it.
-    remote = any(
-        isinstance(chunk.file, RemoteLike) for pair in pairs.values() for one in pair for chunk in one.chunks()
-    )
+    remote = any(is_remote(chunk.file) for pair in pairs.values() for one in pair for chunk in one.chunks())
     jobs = 1 if remote else jobs
     with ExitStack() as stack:
         for _ in range(jobs):
             files = stack.enter_context(OpenFiles())
             if remote:
-                expecting = import_module("mmfsdp.checkpoint.files.expecting")  # only for servers
-                files.expect(expecting.compared_extents(pairs.values()))
+                files.expect(compared_extents(pairs.values()))
             idle.put(files)
         pool = stack.enter_context(ThreadPoolExecutor(jobs, thread_name_prefix="mmfsdp-diff"))
         with tracker.stopping(pool):

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import RemoteLike, read_at
+from mmfsdp.basics.descriptors import is_remote, read_at
 from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
-from mmfsdp.checkpoint.formats.registry import opened
+from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
@@ -184,7 +184,7 @@ def _located(layout: Layout, problems: list[Problem]) -> Layout:
 
 def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: list[Problem]) -> int:
     tracker = Tracker(sum(check.nbytes for check in checks), progress)
-    if any(isinstance(check.file, RemoteLike) for check in checks):
+    if any(is_remote(check.file) for check in checks):
         jobs = 1  # many threads read ahead for one, each of several would hold as much memory
 
     def run(check: Check) -> list[Problem]:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from mmfsdp.basics.masking import hide_secrets, mask_url
 from mmfsdp.checkpoint.remote.pacing import PacedStream, Pacer, patience
-from mmfsdp.checkpoint.remote.sessions import PassingError
+from mmfsdp.checkpoint.remote.transports import PassingError
 from mmfsdp.errors import CheckpointError, MmfsdpError
 
 __all__ = ["Connections", "Login", "Response", "basic"]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.installing import pip_install
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
-from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingError, changed
+from mmfsdp.checkpoint.remote.transports import HEAD, DeniedError, Info, PassingError, changed
 from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 

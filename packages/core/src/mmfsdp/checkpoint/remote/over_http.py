@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from mmfsdp.checkpoint.remote.connections import Connections, Login, Response, basic
 from mmfsdp.checkpoint.remote.pacing import Pacer
-from mmfsdp.checkpoint.remote.sessions import HEAD, DeniedError, Info, PassingError, changed
+from mmfsdp.checkpoint.remote.transports import HEAD, DeniedError, Info, PassingError, changed
 from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError, FormatError
 

@@ -7,7 +7,7 @@ import socket
 import time
 
 from mmfsdp.basics.variables import seconds_of
-from mmfsdp.checkpoint.remote.sessions import PassingError
+from mmfsdp.checkpoint.remote.transports import PassingError
 
 __all__ = ["LEAST", "PacedStream", "Pacer", "patience"]
 

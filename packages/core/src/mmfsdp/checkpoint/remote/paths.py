@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from mmfsdp.basics.descriptors import RemoteLike, publish
 from mmfsdp.checkpoint.remote.files import RemoteFile, RemoteStream
 from mmfsdp.checkpoint.remote.reading_ahead import ReadAhead
-from mmfsdp.checkpoint.remote.sessions import DeniedError, Session
+from mmfsdp.checkpoint.remote.sessions import Session
+from mmfsdp.checkpoint.remote.transports import DeniedError
 from mmfsdp.checkpoint.remote.urls import Url, check_writable
 
 # Readers are annotated with Path. At run time it is none: everything that would open a file of this machine fails.

@@ -12,18 +12,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
-from importlib import import_module
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
+from mmfsdp.checkpoint.remote.transports import DeniedError, Info, PassingError, Transport
 from mmfsdp.checkpoint.remote.urls import WEB, Url
-from mmfsdp.errors import CheckpointError, CorruptCheckpointError
+from mmfsdp.errors import CheckpointError
 
-__all__ = ["HEAD", "DeniedError", "Info", "PassingError", "Session", "Transport", "changed", "copied"]
-
-HEAD = 1 << 18
-"""Bytes at the beginning of a file that are read at once: nearly every header fits."""
+__all__ = ["Session", "copied"]
 
 _ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds; five attempts take about four seconds, and what they wait for
@@ -31,50 +28,6 @@ _THREADS = 16
 _KEPT = 32 << 20  # bytes of beginnings, and of what surrounds the data of tensors, that are kept
 
 T = TypeVar("T")
-
-
-class Info(NamedTuple):
-    """What a server says of a file or a directory."""
-
-    size: int
-    """Its length in bytes; 0 for a directory."""
-    identity: str
-    """What changes when the file does: its ETag, or when it was changed. Empty if the server says neither."""
-    directory: bool = False
-    """Whether it is a directory."""
-
-
-class DeniedError(CheckpointError):
-    """A server does not let somebody read a file, or does not want to say that there is none."""
-
-
-class PassingError(Exception):
-    """A request failed in a way that may pass: it is made again.
-
-    Args:
-        reason: What happened, for the message when it did not pass.
-        pause: Seconds that the server asks to wait.
-    """
-
-    def __init__(self, reason: str, pause: float = 0.0) -> None:
-        super().__init__(reason)
-        self.reason, self.pause = reason, pause
-
-
-class Transport(Protocol):
-    """A way to read files of servers. Each method may raise `PassingError`; all may be called by many threads."""
-
-    def first(self, url: Url) -> tuple[Info, bytes] | None:
-        """Return what the server says of a file, and its first ``HEAD`` bytes; ``None`` if there is none."""
-
-    def fill(self, url: Url, view: memoryview, at: int, info: Info) -> int:
-        """Read bytes of a file; return how many came: if they are fewer than there is room for, more are asked for."""
-
-    def names(self, url: Url) -> list[str]:
-        """Return the names of the files and directories in a directory; empty if there is none."""
-
-    def check(self, url: Url, info: Info) -> None:
-        """Raise `changed` if a file is no longer the one that was described. Does nothing if ``fill`` does it."""
 
 
 class Session:
@@ -252,19 +205,14 @@ def copied(view: memoryview, at: int, begin: int, data: bytes) -> int:
     return count
 
 
-def changed(url: Url) -> CorruptCheckpointError:
-    """Return the error for a file that is not the one that was looked at first."""
-    return CorruptCheckpointError(
-        f"{url.name} changed while it was read: somebody replaced it on the server. Read the checkpoint again when "
-        "nobody writes to it.",
-        file=str(url),
-    )
-
-
 def _transport(url: Url) -> Transport:
-    where = "over_http" if url.scheme in WEB else "over_fsspec"  # those import this
-    transport: Transport = import_module(f"mmfsdp.checkpoint.remote.{where}").transport(url)
-    return transport
+    if url.scheme in WEB:
+        from mmfsdp.checkpoint.remote import over_http
+
+        return over_http.transport(url)
+    from mmfsdp.checkpoint.remote import over_fsspec
+
+    return over_fsspec.transport(url)
 
 
 def _retried(url: Url, call: Callable[[], T]) -> T:

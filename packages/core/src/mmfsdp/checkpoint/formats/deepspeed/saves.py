@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.formats.deepspeed.latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams, check_listed
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
 from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name

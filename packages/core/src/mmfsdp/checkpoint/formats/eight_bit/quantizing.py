@@ -91,8 +91,7 @@ def replaced(
         made[name] = entry
         if is_linear(name, entry):
             _refuse_quantized(name, entry, tensors)
-            if isinstance(entry, ComputedEntry):  # the codes count what is infinite, and the scales read it again
-                entry = entry.cast(entry.dtype, lambda _: None)
+            entry = entry.counting(lambda _: None)  # the codes count what is infinite, and the scales read it again
             made[name], made[name + ending] = pair(name, entry)
     number = len(made) - len(tensors)
     if not number:

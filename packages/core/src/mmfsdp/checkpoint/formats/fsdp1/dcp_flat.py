@@ -16,7 +16,7 @@ from typing import Any
 from mmfsdp.checkpoint.formats.dcp import read_as_stored
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT, FlatUnit, Span, flat_unit, spans_in_order
 from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import Known, known_shapes, resolve_section
-from mmfsdp.checkpoint.formats.registry import Source
+from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef

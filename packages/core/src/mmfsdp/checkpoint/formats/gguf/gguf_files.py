@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmfsdp.checkpoint.files.eight_bit_blocks import EightBitBlocks
-from mmfsdp.checkpoint.formats.registry import Content
+from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

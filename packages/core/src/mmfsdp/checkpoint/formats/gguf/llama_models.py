@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
@@ -319,7 +319,7 @@ class GgufModel:
         path, rows = self.folder / VOCABULARY, self._sizes["vocab_size"]
         if not path.is_file():
             return translated(self.folder, rows)
-        if isinstance(path, RemoteLike):
+        if is_remote(path):
             raise ConfigError(
                 f"{VOCABULARY} of {str(self.folder)!r} is read only on this machine. Copy it here, beside {_CONFIG} of "
                 "the same model, and give that folder as 'like'.",

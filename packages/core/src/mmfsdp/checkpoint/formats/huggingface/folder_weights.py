@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmfsdp.checkpoint.formats import safetensors, shard_indexes
-from mmfsdp.checkpoint.formats.registry import INDEX_SUFFIX, MODEL_FILES, Content, Source
+from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, MODEL_FILES, Content, Source
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 from mmfsdp.errors import CheckpointNotFoundError

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import RemoteLike
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.files.disk import at_home, place
-from mmfsdp.checkpoint.formats.eight_bit import quantizing, scaled_floats
-from mmfsdp.checkpoint.formats.registry import MODEL_STEMS
+from mmfsdp.checkpoint.files.disk import at_home, is_offered, place
+from mmfsdp.checkpoint.formats.eight_bit.kinds import quantization_config
+from mmfsdp.checkpoint.formats.source import MODEL_STEMS
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import ConfigError
@@ -23,7 +22,6 @@ from mmfsdp.errors import ConfigError
 __all__ = [
     "CONFIG",
     "companions",
-    "copy_companion",
     "dtype_notes",
     "like_folder",
     "quantized_config",
@@ -104,22 +102,13 @@ def companions(like: Path, target: Path | None) -> dict[str, Path]:
             if not _WEIGHTS.fullmatch(path.name):
                 found[path.name] = path
     paths = {path.name: path for path in like.iterdir()}
-    if isinstance(like, RemoteLike):
+    if is_remote(like):
         paths |= {name: like / name for name in _COMPANIONS if name not in paths}
     for _, path in sorted(paths.items()):
         # The hub's cache holds links, to its own files. Hidden files belong to where they are.
-        there = path.is_offered() if isinstance(path, RemoteLike) else path.is_file()
-        if there and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
-            found[path.name] = path if isinstance(path, RemoteLike) else inside(like, path.name, like)
+        if is_offered(path) and not _WEIGHTS.fullmatch(path.name) and not path.name.startswith("."):
+            found[path.name] = path if is_remote(path) else inside(like, path.name, like)
     return found
-
-
-def copy_companion(file: Path, to: Path) -> None:
-    """Copy a file that `companions` found: on this machine, or on a server."""
-    if isinstance(file, RemoteLike):
-        to.write_bytes(file.read_bytes())
-    else:
-        shutil.copyfile(file, to)
 
 
 def weights_stem(like: Path) -> str:
@@ -164,10 +153,8 @@ def quantized_config(folder: Path, tensors: Mapping[str, TensorEntry], kind: str
         kind: What the setting ``quantize`` says.
     """
     config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
-    if kind == "fp8":
-        config["quantization_config"] = quantizing.quantization_config(tensors)
-    elif kind != "none":
-        config["quantization_config"] = scaled_floats.quantization_config(tensors, kind)
+    if kind != "none":
+        config["quantization_config"] = quantization_config(tensors, kind)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

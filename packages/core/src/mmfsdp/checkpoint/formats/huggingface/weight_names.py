@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
-from mmfsdp.checkpoint.formats.registry import MODEL_FILES, open_layout
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.formats.source import MODEL_FILES
+from mmfsdp.checkpoint.layout import Layout, TensorEntry
 from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Ties", "also_the_head", "check_names", "without_ties"]
+__all__ = ["Ties", "also_the_head", "check_names", "own_weights", "without_ties"]
 
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
 # In the order in which transformers and diffusers prefer them.
@@ -36,17 +36,31 @@ _TIES = (
 )
 
 
-def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+def own_weights(folder: Path, opened: Callable[[Path], Layout]) -> Mapping[str, TensorEntry]:
+    """Return the weights that a folder has already; none if it has no weights.
+
+    Args:
+        folder: The folder.
+        opened: Opens a checkpoint.
+    """
+    file = next((folder / name for name in _OWN_WEIGHTS if (folder / name).is_file()), None)
+    return {} if file is None else opened(file).tensors
+
+
+def without_ties(
+    tensors: Mapping[str, TensorEntry], like: Path, own: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the tensors to write, and notes: tied weights once, under the names that the folder's model has.
 
     Args:
         tensors: The weights by name.
-        like: A folder of the same model. Where it has weights, names and shapes must be theirs.
+        like: A folder of the same model.
+        own: The weights that it has; if there are any, names and shapes must be theirs.
 
     Raises:
         ConfigError: Names or shapes are not those of the model, or weights that its config ties differ.
     """
-    ties = Ties.of(like)
+    ties = Ties.of(like, own)
     kept = dict(tensors)
     notes = []
     for name, first in ties.candidates(tensors):
@@ -55,7 +69,7 @@ def without_ties(tensors: Mapping[str, TensorEntry], like: Path) -> tuple[dict[s
             continue
         del kept[name]
         notes.append(f"{name} is tied to {first} and written once")
-    check_names(kept, {*tensors}, like)
+    check_names(kept, {*tensors}, like, own)
     return kept, tuple(notes)
 
 
@@ -71,10 +85,15 @@ class Ties:
     """The names of its weights, if it has any."""
 
     @classmethod
-    def of(cls, like: Path) -> Ties:
-        """Read the config and the names of a folder."""
+    def of(cls, like: Path, own: Collection[str]) -> Ties:
+        """Read the config of a folder.
+
+        Args:
+            like: The folder.
+            own: The names of its weights.
+        """
         stated = read_config(like).get("tie_word_embeddings")
-        return cls(like, stated if isinstance(stated, bool) else None, frozenset(_weights(like)))
+        return cls(like, stated if isinstance(stated, bool) else None, frozenset(own))
 
     @property
     def possible(self) -> bool:
@@ -130,18 +149,20 @@ def also_the_head(folder: Path, names: Collection[str], changed: Iterable[str]) 
     return next((name for name in changed if tied and re.fullmatch(inputs, name)), None)
 
 
-def check_names(kept: Mapping[str, TensorEntry], given: set[str], like: Path) -> None:
+def check_names(
+    kept: Mapping[str, TensorEntry], given: set[str], like: Path, expected: Mapping[str, TensorEntry]
+) -> None:
     """Compare what will be written with the weights of a folder, if it has any.
 
     Args:
         kept: The tensors to write.
         given: The names of all tensors, second names of tied ones included.
         like: A folder of the same model.
+        expected: The weights that it has.
 
     Raises:
         ConfigError: Names or shapes differ; the message says which, and what to write.
     """
-    expected = _weights(like)
     if (adapted := next((name for name in kept if name not in expected and _ADAPTED.search(name)), None)) is not None:
         raise ConfigError(
             f"{adapted!r} is a name that PEFT gives to the weights of a model with an adapter, and from_pretrained "
@@ -180,10 +201,3 @@ def _is_needless(name: str, kept: Mapping[str, TensorEntry]) -> bool:
     """Tell whether a tensor is the scale of codes that are written as numbers."""
     weight = re.sub(r"(weight_scale(_inv)?|input_scale)$", "weight", name)
     return weight != name and weight in kept and itemsize(kept[weight].dtype) > 1
-
-
-def _weights(folder: Path) -> Mapping[str, TensorEntry]:
-    for name in _OWN_WEIGHTS:
-        if (folder / name).is_file():
-            return open_layout(folder / name).tensors
-    return {}

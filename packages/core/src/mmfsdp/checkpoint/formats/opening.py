@@ -1,0 +1,160 @@
+"""Opens a checkpoint of any format, which it recognises by the content."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.files.disk import nearest, of_file, place
+from mmfsdp.checkpoint.files.siblings import interrupted
+from mmfsdp.checkpoint.formats.foreign import what_to_use
+from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
+from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, Source
+from mmfsdp.checkpoint.formats.suggestions import nearby, weights_beside
+from mmfsdp.checkpoint.integrity import refuse_special
+from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+)
+
+__all__ = ["open_layout", "opened"]
+
+
+def open_layout(
+    path: str | os.PathLike[str],
+    *,
+    trust: bool = False,
+    reference: str | os.PathLike[str] | Layout | None = None,
+    format: str | None = None,
+    look_up: bool = True,
+) -> Layout:
+    """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
+
+    Only metadata is read; torch is not imported, and nothing that a pickle names is imported or run. If a process died
+    while it replaced a directory, so that nothing is left at the path, what it left beside the path is opened.
+
+    Args:
+        path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
+            directory: of a file per rank (``rank{i}.pth`` of mmfsdp or MMEngine, or DTensors under any name that ends
+            with the rank), of torch's distributed checkpoint (DCP), of DeepSpeed, of fairscale, or of safetensors or
+            ``torch.save`` files with their index. Or the URL of one of these: ``https://``, or what fsspec reads, such
+            as ``s3://``.
+        trust: Keep pickled objects that are not on the list of safe names as opaque placeholders instead of rejecting
+            the file. They are not imported even then.
+        reference: A complete checkpoint of the same model, for ``rank{i}.pth`` files of stock MMEngine and DCP
+            directories of FSDP1's ``LOCAL_STATE_DICT`` that do not hold the shapes of all parameters: those saved
+            without an optimizer, from plain SGD or with frozen parameters.
+        format: Name of the format as `known_formats` lists it, if a directory holds several or the content misleads.
+        look_up: Read the files of all ranks now. Otherwise a rank's file is read only when a chunk in it is asked for,
+            provided that the first file describes the others.
+
+    Raises:
+        ConfigError: ``format`` is unknown, or names a file format for a directory or the reverse.
+        CheckpointNotFoundError: There is nothing at ``path``, or a directory without a checkpoint.
+        FormatError: The format is unknown or not supported.
+        UnsafePickleError: A pickle names something that is not on the list of safe names.
+        IncompleteCheckpointError: Parts of the checkpoint are missing.
+        CorruptCheckpointError: The checkpoint is damaged.
+    """
+    path = place(path)
+    path = interrupted(path) or path
+    source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
+    try:
+        refuse_special(path)
+        if not path.exists():
+            raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{nearest(path)}", file=str(path))
+        with _garbage_collection_off():
+            layout = (_recognised(source) if format is None else _chosen(format, path)).read(source)
+        "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
+        return replace(layout, weights_beside=partial(weights_beside, path))
+    except CheckpointError as error:
+        raise of_file(error, path) from error.__cause__
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(
+            f"{path.name} lists {os.path.basename(error.filename or '')!r}, which is not there: either it is a link "
+            "to a file that does not exist, or another process removed it while the checkpoint was read. Restore the "
+            "file, or try again when no other process writes there.",
+            file=str(path),
+        ) from error
+    except RecursionError as error:
+        raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
+    except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:
+        raise CorruptCheckpointError(f"{path.name} cannot be read: {error}.", file=str(path)) from error
+
+
+def opened(given: str | os.PathLike[str] | Layout, **options: Any) -> Layout:
+    """Return a layout that is given as it is, or what `open_layout` returns for a path; ``options`` are its own."""
+    return given if isinstance(given, Layout) else open_layout(given, **options)
+
+
+@contextlib.contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    # The collector looks at all objects each time their number has grown by some. A large checkpoint is read into a
+    # hundred thousand objects and more, none of them garbage: docs/adr/0006-mechanisms-removed-and-kept.md.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _recognised(source: Source) -> Format:
+    if (source.path.suffix == ".distcp" or source.path.name == ".metadata") and not source.names:
+        raise FormatError(
+            f"{source.path.name} is one file of torch's distributed checkpoint; open its directory "
+            f"{str(source.path.parent)!r} instead.",
+            file=str(source.path),
+        )
+    for item in FORMATS:
+        if item.sniff is not None and item.sniff(source):
+            return item
+    path = source.path
+    if text := what_to_use(source.head, source.names or [path.name]):
+        raise FormatError(f"{path.name} {text}", file=str(path))
+    if path.is_dir():
+        reason = (
+            "it has no file of a rank such as rank0.pth, no .metadata of torch's DCP, no index and no safetensors file"
+        )
+        if any(name.endswith(".distcp") for name in source.names):
+            reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
+        raise CheckpointNotFoundError(
+            f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
+            f"{name_list(source.names) or 'nothing'}.{nearby(source)}",
+            file=str(path),
+        )
+    if not source.head:
+        raise CorruptCheckpointError(f"{path.name} is empty.", file=str(path))
+    raise FormatError(
+        f"{path.name} is not a checkpoint of a known format: it begins with {source.head[:8]!r}. Known are the files "
+        "of torch.save (.pth, .pt, .bin), safetensors files, their indexes, and directories of rank{i}.pth files or of "
+        "torch's distributed checkpoint.",
+        file=str(path),
+    )
+
+
+def _chosen(name: str, path: Path) -> Format:
+    directory = path.is_dir() or path.name.endswith(INDEX_SUFFIX)
+    kind = "directory" if directory else "file"
+    return find_format(
+        name,
+        [item for item in FORMATS if item.reader and item.directory == directory],
+        f"format of the {kind} {path.name!r}",
+    )
+
+
+def _reference(given: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
+    return None if given is None else opened(given, trust=trust)

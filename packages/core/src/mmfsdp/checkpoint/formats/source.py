@@ -1,0 +1,118 @@
+"""What readers and writers of formats are given: a path to read, the content to write, and the names of known files."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.basics.boxes import Ranks
+from mmfsdp.checkpoint.layout import Layout, TensorEntry
+
+__all__ = [
+    "INDEX_SUFFIX",
+    "MODEL_FILES",
+    "MODEL_STEMS",
+    "OF_DEEPSPEED",
+    "RANK_FILE",
+    "TORCH_FILE",
+    "Content",
+    "Source",
+    "is_legacy_torch",
+    "is_zip",
+    "looks_like_safetensors",
+]
+
+INDEX_SUFFIX = ".index.json"
+"""What the name of Hugging Face's index of several files ends with."""
+
+MODEL_STEMS = ("model", "diffusion_pytorch_model")
+"""What the names of weights in a Hugging Face folder begin with: those of transformers, of diffusers."""
+
+MODEL_FILES = tuple(f"{stem}.safetensors{suffix}" for stem in MODEL_STEMS for suffix in ("", INDEX_SUFFIX))
+"""The file of a Hugging Face folder that holds its weights or their index, in the order of preference."""
+
+TORCH_FILE = "pytorch_model.bin"
+"""The same, written by ``torch.save``, as transformers did before safetensors."""
+
+OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
+"""What the names of DeepSpeed's files end with."""
+
+RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
+"""The name of a rank's file in a ``local`` checkpoint."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A path to read a checkpoint from, and the caller's wishes."""
+
+    path: Path
+    """A file or a directory, which exists."""
+    trust: bool = False
+    """Keep unknown pickled objects as opaque placeholders instead of rejecting them."""
+    reference: Callable[[], Layout | None] = lambda: None
+    """Opens a complete checkpoint of the same model, for formats that do not hold all shapes."""
+    look_up: bool = True
+    """Read the files of all ranks now; otherwise only when a chunk in them is asked for."""
+    chosen: bool = False
+    """Whether the caller named the format."""
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The file names in a directory, sorted; empty for a file."""
+        return sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 32 bytes of a file; empty for a directory."""
+        if self.path.is_dir():
+            return b""
+        with self.path.open("rb") as file:
+            return file.read(32)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint to be written."""
+
+    tree: dict[Any, Any]
+    """Nested content with a ``TensorRef`` for each tensor."""
+    tensors: Mapping[str, TensorEntry]
+    """The tensors by the names of the ``TensorRef``s."""
+    named: Mapping[str, TensorEntry]
+    """The tensors by their names in a format that holds nothing else."""
+    max_shard_size: int | None = None
+    """Bytes of tensor data per file, for formats with several files."""
+    ranks: Ranks = field(default_factory=lambda: Ranks(1, 1))
+    """How many ranks, for formats with files per rank."""
+    save_id: str = field(default_factory=lambda: os.urandom(8).hex())
+    """Identifies this checkpoint; every file of it carries the same id."""
+    keys: Mapping[str, bytes] = field(default_factory=dict)
+    """For ``gguf``: the key-value pairs, each value with its type as the file holds it."""
+    stem: str = "model"
+    """What the names of safetensors files in a folder begin with."""
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """Tell from its first nine bytes whether a file may be a safetensors file."""
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack("<Q", head[:8])[0] <= 100_000_000
+
+
+def is_zip(head: bytes) -> bool:
+    """Tell from its first bytes whether a file is a zip archive, as `torch.save` writes since version 1.6."""
+    return head.startswith(_ZIP_MAGIC)
+
+
+def is_legacy_torch(head: bytes) -> bool:
+    """Tell from its first bytes whether a file is of `torch.save` before version 1.6."""
+    return _LEGACY_MAGIC.match(head) is not None
