@@ -82,6 +82,7 @@ IMPORT_BY_NAME = {
     "mmfsdp.basics.lazy": "what the public names of a package stand for, as its stub lists them",
     "mmfsdp.basics.references": "what a user's config names",
     "mmfsdp.frontends.transformers_models": "transformers, which need not be installed",
+    "mmfsdp.testing": "what the process that forks ranks imports beforehand",
     "mmfsdp_cli.main": "the module of a command",
 }
 
@@ -109,13 +110,14 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def imported_names(path: Path) -> list[tuple[int, str]]:
-    """Return line and absolute dotted name of everything that a file imports, functions included."""
-    return [*_imported_names(path)]
+    """Return line and absolute dotted name of everything that a file imports, functions and its stub included."""
+    stub = path.with_suffix(".pyi")
+    return [*_imported_names(path), *(_imported_names(stub) if stub.exists() else ())]
 
 
 def _imported_names(path: Path) -> Iterator[tuple[int, str]]:
     name = module_name(path)
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -162,22 +164,24 @@ def executed_names(path: Path, *, at_top: bool = True) -> list[tuple[int, str]]:
             inner.update(lines)
         elif isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
             hidden.update(lines)
-    return [(line, name) for line, name in imported_names(path) if line not in hidden and (line not in inner) is at_top]
+    return [
+        (line, name) for line, name in _imported_names(path) if line not in hidden and (line not in inner) is at_top
+    ]
 
 
 def hidden_imports(path: Path) -> list[int]:
-    """Return the lines that import by a string: a call of importlib, or a string that is the name of a module here."""
-    tree = ast.parse(path.read_text(), path)
-    aliases = {"__import__", *(f"importlib.{name}" for name in ("import_module", "__import__", "util.find_spec"))}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "importlib":
-            aliases |= {
-                alias.asname or alias.name for alias in node.names if alias.name not in ("metadata", "resources")
-            }
-    found = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted(node.func) in aliases]
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    names = {module_name(file) for file in modules()} - {"mmfsdp", "mmfsdp.testing", "mmfsdp_mmengine", "mmfsdp_cli"}
-    return found + [node.lineno for node in texts if node.value in names]
+    """Return the lines that import by a string, or hold one that is the name of a module here.
+
+    A name such as ``mmfsdp.saving`` does not count, as that of a logger.
+    """
+    nodes = [*ast.walk(ast.parse(path.read_text(), path))]
+    calls = {"__import__", "importlib.import_module", "importlib.__import__"}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module == "importlib":
+            calls |= {alias.asname or alias.name for alias in node.names if "import" in alias.name}
+    names = {name for file in modules() if (name := module_name(file)).count(".") > 1}
+    found = [node.lineno for node in nodes if isinstance(node, ast.Call) and dotted(node.func) in calls]
+    return found + [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in names]
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
@@ -246,10 +250,12 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def exported(module: str) -> set[str]:
-    """Return ``__all__`` of a module of core, without importing it."""
+    """Return the public names of a module of core, without importing it."""
     path = SOURCES["mmfsdp"].parent / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(path.read_text(), path).body:
+    if (stub := path.with_suffix(".pyi")).exists():
+        return {name.rpartition(".")[2] for _, name in _imported_names(stub)} | assigned(parsed(stub))
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
             return {*ast.literal_eval(node.value)}
     return set()
@@ -397,7 +403,6 @@ class TestRooms:
             "from importlib import import_module as load\nload('mmfsdp.errors')",
             "import importlib\nimportlib.import_module(f'mmfsdp.{name}')",
             "__import__('mmfsdp.errors')",
-            "import importlib.util\nimportlib.util.find_spec('mmfsdp.errors')",
             "where = 'mmfsdp.checkpoint.formats.registry'",
         ],
     )

@@ -149,11 +149,6 @@ class TensorEntry:
         return self
 
     @property
-    def formula(self) -> Hashable:
-        """What is computed from its parts; ``None`` if it is stored. Equal formulas, parts and dtypes are equal."""
-        return None
-
-    @property
     def num_chunks(self) -> int:
         """Number of its chunks."""
         return self.stored.boxes.count if isinstance(self.stored, Unlocated) else len(self.stored)

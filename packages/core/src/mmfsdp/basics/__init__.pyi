@@ -1,0 +1,13 @@
+from mmfsdp.basics.dtypes import canonical_dtype as canonical_dtype
+from mmfsdp.basics.dtypes import to_torch as to_torch
+from mmfsdp.basics.installing import pip_install as pip_install
+from mmfsdp.basics.machines import boot_id as boot_id
+from mmfsdp.basics.masking import hide_secrets as hide_secrets
+from mmfsdp.basics.masking import mask_secrets as mask_secrets
+from mmfsdp.basics.masking import mask_url as mask_url
+from mmfsdp.basics.references import resolve_reference as resolve_reference
+from mmfsdp.basics.tables import Column as Column
+from mmfsdp.basics.tables import format_table as format_table
+from mmfsdp.basics.text import human_bytes as human_bytes
+from mmfsdp.basics.text import name_list as name_list
+from mmfsdp.basics.torch_version import require_torch as require_torch

@@ -1,0 +1,10 @@
+from mmfsdp.collective.channels import wait_timeout as wait_timeout
+from mmfsdp.collective.scopes import Scope as Scope
+from mmfsdp.collective.scopes import place_in as place_in
+from mmfsdp.collective.scopes import scope_of as scope_of
+from mmfsdp.collective.steps import all_equal as all_equal
+from mmfsdp.collective.steps import broadcast_object as broadcast_object
+from mmfsdp.collective.steps import gather_objects as gather_objects
+from mmfsdp.collective.steps import gather_to_first as gather_to_first
+from mmfsdp.collective.steps import on_all_ranks as on_all_ranks
+from mmfsdp.collective.steps import shared as shared

@@ -1,0 +1,15 @@
+from mmfsdp.planning.automatic import repeated_classes as repeated_classes
+from mmfsdp.planning.memory import MemoryEstimate as MemoryEstimate
+from mmfsdp.planning.memory import estimate_memory as estimate_memory
+from mmfsdp.planning.optimizer_memory import OPTIMIZERS as OPTIMIZERS
+from mmfsdp.planning.optimizer_memory import optimizer_named as optimizer_named
+from mmfsdp.planning.patterns import match_classes as match_classes
+from mmfsdp.planning.records import ActivationPlan as ActivationPlan
+from mmfsdp.planning.records import BufferEntry as BufferEntry
+from mmfsdp.planning.records import MeshSpec as MeshSpec
+from mmfsdp.planning.records import Note as Note
+from mmfsdp.planning.records import ParamEntry as ParamEntry
+from mmfsdp.planning.records import ShardUnit as ShardUnit
+from mmfsdp.planning.records import UnitPrecision as UnitPrecision
+from mmfsdp.planning.resolve import plan as plan
+from mmfsdp.planning.schema import ShardPlan as ShardPlan

@@ -1,0 +1,2 @@
+from mmfsdp.sharding.activation.checkpointing import apply_activation_checkpointing as apply_activation_checkpointing
+from mmfsdp.sharding.activation.kept_operators import DEFAULT_SAVE_OPS as DEFAULT_SAVE_OPS

@@ -1,0 +1,3 @@
+from mmfsdp.torch_style.arguments import ARGUMENTS as ARGUMENTS
+from mmfsdp.torch_style.arguments import Translated as Translated
+from mmfsdp.torch_style.arguments import translate_arguments as translate_arguments
