@@ -53,6 +53,7 @@ MOST_ROOMS = 15
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
+    ("damage",),
     ("integrity", "layout", "remote"),
     ("geometry", "manifest", "pickles"),
     ("tree",),

@@ -8,6 +8,7 @@ from mmfsdp.basics.masking import mask_url as mask_url
 from mmfsdp.basics.references import resolve_reference as resolve_reference
 from mmfsdp.basics.tables import Column as Column
 from mmfsdp.basics.tables import format_table as format_table
+from mmfsdp.basics.text import WRAPPER_PREFIX as WRAPPER_PREFIX
 from mmfsdp.basics.text import human_bytes as human_bytes
 from mmfsdp.basics.text import name_list as name_list
 from mmfsdp.basics.torch_version import require_torch as require_torch

@@ -10,7 +10,19 @@ from collections.abc import Sequence
 
 from mmfsdp.errors import ConfigError
 
-__all__ = ["clean_fqn", "compile_pattern", "compile_regex", "human_bytes", "missing", "name_list", "parse_bytes"]
+__all__ = [
+    "WRAPPER_PREFIX",
+    "clean_fqn",
+    "compile_pattern",
+    "compile_regex",
+    "human_bytes",
+    "missing",
+    "name_list",
+    "parse_bytes",
+]
+
+WRAPPER_PREFIX = "module."
+"""What DistributedDataParallel and averages of models put before the names of a model's weights."""
 
 _FSDP1_STEP = "_fsdp_wrapped_module"
 _GLOB_PARTS = re.compile(r"(\*\*|\*|\?|\[[^\]]*\])")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.descriptors import read_at
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
-from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["embed_sums", "embedded_sums"]
 
@@ -64,11 +64,8 @@ def embedded_sums(layout: Layout) -> dict[Path, FileEntry]:
             raise ValueError("its CRC-32 does not match")
         entry = _parsed(json.loads(data), record)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"Entry {record.name!r} of {layout.path.name} is damaged: {error}.",
-            file=str(layout.path),
-            offset=record.offset,
-        ) from error
+        what = f"Entry {record.name!r} of {layout.path.name}"
+        raise damaged(what, str(error), layout.path, record.offset) from error
     return {} if entry is None else {layout.path: entry}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mmfsdp.basics.text import name_list
+from mmfsdp.basics.text import WRAPPER_PREFIX, name_list
 from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within, optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
@@ -25,9 +25,8 @@ from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 
-__all__ = ["WRAPPER_PREFIX", "load_checkpoint", "reference_of", "under_tied_names"]
+__all__ = ["load_checkpoint", "reference_of", "under_tied_names"]
 
-WRAPPER_PREFIX = "module."
 """What DistributedDataParallel and others that wrap a model add to every name."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from mmfsdp.basics.text import clean_fqn, name_list
+from mmfsdp.basics.text import WRAPPER_PREFIX, clean_fqn, name_list
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
@@ -18,7 +18,7 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.load import WRAPPER_PREFIX, reference_of, under_tied_names
+from mmfsdp.saving.load import reference_of, under_tied_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor

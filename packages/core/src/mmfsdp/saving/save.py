@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing, refuse_other_content
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective.scopes import scope_of
+from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -76,8 +76,8 @@ def save_checkpoint(
         ConfigError: ``kind`` is unknown, does not fit the path or another argument, or cannot be saved in the
             background; or ``like`` does not fit the model.
     """
-    state = find_sharded_model(model)
-    target = _agreed_target(path, state, "save_checkpoint()", kind, optimizer, overwrite, blocking)
+    state, scope = _savers(model)
+    target = _agreed_target(path, scope, "save_checkpoint()", kind, optimizer, overwrite, blocking)
     _check_kind(kind, blocking, ("full", "local", "sharded", "hf"))
     if (kind == "hf") != (like is not None):
         raise ConfigError(
@@ -98,8 +98,7 @@ def save_checkpoint(
     extra = dict(extra or {})
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
-    _make_free(target, state, overwrite)
-    scope = scope_of(state.mesh)
+    _make_free(target, state, scope, overwrite)
     if overwrite and like is None:  # a model's folder keeps what else is there
         on_all_ranks(lambda: refuse_other_content(target) if scope.is_first else None, scope)
     if like is not None:
@@ -114,7 +113,7 @@ def save_checkpoint(
         by_name = kind == "sharded"
         content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
     assert kind != "hf"
-    return _write(target, {**content, **extra}, state, kind, overwrite, blocking)
+    return _write(target, {**content, **extra}, state, scope, kind, overwrite, blocking)
 
 
 def write_checkpoint(
@@ -146,16 +145,23 @@ def write_checkpoint(
     Raises:
         MmfsdpError: See `save_checkpoint`.
     """
-    state = find_sharded_model(model)
-    target = _agreed_target(path, state, "write_checkpoint()", kind, None, overwrite, blocking)
+    state, scope = _savers(model)
+    target = _agreed_target(path, scope, "write_checkpoint()", kind, None, overwrite, blocking)
     _check_kind(kind, blocking)
-    _make_free(target, state, overwrite)
-    return _write(target, content, state, kind, overwrite, blocking)
+    _make_free(target, state, scope, overwrite)
+    return _write(target, content, state, scope, kind, overwrite, blocking)
+
+
+def _savers(model: nn.Module) -> tuple[ShardedModel, Scope]:
+    """Return a model's state, settled, and the ranks that save it together. Collective: every rank."""
+    state = find_sharded_model(model)
+    state.settle()
+    return state, scope_of(state.mesh)
 
 
 def _agreed_target(
     path: str | Path,
-    state: ShardedModel,
+    scope: Scope,
     call: str,
     kind: str,
     optimizer: Optimizer | None,
@@ -163,8 +169,6 @@ def _agreed_target(
     blocking: bool,
 ) -> Path:
     """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
-    state.settle()
-    scope = scope_of(state.mesh)
     target = Path(same_path(path, scope))
     saved = None if optimizer is None else type(optimizer).__name__
     given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking}
@@ -172,22 +176,27 @@ def _agreed_target(
     return target
 
 
-def _make_free(target: Path, state: ShardedModel, overwrite: bool) -> None:
+def _make_free(target: Path, state: ShardedModel, scope: Scope, overwrite: bool) -> None:
     """Wait until the save before is over, and check that nothing is at the target. Collective: every rank."""
-    scope = scope_of(state.mesh)
     settle_saves(state.mesh)
     on_all_ranks(lambda: None if overwrite or not scope.is_first else refuse_existing(target), scope)
 
 
 def _write(
-    target: Path, content: Mapping[str, Any], state: ShardedModel, kind: Kind, overwrite: bool, blocking: bool
+    target: Path,
+    content: Mapping[str, Any],
+    state: ShardedModel,
+    scope: Scope,
+    kind: Kind,
+    overwrite: bool,
+    blocking: bool,
 ) -> PendingSave:
     if kind == "sharded":
         return _write_sharded(target, content, state, overwrite, blocking)
     if kind == "full":
-        _on_first(state, lambda: _write_full(target, content, overwrite))
+        on_all_ranks(lambda: _write_full(target, content, overwrite) if scope.is_first else None, scope)
     else:
-        _write_local(target, content, state, overwrite)
+        _write_local(target, content, state, scope, overwrite)
     return PendingSave.over()
 
 
@@ -214,8 +223,7 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
         write_whole(content, temporary)
 
 
-def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool) -> None:
-    scope = scope_of(state.mesh)
+def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, scope: Scope, overwrite: bool) -> None:
     save = DirectorySave.begin(target, scope, overwrite=overwrite)
     save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
 
@@ -239,8 +247,3 @@ def _write_sharded(
         return saver.start(step, target)
     step()
     return PendingSave.over()
-
-
-def _on_first(state: ShardedModel, step: Callable[[], None]) -> None:
-    scope = scope_of(state.mesh)
-    on_all_ranks(lambda: step() if scope.is_first else None, scope)

@@ -13,6 +13,7 @@ from mmengine.model import BaseAveragedModel
 from mmengine.registry import MODELS
 
 from mmfsdp import load_model_state_dict, model_state_dict
+from mmfsdp.basics import WRAPPER_PREFIX
 from mmfsdp.errors import ConfigError, StateDictError, closest
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged, whole_value
@@ -20,7 +21,6 @@ from mmfsdp_mmengine.checkpoints.content import with_own_counters
 
 __all__ = ["RecordedLoad", "ShardAverages", "averaged_model_class", "with_averages"]
 
-_PREFIX = "module."
 _live: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardAverages]] = weakref.WeakKeyDictionary()
 
 
@@ -102,7 +102,7 @@ class ShardAverages:
             averages = model_state_dict(self._state.module, kind)
             if kind == "sharded":  # shards share the model's memory, which holds the averages only now
                 averages = {name: _copy(value) for name, value in averages.items()}
-        trained = {f"{_PREFIX}{name}": value for name, value in weights.items()}
+        trained = {f"{WRAPPER_PREFIX}{name}": value for name, value in weights.items()}
         return {"state_dict": averages, "ema_state_dict": {**self._own(), **trained}}
 
     def check(self, averages: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -124,7 +124,7 @@ class ShardAverages:
         shapes = {name: value.shape for name, value in offered.items() if hasattr(value, "shape")}
         if own is not None:
             wanted |= dict.fromkeys(self._own())
-            shapes |= {name: None for name in own if not name.startswith(_PREFIX)}
+            shapes |= {name: None for name in own if not name.startswith(WRAPPER_PREFIX)}
         report = compare_shapes(wanted, shapes)
         if not report.clean:
             raise StateDictError(
@@ -157,7 +157,9 @@ class ShardAverages:
         self.averaged.module.load_state_dict(self._view.tree().state_dict())
 
     def _own(self) -> dict[str, Any]:
-        return {name: value for name, value in self.averaged.state_dict().items() if not name.startswith(_PREFIX)}
+        return {
+            name: value for name, value in self.averaged.state_dict().items() if not name.startswith(WRAPPER_PREFIX)
+        }
 
 
 class RecordedLoad:
@@ -178,9 +180,9 @@ class RecordedLoad:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Keep the state of an averaged model."""
-        self.own = {name: value for name, value in state_dict.items() if not name.startswith(_PREFIX)}
+        self.own = {name: value for name, value in state_dict.items() if not name.startswith(WRAPPER_PREFIX)}
         self.averages = {
-            name.removeprefix(_PREFIX): value for name, value in state_dict.items() if name not in self.own
+            name.removeprefix(WRAPPER_PREFIX): value for name, value in state_dict.items() if name not in self.own
         }
 
 

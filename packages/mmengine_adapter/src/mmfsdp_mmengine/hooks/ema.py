@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 
 from mmfsdp import FullyShardedDataParallel
+from mmfsdp.basics import WRAPPER_PREFIX
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.checkpoints.averages import RecordedLoad, ShardAverages, averaged_model_class
 from mmfsdp_mmengine.checkpoints.content import describe_mismatch, revised_keys
@@ -124,7 +125,7 @@ class EMAHook(StockEMAHook):
                     logging.WARNING,
                 )
             return
-        own = {key: value for key, value in checkpoint["ema_state_dict"].items() if not key.startswith("module.")}
+        own = {key: value for key, value in checkpoint["ema_state_dict"].items() if not key.startswith(WRAPPER_PREFIX)}
         trained = {key: value for key, value in checkpoint["ema_state_dict"].items() if key not in own}
         self._loaded = checkpoint["state_dict"], own
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **revised_keys(trained, _WRAPPED)}

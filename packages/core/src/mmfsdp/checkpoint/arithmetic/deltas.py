@@ -14,6 +14,7 @@ from mmfsdp.checkpoint.arithmetic.matching import for_weights, refuse_settings
 from mmfsdp.checkpoint.arithmetic.unchanged import Unchanged
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
 from mmfsdp.checkpoint.files.expecting import compared_extents
@@ -227,9 +228,7 @@ def _rows(delta: Layout, changes: dict[str, TensorEntry]) -> Iterator[_Row]:
                 raise ValueError(f"the kind of {name!r} is {row['kind']!r}")
             yield _Row(name, row["kind"], row["dtype"], int(row.get("crc32", "0"), 16))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{_TABLE} of {delta.path.name} is damaged: {type(error).__name__}: {error}.", file=str(delta.path)
-        ) from error
+        raise damaged(f"{_TABLE} of {delta.path.name}", error, delta.path) from error
 
 
 def _checksum(entry: TensorEntry) -> int:

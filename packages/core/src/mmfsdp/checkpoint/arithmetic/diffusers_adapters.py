@@ -16,10 +16,11 @@ from typing import Any
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter
 from mmfsdp.checkpoint.arithmetic.factors import FactorTable, check_settings, trained_modules
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.safetensors import read_entries
 from mmfsdp.checkpoint.integrity import parse_json
-from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
+from mmfsdp.errors import ConfigError, FormatError
 
 __all__ = ["diffusers_file", "read_diffusers_adapter"]
 
@@ -106,6 +107,6 @@ def _settings(file: Path, component: str) -> dict[str, Any] | None:
         if not own:
             raise ValueError(f"it says nothing of {component!r}")
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{_SETTINGS} of {file.name} is damaged: {error}.", file=str(file)) from error
+        raise damaged(f"{_SETTINGS} of {file.name}", str(error), file) from error
     check_settings(own, file)
     return own

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
-from mmfsdp.basics.text import compile_pattern, parse_bytes
+from mmfsdp.basics.text import WRAPPER_PREFIX, compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.conversion.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
@@ -324,11 +324,13 @@ def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], 
             "MMEngine's EMAHook saves the averaged weights under 'state_dict' already, and the plain ones under "
             "'ema_state_dict': 'state_dict' was taken",
         )
-    prefix = "module."
-    named = {str(key).removeprefix(prefix): value for key, value in averaged.items() if str(key).startswith(prefix)}
+    wrapped = {str(key): value for key, value in averaged.items() if str(key).startswith(WRAPPER_PREFIX)}
+    named = {key.removeprefix(WRAPPER_PREFIX): value for key, value in wrapped.items()}
     unknown = [name for name in named if name not in weights]
     if not named or unknown:
-        problem = f"{unknown[0]!r}, which 'state_dict' lacks" if unknown else "no key that begins with 'module.'"
+        problem = (
+            f"{unknown[0]!r}, which 'state_dict' lacks" if unknown else f"no key that begins with {WRAPPER_PREFIX!r}"
+        )
         raise FormatError(f"'ema_state_dict' of {layout.path.name} holds {problem}.", file=str(layout.path))
     replaced = collections.OrderedDict((key, named.get(str(key), value)) for key, value in weights.items())
     vars(replaced).update(vars(weights) if isinstance(weights, collections.OrderedDict) else {})

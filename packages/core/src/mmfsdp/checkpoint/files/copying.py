@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mmfsdp.basics.descriptors import read_into
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.streamed_sums import StreamedSums, whole_runs
@@ -190,11 +191,8 @@ class Copier:
 
 
 def _damaged(file: Path, offset: int, name: str, found: int, expected: int | None) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"The data of tensor {name!r} in {file.name} is damaged: its CRC-32 is {found:08x} (expected {expected:08x}).",
-        file=str(file),
-        offset=offset,
-    )
+    why = f"its CRC-32 is {found:08x} (expected {expected:08x})"
+    return damaged(f"The data of tensor {name!r} in {file.name}", why, file, offset)
 
 
 _CACHED = 1 << 19  # bytes: 1 MB no longer fits the second-level cache of most processors

@@ -13,6 +13,7 @@ from typing import TypeGuard, cast
 
 from mmfsdp.basics import descriptors
 from mmfsdp.basics.descriptors import RemoteLike, is_remote
+from mmfsdp.checkpoint.damage import changed_while_read
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -265,11 +266,8 @@ def identity(file: Path) -> str:
 
 def changed(file: Path) -> CorruptCheckpointError:
     """Return the error that says that another process changed a file."""
-    return CorruptCheckpointError(
-        f"{file.name} changed while it was read: another process replaced or rewrote it. Read the checkpoint again "
-        "when no other process writes to it.",
-        file=str(file),
-    )
+    who = "another process replaced or rewrote it. Read the checkpoint again when no other process writes to it."
+    return changed_while_read(file.name, who, file)
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, ListedBoxes
 from mmfsdp.basics.dtypes import DTYPES
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
@@ -30,7 +31,6 @@ from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, fiel
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import (
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     FormatError,
     IncompleteCheckpointError,
     MmfsdpError,
@@ -138,9 +138,7 @@ def _insert(tree: dict[Any, Any], keys: tuple[str | int, ...], value: Any, limit
             container.extend([None] * (int(key) + 1 - len(container)))
         held = None if not fits or (isinstance(container, dict) and key not in container) else container[key]
         if not fits or (following is None and held is not None):
-            raise CorruptCheckpointError(
-                f".metadata is damaged: the keys {keys!r} do not fit the others.", file=str(directory / ".metadata")
-            )
+            raise damaged(".metadata", f"the keys {keys!r} do not fit the others", directory / ".metadata")
         if held is None:
             held = value if following is None else [] if isinstance(following, int) else {}
             container[key] = held
@@ -209,9 +207,7 @@ def read_dcp_metadata(path: Path, *, trust: bool = False) -> DcpMetadata:
     except MmfsdpError:
         raise
     except Exception as error:  # crafted content can be of any shape
-        raise CorruptCheckpointError(
-            f"{path.name} is damaged: {type(error).__name__}: {error}.", file=str(path)
-        ) from error
+        raise damaged(path.name, error, path) from error
 
 
 def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:

@@ -20,6 +20,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.lone_parts import one_of_many
 from mmfsdp.checkpoint.formats.source import Content, Source
 from mmfsdp.checkpoint.integrity import inside, parse_json
@@ -100,9 +101,7 @@ def read_entries(path: Path, begin: int = 0) -> tuple[dict[str, TensorEntry], di
         if CHECKSUMS in metadata:
             tensors = _records(path, header, metadata[CHECKSUMS], tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"The header of {path.name} is damaged: {type(error).__name__}: {error}.", file=str(path), offset=begin + 8
-        ) from error
+        raise damaged(f"The header of {path.name}", error, path, begin + 8) from error
     position = data
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].chunks()[0].offset, item[1].nbytes)):
         if entry.chunks()[0].offset != position:  # the format has neither holes nor overlaps
@@ -267,9 +266,7 @@ def box_offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int,
         if any(type(number) is not int or not 0 <= number < 1 << 62 for value in offsets.values() for number in value):
             raise ValueError("offsets are not numbers")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{_SHARDING_INFO} of {file.name} is damaged: {type(error).__name__}: {error}.", file=str(file)
-        ) from error
+        raise damaged(f"{_SHARDING_INFO} of {file.name}", error, file) from error
     return offsets
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats import safetensors
 from mmfsdp.checkpoint.formats.source import (
     INDEX_SUFFIX,
@@ -104,7 +105,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     try:
         content = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path.name} is damaged: {error}.", file=str(path)) from error
+        raise damaged(path.name, str(error), path) from error
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise FormatError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import missing
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.dtensor_ranks import FileOfRank, FilesOfRanks, own_content, shared_content
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
@@ -92,9 +93,7 @@ def _metadata(source: Source) -> _Metadata:
     except MmfsdpError:
         raise
     except Exception as error:  # crafted content can be of any shape
-        raise CorruptCheckpointError(
-            f"{_METADATA} is damaged: {type(error).__name__}: {error}.", file=str(path)
-        ) from error
+        raise damaged(_METADATA, error, path) from error
     return _Metadata(ranks, files)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.dtypes import DTYPES, itemsize
+from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale, one_of_many
 from mmfsdp.checkpoint.formats.source import Source
@@ -119,11 +120,7 @@ def read_archive(path: Path, source: int, records: Mapping[str, ZipRecord], *, t
 def _read(path: Path, source: int, record: ZipRecord) -> bytes:
     data = read_at(source, record.nbytes, record.offset)
     if len(data) != record.nbytes or record.crc32 not in (None, crc32(data)):
-        raise CorruptCheckpointError(
-            f"Entry {record.name!r} of {path.name} is damaged: its CRC-32 does not match.",
-            file=str(path),
-            offset=record.offset,
-        )
+        raise damaged(f"Entry {record.name!r} of {path.name}", "its CRC-32 does not match", path, record.offset)
     return data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from mmfsdp.checkpoint.damage import changed_while_read
 from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError
 
@@ -59,8 +60,5 @@ class Transport(Protocol):
 
 def changed(url: Url) -> CorruptCheckpointError:
     """Return the error for a file that is not the one that was looked at first."""
-    return CorruptCheckpointError(
-        f"{url.name} changed while it was read: somebody replaced it on the server. Read the checkpoint again when "
-        "nobody writes to it.",
-        file=str(url),
-    )
+    who = "somebody replaced it on the server. Read the checkpoint again when nobody writes to it."
+    return changed_while_read(url.name, who, url)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mmfsdp.basics.text import WRAPPER_PREFIX
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FLAT,
     FlatRange,
@@ -136,7 +137,7 @@ def _optimizers(value: Any) -> Iterator[dict[str, Any]]:
 
 def _shape(name: str, known: Known) -> tuple[int, ...] | None:
     """Return the shape of a parameter; weights averaged by MMEngine have ``module.`` before their names."""
-    for spelling in (name, name.removeprefix("module.")):
+    for spelling in (name, name.removeprefix(WRAPPER_PREFIX)):
         if spelling in known.reference:
             return known.reference[spelling].shape
         if spelling in known.shapes:
