@@ -126,7 +126,7 @@ def test_verbose_errors_say_where_they_were_raised(tmp_path: Path) -> None:
     assert short.startswith("error: There is no checkpoint")
     assert long.endswith(short)
     assert "Traceback" in long
-    assert "registry.py" in long
+    assert "opening.py" in long
 
 
 def test_formats_fit_a_narrow_terminal() -> None:
