@@ -1,4 +1,4 @@
-"""Runs every benchmark with its smallest sizes, through the commands that benchmarks/README.md gives."""
+"""Runs every benchmark with its smallest sizes, through the commands that the pages in benchmarks/ give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.forked_scripts import python
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "benchmarks/README.md").read_text()
+README = "\n".join((ROOT / "benchmarks" / name).read_text() for name in ("README.md", "conversions.md"))
 NAMES = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py"))
 ON_RANKS = [
     name for name in NAMES if re.search("run_ranks|on_ranks", (ROOT / f"benchmarks/bench_{name}.py").read_text())

@@ -143,7 +143,7 @@ def test_command_lines_exist(page: str, line: str) -> None:
     assert missing == [], f"mmfsdp-cli {' '.join(command)} has no {missing}; its help:\n{text}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "benchmarks").glob("*.md")], ids=name)
 def test_pages_are_short(page: Path) -> None:
     words = len(page.read_text(encoding="utf-8").split())
     assert words <= (700 if page.name == "README.md" and page.parent == ROOT else 2000), words
