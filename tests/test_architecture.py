@@ -45,7 +45,7 @@ LEVELS: tuple[dict[str, str], ...] = (
     },
     {
         "frontends": "basics checkpoint errors planning sharding torch_style",
-        "parity": "basics errors runtime",
+        "parity": "basics config errors rehearsal runtime saving sharding testing",
     },
 )
 MAY_IMPORT = {room: allowed.split() for level in LEVELS for room, allowed in level.items()}

@@ -25,7 +25,7 @@ from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
-PLANNING = {"plan", "rehearse", "fit", "measure"}
+PLANNING = {"plan", "rehearse", "fit", "measure", "prove"}
 WRITING = {"convert", "average", "merge-lora", "delta", "apply-delta"}
 
 

@@ -45,6 +45,7 @@ _COMMANDS = {
     ),
     "fit": ("fitting", "Print the fastest settings that fit into a device's memory."),
     "measure": ("measuring", "Run a few real steps on the CPUs at hand, and print predicted beside measured."),
+    "prove": ("proving", "Prove that a model computes on several ranks what it computes in one process."),
     "doctor": (
         "doctoring",
         "Check an MMEngine config: how it trains sharded, what differs from MMEngine, what to change.",

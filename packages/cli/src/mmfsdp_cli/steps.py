@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal import Rehearsal
     from mmfsdp.torch_style import Translated
 
-__all__ = ["advised", "assume", "device", "rehearsed", "static_part_first", "step_of", "timeline_chart"]
+__all__ = ["advised", "assume", "batch_of", "device", "rehearsed", "static_part_first", "step_of", "timeline_chart"]
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SPANS = 24
@@ -78,7 +78,7 @@ def step_of(model: nn.Module, source: ReadConfig | None, given: StepChoice) -> T
                 )
             step = source.step(model, None if given.batch_size == "own" else int(given.batch_size))
         else:
-            step = TrainingStep(_batch(given.batch))
+            step = TrainingStep(batch_of(given.batch))
             if given.optimizer is None and source is not None:
                 step = replace(step, optimizer=source.optimizer() or "adamw")
         if given.optimizer is None:
@@ -159,7 +159,8 @@ def timeline_chart(rehearsal: Rehearsal, width: int) -> str:
     return "\n".join([head, *bars(rows, width)])
 
 
-def _batch(texts: Sequence[str]) -> Any:
+def batch_of(texts: Sequence[str]) -> Any:
+    """Return the batch that texts such as ``4x512`` and ``ids=1x64:int64`` describe, on the meta device."""
     import torch
 
     from mmfsdp.basics import to_torch

@@ -1,5 +1,6 @@
 from mmfsdp.config import ShardConfig as ShardConfig
 from mmfsdp.parity.comparing import compare as compare
+from mmfsdp.parity.proving import prove as prove
 from mmfsdp.parity.recorder import recording as recording
 from mmfsdp.planning import ShardPlan as ShardPlan
 from mmfsdp.planning import plan as plan

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
@@ -37,6 +38,7 @@ def recording(
     every: int = 1,
     order: Order = "blocks",
     perturb: int | None = None,
+    first_step: int = 0,
 ) -> Iterator[Recording]:
     """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
 
@@ -60,6 +62,7 @@ def recording(
             of every ``world_size``, as ``DistributedSampler`` deals them out. Ranks must get equally many.
         perturb: None, or a seed: change each input by about one unit in the last place of its dtype. Such runs of the
             reference tell `mmfsdp.compare` how large differences may be.
+        first_step: The number of the first step, of a run that resumes.
 
     Yields:
         The recording: tell it the loss with ``loss(value)``.
@@ -72,7 +75,9 @@ def recording(
             f"recording() needs depth >= 0, every >= 1 and order 'blocks' or 'strided', got {depth=}, {every=}, "
             f"{order=}."
         )
-    made = Recording(Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=perturb)
+    made = Recording(
+        Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=perturb, step=first_step
+    )
     try:
         yield made
     finally:
@@ -92,14 +97,16 @@ class Recording:
         every: int,
         order: Order,
         perturb: int | None,
+        step: int,
     ) -> None:
         self._model, self._optimizer, self._every, self._order = unwrapped(model), optimizer, every, order
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._is_flat = isinstance(model, FullyShardedDataParallel)
         self._names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
         head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
         head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
         self._writer = Writer(folder, self._rank, head)
-        self._step, self._calls = 0, dict[tuple[str, str], int]()
+        self._step, self._calls = step, dict[tuple[str, str], int]()
         self._running = self._started = False
         self._samples = 0
         self._before: dict[int, torch.Tensor] = {}
@@ -112,7 +119,7 @@ class Recording:
                 hooks.callback(module.register_forward_hook(after).remove)
             hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
-            hooks.enter_context(watch_clipping(self._before_clipping, self.norm))
+            hooks.enter_context(watch_clipping(self.before_clipping, self.norm))
             self._stack = hooks.pop_all()
 
     @property
@@ -219,7 +226,7 @@ class Recording:
         self._writer.add(self._key(kind, name), "box", held, box.offsets, tuple(value.shape))
 
     def _params(self) -> Iterator[tuple[torch.Tensor, str]]:
-        for group in self._optimizer.param_groups:
+        for group in () if self._is_flat else self._optimizer.param_groups:
             for param in group["params"]:
                 if id(param) in self._names:
                     yield param, self._names[id(param)]
@@ -229,7 +236,8 @@ class Recording:
             if param.grad is not None and param.grad.layout == torch.strided:
                 self._shard(kind, name, param.grad)
 
-    def _before_clipping(self) -> None:
+    def before_clipping(self) -> None:
+        """Record gradients before a loop clips them in its own way. Not collective."""
         if self._is_on:
             self._gradients("gradient before clipping")
 

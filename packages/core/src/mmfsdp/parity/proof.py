@@ -1,0 +1,69 @@
+"""`Proof`: what proving a plan has found, as text that can be pasted into an issue, and as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmfsdp.parity.comparison import Comparison
+
+__all__ = ["Proof"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a model computes on several ranks beside what it computes in one process."""
+
+    model: str
+    ranks: int
+    steps: int
+    """How many steps were trained before the checkpoint, and as many after it."""
+    resumed_on: int
+    """On how many ranks training went on from the checkpoint."""
+    trained: Comparison
+    """The steps before the checkpoint."""
+    resumed: Comparison
+    """The steps after it."""
+    versions: Mapping[str, str]
+    assumed: tuple[str, ...]
+    """What was changed so that the runs can be compared."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether everything that was compared is equal, before the checkpoint and after it."""
+        return self.trained.same and self.resumed.same
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only."""
+        return {
+            "model": self.model,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "resumed_on": self.resumed_on,
+            "proven": self.proven,
+            "trained": self.trained.describe(),
+            "resumed": self.resumed.describe(),
+            "versions": dict(self.versions),
+            "assumed": [*self.assumed],
+        }
+
+    def __str__(self) -> str:
+        on = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        changed = f" ({'; '.join(self.assumed)})" if self.assumed else ""
+        ranks, again = _ranks(self.ranks), _ranks(self.resumed_on)
+        if self.proven:
+            count = len(self.trained.compared) + len(self.resumed.compared)
+            most = max(self.trained.closest, self.resumed.closest)
+            return (
+                f"Proven: {self.model} computes on {ranks} what it computes in one process, over {self.steps} steps, "
+                f"and over {self.steps} more from a checkpoint on {again}. {count} tensors were compared; the largest "
+                f"difference is {most:.0%} of what is allowed. On {on}{changed}."
+            )
+        where = f"on {ranks}" if not self.trained.same else f"after resuming on {again}"
+        found = self.resumed if self.trained.same else self.trained
+        return f"Not proven: {self.model} differs {where} from one process.\n{found}\nOn {on}{changed}."
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

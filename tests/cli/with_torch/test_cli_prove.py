@@ -1,0 +1,22 @@
+"""``mmfsdp-cli prove``: a proof from the command line."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.support import invoke
+
+LINEAR = ["torch.nn:Linear", "--model-arg", "in_features=6", "--model-arg", "out_features=4"]
+
+
+def test_a_proof() -> None:
+    result = invoke("prove", *LINEAR, "--batch", "4x6", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["proven"] is True
+    assert found["trained"]["ranks"] == [1, 2]
+
+
+def test_bad_ranks() -> None:
+    assert invoke("prove", *LINEAR, "--batch", "4x6", "--ranks", "2x2").exit_code == 2
+    assert invoke("prove", *LINEAR, "--batch", "4x6", "--ranks", "1").exit_code == 2
