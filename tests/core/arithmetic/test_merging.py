@@ -162,7 +162,7 @@ def test_a_head_that_no_file_holds(tmp_path: Path) -> None:
         held[f"{module}.base_layer.weight"] = embedding  # peft saves it beside them
         save_file(held, folder / "adapter_model.safetensors")
         report = merge_lora(tmp_path / "base", folder, tmp_path / f"{tied}.safetensors")
-        note = "Merged into the head, too, which config.json ties to it: 'model.embed_tokens.weight'"
+        note = "Also merged into the head, which config.json ties to it: 'model.embed_tokens.weight'"
         assert (note in report.notes) == tied
         save_file({f"{module}.weight": embedding + 1, **always}, folder / "adapter_model.safetensors")
         if not tied:

@@ -78,7 +78,7 @@ def checkpoint_argument(name: str) -> Decorator:
     return argument(
         name,
         type=CHECKPOINT,
-        help="A .pth, .pt or .safetensors file, an index of several, or a directory: rank files, DCP. URLs, too.",
+        help="A .pth, .pt or .safetensors file, an index of several, or a directory: rank files, DCP; or a URL.",
     )
 
 
@@ -102,7 +102,7 @@ def completing(values: Callable[[], Iterable[str]]) -> Callable[[click.Context, 
     return complete
 
 
-json_report = flag("--json", "as_json", section=_OUTPUT, help="Print JSON, and no progress; an error, too.")
+json_report = flag("--json", "as_json", section=_OUTPUT, help="Print JSON, errors included, and no progress.")
 jobs = option(
     "--jobs",
     section="How carefully, how fast",

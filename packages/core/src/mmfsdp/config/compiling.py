@@ -27,7 +27,7 @@ class CompileConfig(ConfigModel):
     backend: str = "inductor"
     """A name of ``torch.compiler.list_backends()``, or a reference ``'package.module:function'``."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """What the backend ``inductor`` optimises for."""
+    """The goal of the backend ``inductor``, as in `torch.compile`."""
     dynamic: bool | None = None
     """Whether shapes are dynamic; ``null``: where they have changed."""
     root: bool = False

@@ -24,11 +24,11 @@ class Finding:
     path: str
     """The setting, as a dotted path."""
     here: str
-    """What mmfsdp does, or why it cannot do it."""
+    """The behaviour of mmfsdp, or the reason why it cannot do it."""
     stock: str = ""
-    """What the framework's own classes did."""
+    """The behaviour of the framework's own classes."""
     advice: str = ""
-    """What to write, as lines of a config; empty if nothing needs to change."""
+    """Lines of a config to write; empty if nothing needs to change."""
 
 
 @dataclass(frozen=True, slots=True)

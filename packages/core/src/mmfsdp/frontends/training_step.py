@@ -18,7 +18,7 @@ class TrainingStep:
     """The arguments of `mmfsdp.rehearse` that a config describes."""
 
     batch: Any
-    """What one rank gets in a micro-batch; its tensors take memory."""
+    """The micro-batch of one rank; its tensors take memory."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """Computes the loss of a micro-batch; None for the default of `mmfsdp.rehearse`."""
     optimizer: str | Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = "adamw"
@@ -30,7 +30,7 @@ class TrainingStep:
     ema: Callable[[nn.Module], Any] | None = None
     """Makes averaged weights of this rank's part of the model; see `mmfsdp.rehearse`."""
     assumed: tuple[str, ...] = ()
-    """What the front end assumed, for people to read."""
+    """The assumptions of the front end, for people to read."""
 
     def arguments(self) -> dict[str, Any]:
         """Return keyword arguments of `mmfsdp.rehearse`, besides ``batch``."""

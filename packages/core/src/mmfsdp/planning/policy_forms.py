@@ -31,7 +31,7 @@ from mmfsdp.planning.verdicts import Verdicts, all_of, any_of, by_class
 __all__ = ["Policy", "verdicts_of"]
 
 Policy = Wrap | Callable[..., Any] | str | None
-"""What can be given as a policy: a `Wrap` config, any callable torch ever took, a dotted reference, or nothing."""
+"""The forms of a policy: a `Wrap` config, any callable that torch accepts, a dotted reference, or nothing."""
 
 # torch's defaults of size_based_auto_wrap_policy.
 _SIZE_EXCLUDED = ("torch.nn.modules.container.ModuleList", "torch.nn.modules.container.ModuleDict")

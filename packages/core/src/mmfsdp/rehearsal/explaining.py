@@ -57,7 +57,7 @@ def _about_buffers(plan: ShardPlan, model: nn.Module) -> str:
     if computing is None or plan.buffer_dtype is not None or (name := next(others, None)) is None:
         return ""
     return (
-        f". Training fails there, too. Parameters compute in {computing}, and floating point buffers such as {name!r} "
+        f". Training also fails there. Parameters compute in {computing}, and floating point buffers such as {name!r} "
         f'keep their dtype; if they meet there, set precision.buffer_dtype to "{computing}".'
     )
 

@@ -55,7 +55,7 @@ class Rehearsal:
     operators: tuple[Operator, ...] = ()
     """In the order in which the CPU issues them, collectives among them."""
     on_cpu: tuple[Allocation, ...] = ()
-    """What ``cpu_offload`` keeps in CPU memory; it is not among `allocations`."""
+    """Allocations that ``cpu_offload`` keeps in CPU memory; they are not among `allocations`."""
     calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """How an operator of each signature is called, to measure it."""
     savings: tuple[Saving, ...] = ()

@@ -19,17 +19,17 @@ class Saving:
     nbytes: int
     """Bytes between the two peaks."""
     what: str
-    """What changes, for people to read."""
+    """The change, for people to read."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Sections of the settings to write in place of those that there are; empty if the change is none of settings."""
+    """Sections to write in place of those in the settings; empty if the change is not one of settings."""
     elsewhere: str = ""
-    """What to write outside of the settings, such as an argument of the optimizer."""
+    """A change outside of the settings, such as an argument of the optimizer."""
     source: str = "rehearsed"
     """``rehearsed``: the changed step was; ``derived``: its record follows from that of the step."""
 
     @property
     def write(self) -> str:
-        """What to write, ready to paste: settings as YAML, one section a line, or what to write elsewhere."""
+        """The lines to write, ready to paste: settings as YAML, one section a line, or the change elsewhere."""
         return "\n".join(f"{name}: {json.dumps(value)}" for name, value in self.settings.items()) or self.elsewhere
 
     def describe(self) -> dict[str, Any]:

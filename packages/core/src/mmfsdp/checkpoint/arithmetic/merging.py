@@ -135,7 +135,7 @@ def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[
             *_lacking(base, names, adapter, prefix)
         ],
         "Tied to a weight that is merged, and so merged too": [*tied],
-        "Merged into the head, too, which config.json ties to it": [shared] if shared else [],
+        "Also merged into the head, which config.json ties to it": [shared] if shared else [],
         "Of another shape than in the base, which config.json must say": resized,
         "Added, because only the adapter has it": [*added],
     }

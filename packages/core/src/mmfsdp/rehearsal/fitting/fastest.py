@@ -47,12 +47,12 @@ def fit(
 ) -> Fit:
     """Search for the settings with which a step fits into memory, and is fastest.
 
-    What the config states stays as it is. Varied is what it leaves open: the strategy and the ranks of a shard group,
-    large embeddings and heads as units of their own, activation checkpointing, precision, and micro-batches. Parts of
-    blocks as units, and prefetching, are varied around the next faster settings, which do not fit, and around the
-    smallest ones if nothing fits; then shards and what the optimizer makes of them are tried in CPU memory, too. Most
-    combinations are decided by bounds of their memory and time, or by rehearsals of copies of the model with fewer
-    layers; what is returned was rehearsed with the whole model. Not collective; see `rehearse`.
+    Settings that the config states stay as they are. The search varies the others: the strategy and the ranks of a
+    shard group, large embeddings and heads as units of their own, activation checkpointing, precision, and
+    micro-batches. It varies parts of blocks as units, and prefetching, around the next faster settings, which do not
+    fit, and around the smallest ones if nothing fits; then it also tries shards and optimizer state in CPU memory.
+    Bounds of memory and time, or rehearsals of copies of the model with fewer layers, decide most combinations; the
+    results were rehearsed with the whole model. Not collective; see `rehearse`.
 
     Args:
         model: The model, on any device; ``meta`` is enough.

@@ -24,7 +24,7 @@ SPENT = {
     "launches": "waiting for the CPU to issue operators",
     "host": "the optimizer on the CPU",
 }
-"""What each key of `StepTime.spent` means."""
+"""The meaning of each key of `StepTime.spent`."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class StepTime:
     low: float
     high: float
     coverage: str
-    """What the interval from `low` to `high` covers."""
+    """The uncertainty that the interval from `low` to `high` covers."""
     compute: float
     """Seconds for which the device computes."""
     exposed: Mapping[str | None, float]
     """Seconds for which computing waits for the communication of a unit; ``''`` is the root, None belongs to none."""
     bound: str
-    """What most of the step is spent on: ``compute``, ``memory``, ``communication``, ``launches`` or ``host``."""
+    """The largest part of the step: ``compute``, ``memory``, ``communication``, ``launches`` or ``host``."""
     spent: Mapping[str, float]
-    """Seconds by what bounds them; together, the step."""
+    """Seconds of the step by their bound; they add up to the step."""
     flops: int
     """Floating-point operations of the rank."""
     utilization: float
     """Share of the device's peak that these are, each in its dtype; recomputed ones count."""
     spans: tuple[Span, ...]
-    """What runs when on which stream."""
+    """The operations of each stream, with their times."""
 
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""

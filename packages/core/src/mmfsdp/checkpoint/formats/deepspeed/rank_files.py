@@ -218,7 +218,7 @@ class Files:
                 )
             if extra := [path for rank, path in files.items() if rank >= expected]:
                 raise CorruptCheckpointError(
-                    f"The checkpoint is of {ranks} ranks, but {extra[0].name} is there, too: it is left over from "
+                    f"The checkpoint is of {ranks} ranks, but {extra[0].name} is there: it is left over from "
                     "another save; remove it.",
                     file=str(extra[0]),
                 )
