@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mmfsdp.basics.torch_version import MINIMUM_TORCH
+from mmfsdp.checkpoint.formats.registry import FORMATS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {
@@ -417,6 +418,20 @@ class TestRooms:
         assert "mmfsdp.checkpoint.remote.paths.remote_path" in calls
         assert "mmfsdp.checkpoint.remote.paths" in module_graph("mmfsdp")["mmfsdp.checkpoint.files.disk"]
         assert "remote" in room_graph("mmfsdp", "mmfsdp.checkpoint")["files"]
+
+    def test_conversions_compare_no_names_of_formats(self) -> None:
+        names = {item.name for item in FORMATS}
+        folders = [SOURCES["mmfsdp"] / "checkpoint" / name for name in ("conversion", "arithmetic")]
+        found = [
+            show(path, node.lineno, str(constant.value))
+            for path in modules("mmfsdp")
+            if any(path.is_relative_to(folder) for folder in folders)
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Compare)
+            for constant in ast.walk(node)
+            if isinstance(constant, ast.Constant) and constant.value in names
+        ]
+        assert found == []
 
     def test_circles_are_found(self) -> None:
         assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"d"}, "e": {"a"}}) == [["a", "b", "c"], ["d"]]
