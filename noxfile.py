@@ -145,6 +145,13 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def parity(session: nox.Session) -> None:
+    """Inject 74 faults into a training loop, on two and four ranks, in float32 and bfloat16, and find each."""
+    install(session, CORE_WITH_TORCH, *TEST_TOOLS)
+    session.run("python", "-m", "pytest", "tests/parity", *session.posargs)
+
+
+@nox.session(default=False)
 @nox.parametrize("extra", ["mmengine", "onedl"])
 def configs(session: nox.Session, extra: str) -> None:
     """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50 --rehearse``."""

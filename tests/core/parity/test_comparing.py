@@ -169,6 +169,20 @@ def test_comparing_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_where_numbers_began_that_are_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].register_forward_hook(lambda _, args, output: output.log())
+    with mmfsdp.recording(tmp_path / "a", model, optimizer) as recording:
+        assert recording.not_finite == ""
+        model(torch.randn(2, 4)).sum().backward()
+        with caplog.at_level(logging.ERROR, logger="mmfsdp.parity"):
+            optimizer.step()
+    assert recording.not_finite.startswith("output of 0 (step 0) is the first with infinite or NaN elements: ")
+    assert recording.not_finite in caplog.text
+
+
 def test_the_page_shows_what_differs(tmp_path: Path) -> None:
     page = comparison_page(mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2)))
     assert "update of 0.weight (step 0)" in page

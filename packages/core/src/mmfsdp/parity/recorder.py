@@ -127,6 +127,11 @@ class Recording:
         """Why the recording has stopped before the loop, such as a full disk; empty if it has not."""
         return self._writer.stopped
 
+    @property
+    def not_finite(self) -> str:
+        """The first tensor of this rank with infinite or NaN elements, known at the end of its step; else empty."""
+        return self._writer.odd
+
     def loss(self, value: torch.Tensor | float) -> None:
         """Record this rank's loss; the mean over ranks counts. Not collective."""
         self._number("loss", value, "mean")

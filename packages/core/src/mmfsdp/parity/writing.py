@@ -17,6 +17,7 @@ from mmfsdp.parity.sketches import sketch_of
 __all__ = ["Writer"]
 
 _log = logging.getLogger("mmfsdp.parity")
+_ODD = 5  # where `Figures` has the number of elements that are not finite
 _Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
 
 
@@ -31,6 +32,7 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int, head: Mapping[str, Any]) -> None:
         self.stopped = ""
+        self.odd = ""
         self._pending: list[_Pending] = []
         self._values: list[torch.Tensor] = []
         self._file: TextIO | None = None
@@ -78,6 +80,7 @@ class Writer:
         if self._pending and not self.stopped:
             values = [row for device in _devices(self._values) for row in _rows(self._values, device)]
             rows = dict(values)
+            self._report_odd(rows)
             lines = [line_of(*entry, pack(rows[place])) + "\n" for place, entry in enumerate(self._pending)]
             self._write("".join(lines))
         self._pending.clear()
@@ -92,6 +95,13 @@ class Writer:
                 self._file.close()
             except OSError as error:
                 self._stop(error)
+
+    def _report_odd(self, rows: Mapping[int, list[float]]) -> None:
+        """Log once where numbers that are not finite began on this rank."""
+        place = next((place for place in sorted(rows) if rows[place][_ODD]), None)
+        if place is not None and not self.odd:
+            self.odd = f"{self._pending[place][0]} is the first with infinite or NaN elements: {rows[place][_ODD]:.0f}"
+            _log.error("%s.", self.odd)
 
     def _write(self, text: str) -> None:
         if self._file is None or self.stopped:
