@@ -19,6 +19,7 @@ __all__ = [
     "MissingTorchError",
     "MissingTorchImportError",
     "MmfsdpError",
+    "OptimizerStepError",
     "PlanError",
     "PlanMismatchError",
     "PolicyError",
@@ -113,6 +114,10 @@ class FrozenParametersError(PlanError):
 
 class PlanMismatchError(PlanError):
     """A plan is applied to a model or mesh that it was not made for."""
+
+
+class OptimizerStepError(MmfsdpError, RuntimeError):
+    """The update of a matrix cannot be computed, or is not finite."""
 
 
 class ShardStateError(MmfsdpError, RuntimeError):

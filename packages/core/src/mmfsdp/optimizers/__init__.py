@@ -1,0 +1,1 @@
+"""Optimizers that see whole matrices: owners, buckets, two messages."""

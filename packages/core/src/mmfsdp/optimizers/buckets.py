@@ -1,0 +1,128 @@
+"""Groups the parameters of a matrix optimizer into buckets, each with its owners and its two messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.collective.scopes import place_in, scope_of
+from mmfsdp.collective.steps import check_same_arguments
+from mmfsdp.optimizers.functions import MatrixFunction
+from mmfsdp.optimizers.groups import group_of
+from mmfsdp.optimizers.matrices import Matrix, assign_owners, divide_into_buckets, matrices_of
+from mmfsdp.optimizers.routes import Route, route_of
+from mmfsdp.optimizers.shards import Division, division_of
+
+__all__ = ["Bucket", "Member", "buckets_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter that a matrix optimizer updates."""
+
+    name: str
+    param: torch.Tensor
+    settings: Mapping[str, Any]
+    """Its param group."""
+    mesh: DeviceMesh | None
+    """The ranks that train it; None if only this one does."""
+    division: Division
+    matrices: tuple[Matrix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose matrices travel together."""
+
+    members: list[Member]
+    matrices: list[tuple[Member, Matrix]]
+    owners: list[int]
+    """The owner of each matrix: a place in the row-major order of the mesh."""
+    route: Route
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    """Dtype of its messages."""
+    device: torch.device
+    """Where its messages and whole matrices are."""
+
+
+def buckets_of(
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    function: MatrixFunction,
+    mesh: DeviceMesh | None,
+    most_bytes: int,
+) -> list[Bucket]:
+    """Return the buckets of all parameters of some param groups. Collective: every rank of their meshes.
+
+    Args:
+        groups: Param groups. ``parts`` and ``is_stack`` say how a parameter consists of matrices.
+        names: The names of parameters by ``id()``.
+        function: What is done with each matrix.
+        mesh: The ranks that plain parameters are on, which each holds whole.
+        most_bytes: Bytes of a bucket's matrices in its messages; a larger parameter is a bucket of its own.
+
+    Raises:
+        RankMismatchError: The ranks have different parameters or settings.
+        ShardStateError: A parameter is not divided by rows.
+        PlanError: A parameter does not consist of matrices.
+    """
+    found: dict[Any, list[Member]] = {}
+    for settings in groups:
+        for param in settings["params"]:
+            member = _member(param, settings, names.get(id(param), "a parameter"), mesh)
+            dtype = function.dtype or param.dtype
+            found.setdefault((member.mesh, dtype, _device(member)), []).append(member)
+    return [
+        bucket
+        for (own_mesh, dtype, device), members in found.items()
+        for bucket in _on_mesh(members, function, own_mesh, dtype, device, most_bytes)
+    ]
+
+
+def _member(param: torch.Tensor, settings: Mapping[str, Any], name: str, mesh: DeviceMesh | None) -> Member:
+    own_mesh = param.device_mesh if isinstance(param, DTensor) else mesh
+    division = division_of(param, mesh, name)
+    matrices = matrices_of(param.shape, parts=settings["parts"], is_stack=settings["is_stack"])
+    return Member(name, param, settings, own_mesh, division, tuple(matrices))
+
+
+def _device(member: Member) -> torch.device:
+    """Return where matrices are whole: parameters that are offloaded to the CPU travel on the device."""
+    if member.mesh is None or member.mesh.device_type == "cpu":
+        return member.param.device
+    return torch.device(member.mesh.device_type, torch.get_device_module(member.mesh.device_type).current_device())
+
+
+def _on_mesh(
+    members: list[Member],
+    function: MatrixFunction,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    most_bytes: int,
+) -> list[Bucket]:
+    ranks, rank, group = 1, 0, None
+    if mesh is not None and mesh.size() > 1:
+        said = [(m.name, *m.division.shape, m.settings["parts"], m.settings["is_stack"]) for m in members]
+        check_same_arguments(scope_of(mesh), "an optimizer's step()", {"params": said})
+        ranks, rank, group = mesh.size(), place_in(mesh), group_of(mesh)
+    loads = [0.0] * ranks
+    buckets = []
+    for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes):
+        chosen = [members[place] for place in places]
+        matrices = [(member, matrix) for member in chosen for matrix in member.matrices]
+        costs = [function.flops(matrix.rows, matrix.columns, member.settings) for member, matrix in matrices]
+        owners = assign_owners(costs, ranks, loads)
+        for owner, cost in zip(owners, costs, strict=True):
+            loads[owner] += cost
+        divisions = [member.division for member, _ in matrices]
+        route = route_of([matrix for _, matrix in matrices], owners, divisions, rank, ranks)
+        buckets.append(Bucket(chosen, matrices, owners, route, group, dtype, device))
+    return buckets

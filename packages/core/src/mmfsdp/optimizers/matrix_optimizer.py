@@ -1,0 +1,221 @@
+"""An optimizer whose updates need whole matrices: each is gathered on the rank that owns it, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
+from mmfsdp.optimizers.exchange import Message
+from mmfsdp.optimizers.functions import MatrixFunction
+from mmfsdp.optimizers.outcomes import NO_GRADIENT, UPDATED, Outcomes, updated_matrix
+from mmfsdp.optimizers.routes import Piece
+from mmfsdp.optimizers.shards import local_of
+
+__all__ = ["BUCKET_BYTES", "MatrixOptimizer"]
+
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of the matrices that travel together, by default."""
+
+MOMENTUM = "momentum_buffer"
+"""The name of the only state that is kept per parameter, as in ``torch.optim.Muon``."""
+
+
+class MatrixOptimizer(Optimizer):
+    """Updates matrices by a function that needs them whole, with momentum and decoupled weight decay.
+
+    Momentum stays sharded as its parameter is. In a step the shards of each matrix travel to its owner in one message
+    per bucket, and the update travels back in one. The order of operations on elements is that of ``torch.optim.Muon``.
+
+    `step` is collective: every rank of the parameters' meshes. Constructing it is not.
+
+    Args:
+        params: Parameters, pairs of names and parameters, or param groups, as `torch.optim.Optimizer` takes them.
+            DTensors must be divided by rows, as ``fully_shard`` does.
+        function: What is done with each matrix.
+        lr: The learning rate.
+        momentum: The part of the momentum that each step keeps.
+        nesterov: Compute the update from the gradient mixed with the momentum, rather than from the momentum.
+        weight_decay: Multiplied by the learning rate; weights lose this part of themselves in a step.
+        parts: Matrices that lie one below the other in each parameter of a group, such as 3 for fused q, k and v.
+        is_stack: Whether the first dimension of a group's parameters counts matrices, as in experts' weights.
+        mesh: The ranks that train parameters that are plain tensors, whole on each of them with the same gradients.
+            None: only this rank does.
+        names: Names of parameters for errors. Default: those of the param groups.
+        bucket_bytes: The most that the matrices of a bucket take in messages; a larger parameter is one of its own.
+        **settings: Defaults of other settings of param groups, which ``function`` gets.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        function: MatrixFunction,
+        *,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        parts: int = 1,
+        is_stack: bool = False,
+        mesh: DeviceMesh | None = None,
+        names: Mapping[int, str] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **settings: Any,
+    ) -> None:
+        for name, value, is_right in (
+            ("lr", lr, lr >= 0),
+            ("momentum", momentum, 0 <= momentum < 1),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+            ("parts", parts, parts >= 1),
+            ("bucket_bytes", bucket_bytes, bucket_bytes > 0),
+        ):
+            if not is_right:
+                raise ConfigError(f"{name}={value!r} is out of range.", config=f"optimizer.{name}")
+        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, {**own, "parts": parts, "is_stack": is_stack, **settings})
+        self._function, self._mesh, self._names, self._bucket_bytes = function, mesh, dict(names or {}), bucket_bytes
+        self._buckets: list[Bucket] = []
+        self._prepared_for: Any = None
+        self._owned: dict[tuple[int, int], dict[str, Any]] = {}
+        self._outcomes = Outcomes()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights. Collective: every rank of the parameters' meshes.
+
+        Args:
+            closure: Computes the loss and the gradients.
+
+        Raises:
+            OptimizerStepError: The update of a matrix was not finite or could not be computed, or only some ranks have
+                a gradient of it; raised on every rank. That matrix only decays, all others are updated. On an
+                accelerator the next step raises it, as the host does not wait for the device.
+            RankMismatchError: In the first step: ranks have other parameters; raised on every rank.
+            LostRankError: Not all ranks take part.
+        """
+        self._outcomes.check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        given: tuple[Bucket, Message] | None = None
+        answered: tuple[Bucket, Message] | None = None
+        for bucket in (*self._prepared(), None, None):
+            # While the owners compute for one bucket, the next one and the answers of the one before are under way.
+            next_given = None if bucket is None else (bucket, self._give(bucket))
+            next_answered = None if given is None else (given[0], self._answer(*given))
+            if answered is not None:
+                self._apply(*answered)
+            given, answered = next_given, next_answered
+        self._outcomes.check_at_once()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.add_param_group`. Every rank must add the same parameters before its next step."""
+        super().add_param_group(param_group)
+
+    def matrix_groups(self) -> Iterable[dict[str, Any]]:
+        """Return the param groups whose matrices are updated by the function."""
+        return self.param_groups
+
+    def _prepared(self) -> list[Bucket]:
+        groups = [*self.matrix_groups()]
+        key = [(id(param), group["parts"], group["is_stack"]) for group in groups for param in group["params"]]
+        settings = [id(group) for group in groups]  # loading a state replaces them
+        if self._prepared_for != (key, settings):
+            names = {**_names_in(groups), **self._names}
+            self._buckets = buckets_of(groups, names, self._function, self._mesh, self._bucket_bytes)
+            self._prepared_for = key, settings
+        return self._buckets
+
+    def _give(self, bucket: Bucket) -> Message:
+        mixed = {id(member): self._mixed(member) for member in bucket.members}
+        heads = {value: torch.tensor([value], dtype=bucket.dtype) for value in (NO_GRADIENT, UPDATED)}
+
+        def value_of(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+            member, _ = bucket.matrices[piece.place]
+            value = mixed[id(member)]
+            start, end = piece.span
+            if value is None:
+                return heads[NO_GRADIENT], torch.zeros(end - start, dtype=bucket.dtype, device=bucket.device)
+            return heads[UPDATED], value[start:end]
+
+        route = bucket.route
+        return Message(bucket.group, route.given, route.collected, value_of, bucket.dtype, bucket.device)
+
+    def _mixed(self, member: Member) -> torch.Tensor | None:
+        """Advance the momentum of a parameter; return this rank's part of what updates come from, flattened."""
+        if member.param.grad is None:
+            return None
+        state, settings = self.state[member.param], member.settings
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(member.param.grad, memory_format=torch.preserve_format)
+        grad, kept = local_of(member.param.grad), local_of(state[MOMENTUM])
+        kept.lerp_(grad, 1 - settings["momentum"])
+        return (grad.lerp(kept, settings["momentum"]) if settings["nesterov"] else kept).reshape(-1)
+
+    def _answer(self, bucket: Bucket, message: Message) -> Message:
+        """Compute the updates of the matrices that this rank owns, and send them."""
+        parts: dict[int, list[torch.Tensor]] = {}
+        heads: dict[int, list[torch.Tensor]] = {}
+        for _, piece, head, elements in message.pieces():
+            parts.setdefault(piece.place, []).append(elements)
+            heads.setdefault(piece.place, []).append(head)
+        updates = {}
+        for place, found in parts.items():
+            member, matrix = bucket.matrices[place]
+            whole = torch.cat(found).view(matrix.rows, matrix.columns)
+            own = self._owned.setdefault((id(member.param), matrix.start), {})
+            has_gradient = member.param.grad is not None
+            updates[place] = updated_matrix(
+                self._function, whole, own, member, torch.stack(heads[place]), has_gradient, self._outcomes
+            )
+
+        def value_of(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+            head, update = updates[piece.place]
+            return head, update.reshape(-1)[slice(*piece.span)]
+
+        route = bucket.route
+        return Message(bucket.group, route.answered, route.returned, value_of, bucket.dtype, bucket.device)
+
+    def _apply(self, bucket: Bucket, message: Message) -> None:
+        """Change this rank's shards by the updates."""
+        found: dict[int, torch.Tensor] = {}
+        codes: dict[int, torch.Tensor] = {}
+        for _, piece, head, elements in message.pieces():
+            found[piece.place], codes[piece.place] = elements, head
+        places: dict[int, list[int]] = {}
+        for place, (member, _) in enumerate(bucket.matrices):
+            places.setdefault(id(member), []).append(place)
+        for member in bucket.members:
+            settings = member.settings
+            if member.param.grad is None:
+                continue
+            local, mine = local_of(member.param), places.get(id(member), [])
+            local.mul_(1 - settings["lr"] * settings["weight_decay"])
+            for update, matrix in _by_step_size(mine, found, bucket):
+                size = self._function.step_size(settings["lr"], matrix.rows, matrix.columns, settings)
+                local.add_(update.to(local.device).view_as(local), alpha=-size)
+        self._outcomes.note([member.name for member, _ in bucket.matrices], bucket.owners, codes)
+
+
+def _by_step_size(places: list[int], found: Mapping[int, torch.Tensor], bucket: Bucket) -> Iterable[Any]:
+    """Yield this rank's part of a parameter's update. All matrices of a parameter have the same shape."""
+    if places:
+        yield torch.cat([found[place] for place in places]), bucket.matrices[places[0]][1]
+
+
+def _names_in(groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    return {
+        id(param): name
+        for group in groups
+        for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+    }

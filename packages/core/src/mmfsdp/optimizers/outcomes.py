@@ -1,0 +1,125 @@
+"""Tells all ranks how the updates of a step went, without making the host wait for an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.errors import OptimizerStepError
+from mmfsdp.optimizers.functions import MatrixFunction
+
+__all__ = ["NO_GRADIENT", "UPDATED", "Outcomes", "updated_matrix"]
+
+NO_GRADIENT, UPDATED, NOT_FINITE, FAILED, ON_SOME_RANKS = range(5)
+"""The first element in front of a piece: how its sender stands to the matrix, or what became of the update."""
+
+_WORDS = {
+    NOT_FINITE: "is not finite. Its gradient may have overflowed: clip gradients, lower the learning rate, or scale "
+    "the loss by mmfsdp.GradScaler",
+    FAILED: "could not be computed by its owner, whose own error says why",
+    ON_SOME_RANKS: "needs a gradient on all ranks, but only some have one. Set gradients to None on all ranks or none",
+}
+
+
+class Outcomes:
+    """What became of the updates of a step, read once the device has computed it."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._owners: list[int] = []
+        self._codes: list[torch.Tensor] = []
+        self._read: torch.Tensor | None = None
+        self._event: Any = None
+        self.failure: Exception | None = None
+        """The error of this rank's own matrix function."""
+
+    def note(self, names: Sequence[str], owners: Sequence[int], codes: Mapping[int, torch.Tensor]) -> None:
+        """Keep the outcomes of a bucket: the names and owners of its matrices, and their codes by place."""
+        self._names += [names[place] for place in codes]
+        self._owners += [owners[place] for place in codes]
+        self._codes.append(torch.stack([*codes.values()]).float())
+
+    def check_at_once(self) -> None:
+        """End a step: check it if that makes no host wait, else send the codes to the host for the next `check`."""
+        if not self._codes:
+            return
+        codes, self._codes = self._codes, []
+        if all(code.device.type == "cpu" for code in codes):
+            self._read = torch.cat(codes)
+            self.check()
+            return
+        joined = torch.cat([code.to(codes[-1].device) for code in codes])
+        self._read = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+        self._read.copy_(joined, non_blocking=True)
+        self._event = torch.get_device_module(joined.device).Event()
+        self._event.record()
+
+    def check(self) -> None:
+        """Raise if an update of the last step that was not checked yet failed. Not collective, but alike on all ranks.
+
+        Raises:
+            OptimizerStepError: One did.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        read, names, owners, failure = self._read, self._names, self._owners, self.failure
+        self._read, self._event, self._names, self._owners, self.failure = None, None, [], [], None
+        if read is None:
+            return
+        wrong = [place for place, code in enumerate(read.tolist()) if int(code) not in (NO_GRADIENT, UPDATED)]
+        if not wrong:
+            return
+        first = int(read[wrong[0]])
+        of = name_list([*dict.fromkeys(names[place] for place in wrong if int(read[place]) == first)])
+        raise OptimizerStepError(
+            f"The update of {of} {_WORDS[first]}. It was computed by the rank at place {owners[wrong[0]]} of the mesh; "
+            "these weights were not updated, all others were.",
+            fqn=names[wrong[0]],
+        ) from failure
+
+
+def updated_matrix(
+    function: MatrixFunction,
+    whole: torch.Tensor,
+    state: dict[str, Any],
+    member: Any,
+    heads: torch.Tensor,
+    has_gradient: bool,
+    outcomes: Outcomes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outcome and the update of a matrix on the rank that owns it. Not collective; never raises.
+
+    Args:
+        function: What computes it.
+        whole: The gradient with momentum, (rows, columns).
+        state: What the owner keeps for this matrix.
+        member: The parameter.
+        heads: What the ranks that hold it said about it.
+        has_gradient: What this rank said.
+        outcomes: Gets the error of the function.
+    """
+    said = UPDATED if has_gradient else NO_GRADIENT
+    are_alike = (heads == said).all()
+    if not has_gradient:
+        return torch.where(are_alike, NO_GRADIENT, ON_SOME_RANKS).to(whole), torch.zeros_like(whole)
+    try:
+        update = function.update(whole, state, member.settings)
+        if not isinstance(update, torch.Tensor) or update.shape != whole.shape or not update.is_floating_point():
+            given = (
+                f"{update.dtype} of shape {tuple(update.shape)}" if isinstance(update, torch.Tensor) else repr(update)
+            )
+            raise OptimizerStepError(
+                f"The matrix function must return a floating point tensor of the matrix's shape {tuple(whole.shape)}, "
+                f"but returned {given}.",
+                fqn=member.name,
+            )
+    except Exception as error:  # the other ranks wait for an answer
+        outcomes.failure = error
+        return torch.full((), FAILED).to(whole), torch.zeros_like(whole)
+    is_finite = update.isfinite().all()
+    code = torch.where(is_finite, UPDATED, NOT_FINITE)
+    code = torch.where(are_alike, code, ON_SOME_RANKS)
+    return code.to(whole), torch.where(is_finite & are_alike, update.to(whole.dtype), 0)

@@ -1,0 +1,78 @@
+"""Tells which elements of flattened parameters each rank of a mesh holds, and who has what of a matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmfsdp.basics.boxes import sharded_box
+from mmfsdp.errors import ShardStateError
+from mmfsdp.optimizers.matrices import Span
+from mmfsdp.runtime.dtensors import placements_of
+
+__all__ = ["Division", "division_of", "local_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a tensor is divided over the ranks of a mesh. Ranks are numbered in the mesh's row-major order."""
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    """Ranks per dimension of the mesh."""
+    is_sharded: tuple[bool, ...]
+    """For each dimension of the mesh, whether it divides the rows; otherwise each rank of it holds the same."""
+
+    def span(self, rank: int) -> Span:
+        """Return the elements of the flattened tensor that a rank holds."""
+        place = [0 if sharded else None for sharded in self.is_sharded]
+        offsets, sizes = sharded_box(self.shape, self.mesh, place, self._coordinates(rank))
+        row = math.prod(self.shape[1:])
+        return offsets[0] * row, (offsets[0] + sizes[0]) * row
+
+    def sources(self, owner: int) -> list[int]:
+        """Return the ranks that hold the tensor together with ``owner``: those of the same replica, in order."""
+        mine = self._coordinates(owner)
+        found = [0]
+        for size, sharded, own in zip(self.mesh, self.is_sharded, mine, strict=True):
+            found = [rank * size + place for rank in found for place in (range(size) if sharded else [own])]
+        return found
+
+    def _coordinates(self, rank: int) -> list[int]:
+        coordinates = []
+        for size in reversed(self.mesh):
+            rank, place = divmod(rank, size)
+            coordinates.append(place)
+        return coordinates[::-1]
+
+
+def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> Division:
+    """Return how a parameter is divided. Not collective.
+
+    Args:
+        param: A DTensor, or a plain parameter, which each rank holds whole.
+        mesh: The ranks that a plain parameter is on; None if only this rank trains it.
+        name: Its name, for errors.
+
+    Raises:
+        ShardStateError: It is divided along another dimension than its first.
+    """
+    if not isinstance(param, DTensor):
+        sizes = (1,) if mesh is None else tuple(mesh.shape)
+        return Division(tuple(param.shape), sizes, (False,) * len(sizes))
+    places = placements_of(param)
+    if any(place not in (None, 0) for place in places):
+        raise ShardStateError(
+            f"{name!r} is placed as {tuple(param.placements)}. Matrices are gathered from shards of rows: shard "
+            "dimension 0, as fully_shard does, or give the parameter to another optimizer."
+        )
+    return Division(tuple(param.shape), tuple(param.device_mesh.shape), tuple(place == 0 for place in places))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds, in the same memory. Not collective."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
