@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmfsdp
-from mmfsdp.basics.torch_releases import torch_has
 from mmfsdp.testing import run_ranks
 
 DIM = 4
@@ -193,9 +192,12 @@ def counted(
 Case = tuple[str, str, str, bool]
 
 
-def compare(rank: int, cases: list[Case], settings: dict[str, Any]) -> list[tuple[Any, Any, float]]:
-    """For each case what the compiler does with raw ``fully_shard`` and with us, and how far weights are off."""
-    found = []
+def compare(rank: int, cases: list[Case], settings: dict[str, Any]) -> list[tuple[Any, Any, float] | None]:
+    """For each case what the compiler does with raw ``fully_shard`` and with us, and how far weights are off.
+
+    None where torch cannot compile what raw ``fully_shard`` or FSDP1 made.
+    """
+    found: list[tuple[Any, Any, float] | None] = []
     for name, how, when, fullgraph in cases:
         torch.manual_seed(0)
         alone = MODELS[name]()
@@ -204,7 +206,11 @@ def compare(rank: int, cases: list[Case], settings: dict[str, Any]) -> list[tupl
         same = MODELS["checkpoint_wrapper"]() if "activation_checkpointing" in settings else alone
         same.load_state_dict(alone.state_dict())
         shard = fully_shard if how == "whole" else raw_fsdp1 if "engine" in settings else raw
-        expected, _ = counted(same, shard, how, when, fullgraph, own)
+        try:
+            expected, _ = counted(same, shard, how, when, fullgraph, own)
+        except torch._dynamo.exc.Unsupported:  # of torch's own hooks
+            found.append(None)
+            continue
         counts, model = counted(alone, ours(name, how, when, settings), how, when, fullgraph, own)
         weights = mmfsdp.model_state_dict(model, rank0_only=False)
         weights = {key.replace("_orig_mod.", ""): value for key, value in weights.items()}
@@ -243,7 +249,11 @@ EVERYWHERE = [(how, when) for how in ("in place", "replaced") for when in ("befo
 
 def check(cases: list[Case], settings: dict[str, Any] | None = None, *, ranks: int = 1) -> None:
     for found in run_ranks(compare, ranks, cases, settings or {}):
-        for case, (expected, counts, error) in zip(cases, found, strict=True):
+        for case, outcome in zip(cases, found, strict=True):
+            if outcome is None:  # some, with torch 2.9 and 2.15
+                assert not torch.__version__.startswith("2.13."), case
+                continue
+            expected, counts, error = outcome
             assert counts == expected, case
             assert (counts["breaks"], counts["limits"]) == (0, 0), case
             assert error == pytest.approx(0, abs=1e-5), case
@@ -277,9 +287,7 @@ def test_checkpointing_of_the_plan() -> None:
 
 
 def test_engine_fsdp1() -> None:
-    # torch 2.15 cannot compile the wrapper of raw FSDP1, which a block is after sharding.
-    places = [place for place in EVERYWHERE[:3] if place[1] == "before" or not torch_has((2, 15))]
-    check([("plain", how, when, True) for how, when in places], {"engine": "fsdp1"})
+    check([("plain", how, when, True) for how, when in EVERYWHERE[:3]], {"engine": "fsdp1"})
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "fsdp1"}, {"activation_checkpointing": "full"}])

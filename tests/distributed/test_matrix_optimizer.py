@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import mmfsdp
 from mmfsdp.errors import OptimizerStepError, RankMismatchError
-from mmfsdp.optimizers.functions import MUON, MatrixFunction
+from mmfsdp.optimizers.functions import MUON
 from mmfsdp.optimizers.matrix_optimizer import MatrixOptimizer
 from mmfsdp.runtime.dtensors import local_part
-from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 MUON_SETTINGS: dict[str, Any] = {
@@ -42,12 +42,9 @@ class Net(nn.Module):
         return x
 
 
-def muon(model: nn.Module, **settings: Any) -> MatrixOptimizer:
-    state = find_sharded_model(model)
-    names = {id(param): name for name, param in model.named_parameters()}
-    return MatrixOptimizer(
-        model.parameters(), MUON, lr=0.02, mesh=state.mesh, names=names, **{**MUON_SETTINGS, **settings}
-    )
+def muon(model: nn.Module, bucket_bytes: int = 2**20, **settings: Any) -> MatrixOptimizer:
+    defaults = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1, **MUON_SETTINGS, **settings}
+    return mmfsdp.matrix_optimizer(model, MUON, lr=0.02, bucket_bytes=bucket_bytes, **defaults)
 
 
 def set_gradients(model: nn.Module, seed: int) -> None:
@@ -119,3 +116,233 @@ def test_every_setting(settings: dict[str, Any]) -> None:
     for found in run_ranks(stepped, 2, {}, {**settings, "bucket_bytes": 500}):
         for name, value in wanted.items():
             assert torch.equal(found[name], value), name
+
+
+class Deep(nn.Module):
+    """An embedding, hidden layers with norms and biases, a convolution, fused q, k and v, experts, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(12, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(12), nn.MultiheadAttention(12, 2, bias=False, batch_first=True)
+        self.conv, self.up, self.down = nn.Conv1d(12, 12, 3, padding=1), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.experts = nn.Parameter(torch.randn(3, 12, 12) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0] + self.conv(y.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(self.up(x).tanh()) + torch.einsum("btc,ecd->btd", y, self.experts)
+
+
+OPTIMIZER: dict[str, Any] = {"muon": "auto", "lr": 0.02, "weight_decay": 0.01, "adamw": {"lr": 1e-2}}
+
+
+class Reference:
+    """Muon and AdamW of torch in one process, each matrix of a parameter as a parameter of its own."""
+
+    def __init__(self, model: Deep) -> None:
+        self.model, muon, adamw = model, [], []
+        self.parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        for name, param in model.named_parameters():
+            if "embed" in name or "head" in name or param.dim() < 2:
+                adamw.append(param)
+                continue
+            count = 3 if "in_proj" in name or "experts" in name else 1
+            views = [part.detach().flatten(1) for part in self._divided(param.data, count)]
+            self.parts.append((param, [nn.Parameter(view) for view in views]))
+            muon += self.parts[-1][1]
+        self.optimizers = [torch.optim.Muon(muon, lr=0.02, weight_decay=0.01), torch.optim.AdamW(adamw, lr=1e-2)]
+
+    @staticmethod
+    def _divided(value: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [*value] if value.dim() == 3 and count == 3 else [*value.chunk(count)]
+
+    def step(self) -> None:
+        for param, own in self.parts:
+            assert param.grad is not None
+            for part, grad in zip(own, self._divided(param.grad, len(own)), strict=True):
+                part.grad = grad.flatten(1).clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(0, 32, (24, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).transpose(1, 2), tokens.roll(1, 1))
+
+
+def train(rank: int, config: dict[str, Any], first: int, last: int, resume: str, save: str) -> dict[str, torch.Tensor]:
+    """Train with accumulation and clipping."""
+    model = mmfsdp.shard(Deep(), {"wrap": "Block", "optimizer": OPTIMIZER, **config})
+    optimizer = mmfsdp.build_optimizer(model)
+    if resume:
+        mmfsdp.load_checkpoint(resume, model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for seed in range(first, last):
+        mine = batch(seed).chunk(dist.get_world_size())[rank]
+        for number, part in enumerate(mine.chunk(2)):
+            with mmfsdp.no_sync(model) if number == 0 else nullcontext():
+                (loss_of(model, part) / 2).backward()
+        mmfsdp.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    if save:
+        for kind in ("sharded", "local", "full"):
+            mmfsdp.save_checkpoint(f"{save}/{kind}{'.pth' if kind == 'full' else ''}", model, optimizer, kind=kind)
+    weights: dict[str, torch.Tensor] = mmfsdp.model_state_dict(model, rank0_only=False)
+    return weights
+
+
+def trained_alone(steps: int) -> dict[str, torch.Tensor]:
+    model = Deep()
+    reference = Reference(model)
+    for seed in range(steps):
+        loss_of(model, batch(seed)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+    return model.state_dict()
+
+
+def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    return max(((found[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted)
+
+
+@pytest.mark.parametrize("case", ["one", "two", "three", "four", "hybrid", "replicated", "some whole", "offloaded"])
+def test_trains_as_one_process(case: str) -> None:
+    ranks, config = CONFIGS[case]
+    if case == "some whole":
+        config = {"sharding": {"ignored_parameters": ["blocks.1.up.*"]}}
+    wanted = trained_alone(3)
+    for found in run_ranks(train, ranks, config, 0, 3, "", ""):
+        # Newton-Schulz computes in bfloat16, which makes a last bit of a gradient one of eight bits.
+        assert difference(found, wanted) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local", "full.pth"])
+def test_resumes_on_other_ranks(kind: str, tmp_path: Any) -> None:
+    run_ranks(train, 2, {}, 0, 2, "", str(tmp_path))
+    [wanted, *_] = run_ranks(train, 2, {}, 0, 4, "", "")
+    for found in run_ranks(train, 2, {}, 2, 4, f"{tmp_path}/{kind}", ""):
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    for found in run_ranks(train, 3, {}, 2, 4, f"{tmp_path}/{kind}", ""):
+        assert difference(found, wanted) < 2e-3
+
+
+def counted(rank: int) -> dict[str, int]:
+    model = mmfsdp.shard(Net())
+    optimizer = muon(model, bucket_bytes=600)
+    set_gradients(model, 0)
+    optimizer.step()
+    set_gradients(model, 1)
+    with CommDebugMode() as found:
+        optimizer.step()
+    return {str(name): count for name, count in found.get_comm_counts().items()}
+
+
+def test_two_messages_per_bucket() -> None:
+    for found in run_ranks(counted, 2):
+        # 2 bytes for each of 384, 168, 49, 14, 80 and 640 elements: in buckets of at most 600 bytes
+        assert found == {"c10d.alltoall_base_": 2 * 4}
+
+
+def broken(rank: int, how: str) -> tuple[str, str]:
+    """Step with a matrix that cannot be updated; return the error and its cause."""
+    model = mmfsdp.shard(Net())
+
+    def update(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
+        if matrix.shape != (7, 24):
+            return matrix
+        found = {"shape": matrix[:2], "none": None, "nan": matrix * torch.nan}
+        if how == "raises":
+            raise ValueError("no")
+        return found.get(how, matrix)  # type: ignore[return-value]
+
+    optimizer = mmfsdp.matrix_optimizer(model, update, weight_decay=0)
+    before = mmfsdp.model_state_dict(model, rank0_only=False)
+    set_gradients(model, 0)
+    if how == "gradient" and rank == 0:
+        model.layers[1].weight.grad = None
+    try:
+        optimizer.step()
+    except OptimizerStepError as error:
+        after = mmfsdp.model_state_dict(model, rank0_only=False)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in before if name != "layers.1.weight"}
+        return str(error), repr(error.__cause__)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "cause"),
+    [
+        ("nan", "The update of 'layers.1.weight' is not finite.", ""),
+        ("raises", "The update of 'layers.1.weight' could not be computed", "ValueError('no')"),
+        ("shape", "The update of 'layers.1.weight' could not be computed", "of shape (2, 24)"),
+        ("none", "The update of 'layers.1.weight' could not be computed", "returned None"),
+        ("gradient", "The update of 'layers.1.weight' needs a gradient on all ranks, but only some have one.", ""),
+    ],
+)
+def test_all_ranks_raise_together(how: str, message: str, cause: str) -> None:
+    found = run_ranks(broken, 2, how)
+    for text, _ in found:
+        assert message in text
+    assert any(cause in own for _, own in found)
+
+
+def unlike(rank: int) -> str:
+    model = mmfsdp.shard(Net())
+    params = [*model.parameters()][rank:]
+    optimizer = mmfsdp.matrix_optimizer(model, lambda matrix, *_: matrix, params)
+    set_gradients(model, 0)
+    try:
+        optimizer.step()
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_parameters() -> None:
+    assert all("with params=[('layers.0.weight'" in text for text in run_ranks(unlike, 2))
+
+
+def whitened(rank: int) -> dict[str, torch.Tensor]:
+    """A function with a state of its own per matrix: Shampoo's left preconditioner."""
+    model = mmfsdp.shard(Net())
+    optimizer = mmfsdp.matrix_optimizer(model, shampoo, lr=0.1, momentum=0.0, nesterov=False, damping=1e-3)
+    for seed in range(3):
+        set_gradients(model, seed)
+        optimizer.step()
+    weights: dict[str, torch.Tensor] = mmfsdp.model_state_dict(model, rank0_only=False)
+    return weights
+
+
+def shampoo(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
+    gram = matrix @ matrix.T
+    state["left"] = state["left"] + gram if "left" in state else gram
+    values, vectors = torch.linalg.eigh(state["left"])
+    return vectors @ ((values.clamp(min=0) + settings["damping"]) ** -0.25).diag() @ vectors.T @ matrix
+
+
+def test_any_function_of_a_matrix() -> None:
+    [wanted] = run_ranks(whitened, 1)
+    for found in run_ranks(whitened, 3):
+        assert difference(found, wanted) < 1e-5

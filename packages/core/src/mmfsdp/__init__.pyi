@@ -1,4 +1,6 @@
 from mmfsdp.config import ShardConfig as ShardConfig
+from mmfsdp.optimizers.building import build_optimizer as build_optimizer
+from mmfsdp.optimizers.building import matrix_optimizer as matrix_optimizer
 from mmfsdp.parity.comparing import compare as compare
 from mmfsdp.parity.proving import prove as prove
 from mmfsdp.parity.recorder import recording as recording

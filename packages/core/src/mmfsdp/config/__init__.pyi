@@ -1,5 +1,7 @@
 from mmfsdp.config.activation import ActivationCheckpointingConfig as ActivationCheckpointingConfig
 from mmfsdp.config.compiling import CompileConfig as CompileConfig
+from mmfsdp.config.optimizing import AdamWConfig as AdamWConfig
+from mmfsdp.config.optimizing import OptimizerConfig as OptimizerConfig
 from mmfsdp.config.precision import PrecisionConfig as PrecisionConfig
 from mmfsdp.config.precision import PrecisionOverride as PrecisionOverride
 from mmfsdp.config.schema import CpuOffloadConfig as CpuOffloadConfig

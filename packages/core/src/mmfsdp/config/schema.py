@@ -10,6 +10,7 @@ from mmfsdp.config.activation import ActivationCheckpointing
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.config.compiling import Compile
 from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
+from mmfsdp.config.optimizing import OptimizerConfig
 from mmfsdp.config.precision import Precision, PrecisionConfig
 from mmfsdp.config.wrap import AutoWrap, Wrap
 
@@ -135,6 +136,8 @@ class ShardConfig(ConfigModel):
     activation_checkpointing: ActivationCheckpointing = None
     compile: Compile = None
     """``true``, or the settings of `CompileConfig`: compile each shard unit below the root."""
+    optimizer: OptimizerConfig | None = None
+    """What `build_optimizer` builds. ``null``: nothing, you build an optimizer of your own."""
     cpu_offload: Annotated[
         CpuOffloadConfig,
         as_mapping("enabled", bool, _is_bool, expected="true, false", schema=CpuOffloadConfig | bool),
@@ -182,6 +185,11 @@ class ShardConfig(ConfigModel):
             raise ValueError(f"{' and '.join(fsdp1_only)} needs engine 'fsdp1', not {self.engine!r}.")
         if self.compile is not None:
             self._check_compiled()
+        if self.optimizer is not None and (fsdp1_only or self.engine == "fsdp1"):
+            raise ValueError(
+                "optimizer needs parameters of their own shapes, which engine 'fsdp1' does not keep. Set engine to "
+                f"'fsdp2'{' and remove ' + ' and '.join(fsdp1_only) if fsdp1_only else ''}, or leave optimizer out."
+            )
         if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD":
             raise ValueError(
                 f"engine 'replicate' holds everything on every rank; sharding.strategy {self.sharding.strategy!r} "

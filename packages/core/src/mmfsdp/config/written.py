@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from mmfsdp.config.activation import ActivationCheckpointingConfig
     from mmfsdp.config.base import ConfigModel
     from mmfsdp.config.compiling import CompileConfig
+    from mmfsdp.config.optimizing import AdamWConfig, OptimizerConfig
     from mmfsdp.config.precision import PrecisionConfig, PrecisionOverride
     from mmfsdp.config.schema import CpuOffloadConfig, InitConfig, PrefetchConfig, ShardingConfig
 
 __all__ = [
     "ActivationSettings",
+    "AdamWSettings",
     "ClassWrapSettings",
     "CombinedWrapSettings",
     "CompileSettings",
     "NameWrapSettings",
+    "OptimizerSettings",
     "OverrideSettings",
     "PrecisionSettings",
     "PrefetchSettings",
@@ -51,6 +54,7 @@ class ShardSettings(TypedDict, total=False):
     precision: PrecisionConfig | Mapping[str, Any] | AnyDtype
     activation_checkpointing: ActivationCheckpointingConfig | Mapping[str, Any] | Mode | None
     compile: CompileConfig | Mapping[str, Any] | bool | None
+    optimizer: OptimizerConfig | Mapping[str, Any] | None
     cpu_offload: CpuOffloadConfig | Mapping[str, Any] | bool
     prefetch: PrefetchConfig | Mapping[str, Any] | AnyPrefetch
     init: InitConfig | Mapping[str, Any]
@@ -124,6 +128,34 @@ class CompileSettings(TypedDict, total=False):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     dynamic: bool | None
     root: bool
+
+
+class AdamWSettings(TypedDict, total=False):
+    """The settings of `AdamWConfig`."""
+
+    lr: float
+    betas: tuple[float, float] | Sequence[float]
+    eps: float
+    weight_decay: float
+
+
+class OptimizerSettings(TypedDict, total=False):
+    """The settings of `OptimizerConfig`."""
+
+    muon: str | Sequence[str] | None
+    exclude: str | Sequence[str]
+    fused: Mapping[str, int]
+    stacked: str | Sequence[str]
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float] | Sequence[float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None
+    bucket_mib: int
+    adamw: AdamWConfig | Mapping[str, Any]
 
 
 class SizeWrapSettings(TypedDict, total=False):

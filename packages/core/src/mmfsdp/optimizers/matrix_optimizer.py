@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from mmfsdp.errors import ConfigError
 from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
 from mmfsdp.optimizers.exchange import Message
 from mmfsdp.optimizers.functions import MatrixFunction
@@ -38,49 +37,25 @@ class MatrixOptimizer(Optimizer):
         params: Parameters, pairs of names and parameters, or param groups, as `torch.optim.Optimizer` takes them.
             DTensors must be divided by rows, as ``fully_shard`` does.
         function: What is done with each matrix.
-        lr: The learning rate.
-        momentum: The part of the momentum that each step keeps.
-        nesterov: Compute the update from the gradient mixed with the momentum, rather than from the momentum.
-        weight_decay: Multiplied by the learning rate; weights lose this part of themselves in a step.
-        parts: Matrices that lie one below the other in each parameter of a group, such as 3 for fused q, k and v.
-        is_stack: Whether the first dimension of a group's parameters counts matrices, as in experts' weights.
+        defaults: Settings of param groups that lack them: ``lr``, ``momentum``, ``nesterov``, ``weight_decay``,
+            ``parts``, ``is_stack``, and those of ``function``; see `matrix_optimizer`.
         mesh: The ranks that train parameters that are plain tensors, whole on each of them with the same gradients.
             None: only this rank does.
-        names: Names of parameters for errors. Default: those of the param groups.
+        names: Names of parameters by ``id()``, for errors. Default: those of the param groups.
         bucket_bytes: The most that the matrices of a bucket take in messages; a larger parameter is one of its own.
-        **settings: Defaults of other settings of param groups, which ``function`` gets.
-
-    Raises:
-        ConfigError: A setting is out of range.
     """
 
     def __init__(
         self,
         params: Any,
         function: MatrixFunction,
+        defaults: dict[str, Any],
         *,
-        lr: float = 1e-3,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.1,
-        parts: int = 1,
-        is_stack: bool = False,
         mesh: DeviceMesh | None = None,
         names: Mapping[int, str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        **settings: Any,
     ) -> None:
-        for name, value, is_right in (
-            ("lr", lr, lr >= 0),
-            ("momentum", momentum, 0 <= momentum < 1),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-            ("parts", parts, parts >= 1),
-            ("bucket_bytes", bucket_bytes, bucket_bytes > 0),
-        ):
-            if not is_right:
-                raise ConfigError(f"{name}={value!r} is out of range.", config=f"optimizer.{name}")
-        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        super().__init__(params, {**own, "parts": parts, "is_stack": is_stack, **settings})
+        super().__init__(params, defaults)
         self._function, self._mesh, self._names, self._bucket_bytes = function, mesh, dict(names or {}), bucket_bytes
         self._buckets: list[Bucket] = []
         self._prepared_for: Any = None
@@ -122,12 +97,12 @@ class MatrixOptimizer(Optimizer):
         """As `torch.optim.Optimizer.add_param_group`. Every rank must add the same parameters before its next step."""
         super().add_param_group(param_group)
 
-    def matrix_groups(self) -> Iterable[dict[str, Any]]:
-        """Return the param groups whose matrices are updated by the function."""
+    def matrix_groups(self) -> list[dict[str, Any]]:
+        """Return the param groups whose matrices the function updates."""
         return self.param_groups
 
     def _prepared(self) -> list[Bucket]:
-        groups = [*self.matrix_groups()]
+        groups = self.matrix_groups()
         key = [(id(param), group["parts"], group["is_stack"]) for group in groups for param in group["params"]]
         settings = [id(group) for group in groups]  # loading a state replaces them
         if self._prepared_for != (key, settings):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes, name_list
+from mmfsdp.planning.optimizer_groups import render_optimizer
 from mmfsdp.planning.repeats import join_repeated
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None
     if not compiled_units(plan):
         place = len(columns) - 2
         columns, rows = columns[:place] + columns[place + 1 :], [row[:place] + row[place + 1 :] for row in rows]
-    lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan)]
+    optimizers = render_optimizer(plan, width)
+    lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan), *optimizers]
     return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
 
 

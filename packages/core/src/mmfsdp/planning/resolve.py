@@ -19,6 +19,7 @@ from mmfsdp.planning.compiling import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
+from mmfsdp.planning.optimizing import optimizer_plan
 from mmfsdp.planning.policies import Match, resolve_policy
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
@@ -139,6 +140,7 @@ def plan(
         activation_checkpointing=activations,
         compile=compilation,
         compiled_already=compiled_already(model, units),
+        optimizer=optimizer_plan(model, config.optimizer, entries.values()),
         cpu_offload=config.cpu_offload.enabled,
         pin_memory=config.cpu_offload.pin_memory,
         backward_prefetch=config.prefetch.backward,

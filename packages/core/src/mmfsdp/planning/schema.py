@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import PlanError
+from mmfsdp.planning.optimizer_groups import OptimizerPlan
 from mmfsdp.planning.records import (
     ActivationPlan,
     BufferEntry,
@@ -48,6 +49,7 @@ class ShardPlan(Record):
     compile: CompilePlan | None = None
     compiled_already: tuple[str, ...] = ()
     """FQNs of units that were compiled before the plan was made, which keep what they were compiled with."""
+    optimizer: OptimizerPlan | None = None
     cpu_offload: bool = False
     pin_memory: bool = True
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
