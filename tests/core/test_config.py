@@ -311,7 +311,7 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         {"zzz": 1},
         "zzz",
         "ShardConfig.zzz: unknown setting 'zzz'. Accepted: 'engine', 'sharding', 'wrap', 'precision', "
-        "'activation_checkpointing', 'compile', 'cpu_offload', 'prefetch', 'init'.",
+        "'activation_checkpointing', 'compile', 'optimizer', 'cpu_offload', 'prefetch', 'init'.",
     ),
     (
         {"precision": {"overrides": [{"modules": "x", "param_dtyp": "fp32"}]}},

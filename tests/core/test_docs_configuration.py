@@ -1,4 +1,4 @@
-"""docs/settings.md lists every setting with its default, and none that is gone."""
+"""docs/settings.md, and docs/muon.md for its section, list every setting with its default, and none that is gone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from mmfsdp.config import ShardConfig
 from mmfsdp.config.precision import PRESETS
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("settings.md", "muon.md"))
 # | `path` | type | default | meaning | engines or kinds |
 ROW = re.compile(
     r"^\| `(?P<path>[a-z_.]+)` \|(?P<type>[^|]*)\| (?P<default>[^|]*?) \|(?P<meaning>[^|]*)\|[^|]*\|$",

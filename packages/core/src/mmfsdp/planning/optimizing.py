@@ -58,13 +58,14 @@ def optimizer_plan(
             continue
         _check_layout(entry, parts, is_stack)
         layouts.setdefault((parts, is_stack), []).append(fqn)
-    settings = {name: getattr(config, name) for name in _MUON}
+    given = config.model_dump(mode="json")  # lists, as a plan that was read from JSON has
+    settings = {name: given[name] for name in _MUON}
     groups = [
         _group("muon", names, {**settings, "parts": parts, "is_stack": is_stack})
         for (parts, is_stack), names in layouts.items()
     ]
     if others:
-        groups.append(_group("adamw", others, config.adamw.model_dump()))
+        groups.append(_group("adamw", others, given["adamw"]))
     return OptimizerPlan(groups=tuple(groups), bucket_bytes=config.bucket_mib * 2**20)
 
 
