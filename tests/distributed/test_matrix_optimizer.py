@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mmfsdp
-from mmfsdp.errors import OptimizerStepError, RankMismatchError
+from mmfsdp.errors import OptimizerStepError, RankMismatchError, StateDictError
+from mmfsdp.optimizers import join_states, split_state
 from mmfsdp.optimizers.functions import MUON
 from mmfsdp.optimizers.matrix_optimizer import MatrixOptimizer
 from mmfsdp.runtime.dtensors import local_part
@@ -346,3 +348,61 @@ def test_any_function_of_a_matrix() -> None:
     [wanted] = run_ranks(whitened, 1)
     for found in run_ranks(whitened, 3):
         assert difference(found, wanted) < 1e-5
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def set_and_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], seeds: range) -> None:
+    for seed in seeds:
+        set_gradients(model, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def handed_over(rank: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """Step twice; return weights and state, and the weights after two more steps."""
+    model = mmfsdp.shard(plain(), {"optimizer": {"lr": 0.02}})
+    optimizer = mmfsdp.build_optimizer(model)
+    set_and_step(model, [optimizer], range(2))
+    weights = mmfsdp.model_state_dict(model, rank0_only=False)
+    state = mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)
+    set_and_step(model, [optimizer], range(2, 4))
+    return weights, state, mmfsdp.model_state_dict(model, rank0_only=False)
+
+
+def taken_over(rank: int, weights: Any, muon: Any, adamw: Any) -> dict[str, torch.Tensor]:
+    model = mmfsdp.shard(plain(), {"optimizer": {"lr": 0.02}})
+    optimizer = mmfsdp.build_optimizer(model)
+    mmfsdp.load_model_state_dict(model, weights)
+    mmfsdp.load_optim_state_dict(model, optimizer, join_states(muon, adamw, optimizer.state_dict()))
+    set_and_step(model, [optimizer], range(2, 4))
+    found: dict[str, torch.Tensor] = mmfsdp.model_state_dict(model, rank0_only=False)
+    return found
+
+
+def test_torch_resumes_from_it_and_the_reverse() -> None:
+    weights, state, wanted = run_ranks(handed_over, 2)[0]
+    states = split_state(state)
+    model = plain()
+    model.load_state_dict(weights)
+    of_muon = ["1.weight", "2.weight"]
+    params = dict(model.named_parameters())
+    muon = torch.optim.Muon([params[name] for name in of_muon], lr=0.02)
+    adamw = torch.optim.AdamW([param for name, param in params.items() if name not in of_muon])
+    muon.load_state_dict(states["muon"])
+    adamw.load_state_dict(states["adamw"])
+    before = copy.deepcopy((muon.state_dict(), adamw.state_dict()))
+    set_and_step(model, [muon, adamw], range(2, 4))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
+    for found in run_ranks(taken_over, 3, weights, *before):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_of_another_optimizer() -> None:
+    with pytest.raises(StateDictError, match="Param group 0 has no entry 'optimizer'"):
+        split_state(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
