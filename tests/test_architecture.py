@@ -41,7 +41,7 @@ LEVELS: tuple[dict[str, str], ...] = (
         "optimizers": "basics collective errors runtime",
     },
     {
-        "rehearsal": "basics config errors planning runtime sharding state",
+        "rehearsal": "basics config errors optimizers planning runtime sharding state",
         "saving": "basics checkpoint collective errors runtime state",
         "torch_style": "basics collective config errors planning runtime sharding state",
     },

@@ -18,6 +18,7 @@ from mmfsdp.errors import OptimizerStepError, RankMismatchError, StateDictError
 from mmfsdp.optimizers import join_states, split_state
 from mmfsdp.optimizers.functions import MUON
 from mmfsdp.optimizers.matrix_optimizer import MatrixOptimizer
+from mmfsdp.rehearsal import measure
 from mmfsdp.runtime.dtensors import local_part
 from mmfsdp.testing import run_ranks
 
@@ -406,3 +407,19 @@ def test_torch_resumes_from_it_and_the_reverse() -> None:
 def test_a_state_of_another_optimizer() -> None:
     with pytest.raises(StateDictError, match="Param group 0 has no entry 'optimizer'"):
         split_state(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
+
+
+def forecast(rank: int) -> tuple[int, int, list[str]]:
+    """Return the rehearsed and the real peak, and the rehearsed collectives of the optimizer."""
+    torch.set_num_threads(1)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128)) for _ in range(4)))
+    config = {"wrap": "Sequential", "optimizer": {"lr": 0.02, "bucket_mib": 1}}
+    found = measure(config, blocks, torch.randn(8, 128), steps=3, device="h100")
+    sent = [item.name for item in found.rehearsal.collectives if item.phase == "optimizer"]
+    return found.rehearsal.peak.nbytes, found.peak, sent
+
+
+def test_rehearsals_know_it() -> None:
+    for rehearsed, real, sent in run_ranks(forecast, 2):
+        assert rehearsed == pytest.approx(real, rel=0.05)
+        assert sent == ["alltoall", "alltoall"]  # 8 x 32,768 elements of 2 bytes are one bucket

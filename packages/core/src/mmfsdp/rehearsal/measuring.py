@@ -21,7 +21,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.calibrating import calibrate, measure_links
-from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
+from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.peaks import cpu_peak
 from mmfsdp.rehearsal.realising import real_batch, real_model
 from mmfsdp.rehearsal.rehearsing import rehearse
@@ -83,7 +83,7 @@ def measure(
     batch: Any,
     *,
     loss: LossFn | None = None,
-    optimizer: str | OptimizerFn = "adamw",
+    optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
     steps: int = 8,
@@ -139,7 +139,7 @@ def measure(
             links = measure_links(clock) if ranks > 1 else None
             known = calibrate(found, clock=clock, links=links, together=ranks > 1, budget=budget)
         batches = [real_batch(batch, cpu) for _ in range(accumulate)]
-        made = make_optimizer(optimizer, list(module.parameters()), "cpu")
+        made = optimizer_of(optimizer, module, plan, "cpu")
         arguments = module, made, batches, loss or default_loss, max_norm
         taken = phase_seconds(*arguments, clock, steps)[_WARM:]
         step = partial(run_step, lambda _: None, module, batches, loss or default_loss, made, max_norm)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError, closest
+from mmfsdp.optimizers.building import build_optimizer
+from mmfsdp.planning.schema import ShardPlan
 
-__all__ = ["OptimizerFn", "make_optimizer", "optimizer_from"]
+__all__ = ["OptimizerFn", "make_optimizer", "optimizer_from", "optimizer_of"]
 
 OptimizerFn = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 """``(parameters) -> optimizer``."""
@@ -69,6 +72,25 @@ def make_optimizer(
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
     return made
+
+
+def optimizer_of(
+    optimizer: str | OptimizerFn | None, model: nn.Module, plan: ShardPlan, device_type: str
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a sharded model; see `make_optimizer`.
+
+    Args:
+        optimizer: See `make_optimizer`. None: the one that the plan names, or AdamW.
+        model: The sharded model.
+        plan: Its plan.
+        device_type: See `make_optimizer`.
+
+    Raises:
+        ConfigError: See `make_optimizer`.
+    """
+    if optimizer is None and plan.optimizer is not None:
+        optimizer = lambda _: build_optimizer(model)  # noqa: E731
+    return make_optimizer(optimizer or "adamw", [*model.parameters()], device_type)
 
 
 def _class_of(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:

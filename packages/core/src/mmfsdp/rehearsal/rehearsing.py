@@ -29,7 +29,7 @@ from mmfsdp.rehearsal.fake import (
     watched_resizes,
 )
 from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
-from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
+from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
@@ -59,7 +59,7 @@ def rehearse(
     mesh: int | tuple[int, int] | None = None,
     rank: int = 0,
     loss: LossFn | None = None,
-    optimizer: str | OptimizerFn = "adamw",
+    optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
     device_type: str = "cuda",
@@ -86,7 +86,7 @@ def rehearse(
         loss: ``(model, batch) -> loss``, a tensor of one element: what the training loop does before ``backward()``.
             Default: calls the model, and takes ``loss`` from its output, or the mean of the first tensor.
         optimizer: ``'adamw'``, ``'sgd-momentum'`` or another name that `mmfsdp.rehearsal.optimizer_from` knows, or a
-            function from parameters to an optimizer.
+            function from parameters to an optimizer. Default: the plan's, or ``'adamw'`` if it names none.
         max_norm: The norm to clip gradients to; default: no clipping.
         accumulate: Number of micro-batches in the step.
         device_type: The device to train on. On others than ``'cpu'`` torch's optimizers compute many tensors in one
@@ -157,7 +157,7 @@ def _rehearsed(
     *,
     rank: int,
     loss: LossFn | None,
-    optimizer: str | OptimizerFn,
+    optimizer: str | OptimizerFn | None,
     max_norm: float | None,
     accumulate: int,
     device_type: str,
@@ -184,7 +184,7 @@ def _rehearsed(
             offloads = {unit.fqn: plan.unit_param_bytes(unit, rank) for unit in plan.units}
             if plan.mesh.shard == 1:
                 whole = {unit.fqn: whole_bytes(unit) for unit in plan.units if unit.params}
-        made = make_optimizer(optimizer, list(module.parameters()), "cpu" if offloads else device_type)
+        made = optimizer_of(optimizer, module, plan, "cpu" if offloads else device_type)
         batches = [fake_batch(batch) for _ in range(accumulate)]
         on_cpu = device_type == "cpu"
         if assume is not None:

@@ -20,7 +20,7 @@ from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.scaling import agrees_on_inf
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
-__all__ = ["unwatched", "watch_optimizers"]
+__all__ = ["are_watching", "unwatched", "watch_optimizers"]
 
 
 @dataclass(slots=True)
@@ -43,6 +43,11 @@ def watch_optimizers() -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def are_watching() -> bool:
+    """Return whether checks run; they do not where steps are only tried, or on tensors without values."""
+    return not _paused
 
 
 @contextmanager

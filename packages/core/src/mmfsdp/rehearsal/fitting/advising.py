@@ -44,7 +44,7 @@ def advise(
     count: int = 3,
     rank: int = 0,
     loss: LossFn | None = None,
-    optimizer: str | OptimizerFn = "adamw",
+    optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
     device_type: str = "cuda",
@@ -188,10 +188,12 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 
 
-def _fused(step: Rehearsal, optimizer: str | OptimizerFn) -> Iterator[Saving]:
+def _fused(step: Rehearsal, optimizer: str | OptimizerFn | None) -> Iterator[Saving]:
     """Yield what the fused kernel of the optimizer saves, which computes without temporaries."""
     begin = next((moment for name, moment in step.phases if name == "optimizer"), None)
-    if step.peak.phase != "optimizer" or begin is None or not _can_fuse(optimizer):
+    if optimizer is None and step.plan.optimizer is not None:
+        return
+    if step.peak.phase != "optimizer" or begin is None or not _can_fuse(optimizer or "adamw"):
         return
     left = [item for item in step.allocations if item.kind != "optimizer temporary" or item.begin < begin]
     saved = step.peak.nbytes - highest(left)[0]

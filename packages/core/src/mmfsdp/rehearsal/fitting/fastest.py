@@ -39,7 +39,7 @@ def fit(
     device: str | Device = "h100",
     links: Links | None = None,
     loss: LossFn | None = None,
-    optimizer: str | OptimizerFn = "adamw",
+    optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
     assume: float | None = None,
     ema: EmaFn | None = None,
