@@ -423,3 +423,26 @@ def test_rehearsals_know_it() -> None:
     for rehearsed, real, sent in run_ranks(forecast, 2):
         assert rehearsed == pytest.approx(real, rel=0.05)
         assert sent == ["alltoall", "alltoall"]  # 8 x 32,768 elements of 2 bytes are one bucket
+
+
+def scaled(rank: int, scale: float) -> tuple[dict[str, torch.Tensor], float]:
+    """Train with scaled losses; the second one overflows on one rank."""
+    model = mmfsdp.shard(Deep(), {"wrap": "Block", "optimizer": OPTIMIZER})
+    optimizer = mmfsdp.build_optimizer(model)
+    scaler = mmfsdp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+    for seed in range(3):
+        loss = loss_of(model, batch(seed).chunk(dist.get_world_size())[rank])
+        scaler.scale(loss * (float("inf") if seed == 1 and rank == 0 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    weights: dict[str, torch.Tensor] = mmfsdp.model_state_dict(model, rank0_only=False)
+    return weights, scaler.get_scale()
+
+
+def test_with_a_gradient_scaler() -> None:
+    [(wanted, scale)] = run_ranks(scaled, 1, 1.0)
+    assert scale == 0.5
+    for found, scale in run_ranks(scaled, 2, 1024.0):
+        assert scale == 512.0  # the step that overflowed was skipped on all ranks
+        assert difference(found, wanted) < 2e-3
