@@ -113,7 +113,10 @@ class MatrixOptimizer(Optimizer):
 
     def _give(self, bucket: Bucket) -> Message:
         mixed = {id(member): self._mixed(member) for member in bucket.members}
-        heads = {value: torch.tensor([value], dtype=bucket.dtype) for value in (NO_GRADIENT, UPDATED)}
+        # Filled on the device: the host would wait for a copy.
+        heads = {
+            value: torch.full((1,), value, dtype=bucket.dtype, device=bucket.device) for value in (NO_GRADIENT, UPDATED)
+        }
 
         def value_of(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
             member, _ = bucket.matrices[piece.place]
@@ -174,18 +177,14 @@ class MatrixOptimizer(Optimizer):
             settings = member.settings
             if member.param.grad is None:
                 continue
-            local, mine = local_of(member.param), places.get(id(member), [])
-            local.mul_(1 - settings["lr"] * settings["weight_decay"])
-            for update, matrix in _by_step_size(mine, found, bucket):
-                size = self._function.step_size(settings["lr"], matrix.rows, matrix.columns, settings)
+            local, lr = local_of(member.param), float(settings["lr"])
+            local.mul_(1 - lr * settings["weight_decay"])
+            if mine := places.get(id(member)):
+                _, matrix = bucket.matrices[mine[0]]  # all matrices of a parameter have the same shape
+                size = self._function.step_size(lr, matrix.rows, matrix.columns, settings)
+                update = torch.cat([found[place] for place in mine])
                 local.add_(update.to(local.device).view_as(local), alpha=-size)
         self._outcomes.note([member.name for member, _ in bucket.matrices], bucket.owners, codes)
-
-
-def _by_step_size(places: list[int], found: Mapping[int, torch.Tensor], bucket: Bucket) -> Iterable[Any]:
-    """Yield this rank's part of a parameter's update. All matrices of a parameter have the same shape."""
-    if places:
-        yield torch.cat([found[place] for place in places]), bucket.matrices[places[0]][1]
 
 
 def _names_in(groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:

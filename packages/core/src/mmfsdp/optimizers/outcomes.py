@@ -121,7 +121,7 @@ def updated_matrix(
             )
     except Exception as error:  # the other ranks wait for an answer
         outcomes.failure = error
-        return torch.full((), FAILED).to(whole), torch.zeros_like(whole)
+        return torch.full((), FAILED, dtype=whole.dtype, device=whole.device), torch.zeros_like(whole)
     is_finite = update.isfinite().all()
     code = torch.where(is_finite, UPDATED, NOT_FINITE)
     code = torch.where(are_alike, code, ON_SOME_RANKS)
