@@ -1,4 +1,4 @@
-"""Makes twelve mistakes with torch's `fully_shard` and with mmfsdp, on two ranks, and writes the table of docs/why.md.
+"""Makes twelve mistakes with `fully_shard`, accelerate and mmfsdp, on two ranks, and writes the table of docs/why.md.
 
 ``python -m benchmarks.mistakes`` runs them over gloo in a minute. Each trains three steps. An outcome is *right* if
 the weights are those of one process, *wrong* if they are not and nothing was said, or the error that was raised.
@@ -10,8 +10,10 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -45,6 +47,27 @@ def by_torch(model: nn.Module, **settings: object) -> nn.Module:
     return fully_shard(model, **settings)
 
 
+def by_accelerate(model: nn.Module, **settings: object) -> nn.Module:
+    """Shard the same units with accelerate's FSDP2 plugin, which prepares a model together with its optimizer."""
+    if settings.pop("ignored_params", None):
+        settings["ignored_modules"] = [model.head]
+    if "mp_policy" in settings:
+        settings["mixed_precision_policy"] = settings.pop("mp_policy")
+    accelerator = Accelerator(cpu=True)
+    # On the CPU, `prepare` leaves the plugin out and makes a DistributedDataParallel. A GPU sets these attributes.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],  # a function here is ignored
+        **settings,
+    )
+    optimizer = OPTIMIZERS.pop(model, None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    model, prepared = accelerator.prepare(model, optimizer)
+    OPTIMIZERS[model] = prepared
+    return model
+
+
 def by_mmfsdp(model: nn.Module, **settings: object) -> nn.Module:
     """Shard the same units."""
     return mmfsdp.shard(model, wrap={"kind": "module_name", "patterns": ["first", "second"]}, **settings)
@@ -59,8 +82,12 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+OPTIMIZERS: WeakKeyDictionary[nn.Module, torch.optim.Optimizer] = WeakKeyDictionary()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    """Return the optimizer that accelerate prepared with the model, or build one."""
+    return OPTIMIZERS.setdefault(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> nn.Module:
@@ -114,7 +141,7 @@ def other_weights(shard: Shard, rank: int) -> nn.Module:
 def clip_unsynchronised(shard: Shard, rank: int) -> nn.Module:
     model = shard(net())
     optimizer = sgd(model)
-    if shard is by_torch:
+    if shard is not by_mmfsdp:
         model.set_requires_gradient_sync(False)
         model(batch(rank, 0)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,7 +173,7 @@ def drawn_in_shards(shard: Shard, rank: int) -> nn.Module:
     with torch.device("meta"):
         model = Net()
     model = shard(model)
-    if shard is by_torch:
+    if shard is not by_mmfsdp:
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         with torch.no_grad():
@@ -173,7 +200,7 @@ def uninitialised(shard: Shard, rank: int) -> nn.Module:
 
 def half_without_scaler(shard: Shard, rank: int) -> nn.Module:
     """Train on a small loss. Right means that not all gradients are zero, as in float32."""
-    if shard is by_torch:
+    if shard is not by_mmfsdp:
         model = shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     else:
         model = shard(net(), precision="fp16")
@@ -228,6 +255,9 @@ MISTAKES: dict[str, Callable[[Shard, int], nn.Module]] = {
 }
 
 
+TOOLS: dict[str, Shard] = {"`fully_shard`": by_torch, "accelerate": by_accelerate, "mmfsdp": by_mmfsdp}
+
+
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
@@ -242,7 +272,7 @@ def outcomes(rank: int, tool: str) -> dict[str, str]:
     found = {}
     for name, mistake in MISTAKES.items():
         try:
-            weights = whole_weights(mistake(by_torch if tool == "torch" else by_mmfsdp, rank))
+            weights = whole_weights(mistake(TOOLS[tool], rank))
             same = all(torch.allclose(weights[key], wanted[key], atol=1e-5) for key in wanted)
             found[name] = "right" if same else "**wrong, nothing said**"
         except HarmlessError:
@@ -256,8 +286,8 @@ def outcomes(rank: int, tool: str) -> dict[str, str]:
 
 def table() -> str:
     """Return the table: a row for each mistake."""
-    columns = [run_ranks(outcomes, RANKS, tool, timeout=240)[0] for tool in ("torch", "mmfsdp")]
-    lines = ["| mistake | `fully_shard` | mmfsdp |", "|---|---|---|"]
+    columns = [run_ranks(outcomes, RANKS, tool, timeout=240)[0] for tool in TOOLS]
+    lines = [f"| mistake | {' | '.join(TOOLS)} |", "|---" * (len(TOOLS) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in MISTAKES]
     return "\n".join(lines) + "\n"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,58 @@ def built(example: str) -> nn.Module:
     torch.manual_seed(0)
     assert (ROOT / "examples" / "frameworks" / example).read_text().count("nn.Linear") == 3
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def losses_of_the_job(start: Path) -> list[float]:
+    """The first rank's losses of examples/frameworks/same_job.py in one process and float32; writes its weights."""
+    torch.manual_seed(0)
+    model = runpy.run_path(str(ROOT / "examples" / "frameworks" / "same_job.py"))["build"]()
+    torch.save(model.state_dict(), start)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for step in range(3):
+        draws = [torch.Generator().manual_seed(100 * step + rank) for rank in range(2)]
+        losses = [model(torch.randn(8, 64, generator=draw)).square().mean() for draw in draws]
+        (sum(losses) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(losses[0].item())
+    return found
+
+
+def test_the_same_job(tmp_path: Path) -> None:
+    start = tmp_path / "start.pth"
+    expected = losses_of_the_job(start)
+    tools = ["mmfsdp", "torch", "accelerate", *(["fabric"] if find_spec("lightning_fabric") else [])]
+    found = {}
+    for tool in tools:
+        printed = run("same_job.py", "--tool", tool, "--weights", str(start), "--dir", str(tmp_path / tool))
+        [line] = re.findall(r"^LOSSES (.*)$", printed, flags=re.MULTILINE)
+        found[tool] = [float(loss) for loss in line.split()]
+        assert found[tool] == pytest.approx(expected, rel=2e-2)  # in bfloat16
+    for tool, losses in found.items():
+        assert losses == pytest.approx(found["torch"], rel=1e-3), tool
+
+
+def test_the_page_counts_the_lines_of_the_job() -> None:
+    source = (ROOT / "examples" / "frameworks" / "same_job.py").read_text(encoding="utf-8")
+    counts = {}
+    for function in ast.parse(source).body:
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("with_"):
+            [first, *body] = function.body
+            assert isinstance(first, ast.Expr)  # the docstring
+            imports = [node for node in body if isinstance(node, ast.ImportFrom | ast.Import)]
+            start = next(node for node in body if node not in imports).lineno
+            lines = source.splitlines()[start - 1 : function.end_lineno]
+            counts[function.name] = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+    page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| (mmfsdp|`fully_shard`|accelerate|Lightning Fabric)[^|]* \| (\d+) \|", page, re.MULTILINE)
+    )
+    assert {name: int(lines) for name, lines in rows.items()} == {
+        "mmfsdp": counts["with_mmfsdp"],
+        "`fully_shard`": counts["with_torch"],
+        "accelerate": counts["with_accelerate"] - 2,  # those that only a CPU needs
+        "Lightning Fabric": counts["with_fabric"],
+    }
