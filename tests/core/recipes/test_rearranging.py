@@ -16,7 +16,7 @@ from mmfsdp.checkpoint import Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.geometry import check_coverage, cut
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import ComputedEntry
 from mmfsdp.checkpoint.recipes import standing_in
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, unstacked
@@ -47,7 +47,7 @@ def in_pieces(entry: TensorEntry, rows: Sequence[int]) -> TensorEntry:
     """A tensor whose chunks hold so many rows each, as ranks write it."""
     chunks, begin = [], 0
     for count in rows:
-        [chunk] = cut(entry, (begin, 0), (count, entry.shape[1])).chunks()
+        [chunk] = entry.cut((begin, 0), (count, entry.shape[1])).chunks()
         chunks.append(replace(chunk, box_offsets=(begin, 0)))
         begin += count
     return replace(entry, stored=tuple(chunks))
@@ -77,7 +77,7 @@ def test_what_is_computed_is_rearranged_like_what_is_stored(stored: Layout, monk
         found = CastEntry.of(stand_ins.resolved(turned), "float32", lambda _: None)
         assert isinstance(found, ComputedEntry)
         assert torch.equal(read(found), whole)
-        part = cut(found, [size // 2 for size in whole.shape], [size - size // 2 for size in whole.shape])
+        part = found.cut([size // 2 for size in whole.shape], [size - size // 2 for size in whole.shape])
         assert torch.equal(read(part), whole[tuple(slice(size // 2, None) for size in whole.shape)])
     mixed = fused("x", [stand_ins.of(CastEntry.of(sources[0], "float32", lambda _: None)), stored.tensors["rows"]], 0)
     with pytest.raises(ConfigError, match="put together of weights that are stored and others that are computed"):
@@ -99,7 +99,7 @@ def test_as_torch(stored: Layout, rows: list[int], name: str) -> None:
         by_chunks = TensorEntry(moved.name, moved.dtype, moved.shape, moved.chunks())
         assert torch.equal(read(by_chunks), expected(VALUES))
         box = tuple(size // 2 for size in moved.shape), tuple(size - size // 2 for size in moved.shape)
-        assert torch.equal(read(cut(moved, *box)), expected(VALUES)[tuple(slice(start, None) for start in box[0])])
+        assert torch.equal(read(moved.cut(*box)), expected(VALUES)[tuple(slice(start, None) for start in box[0])])
         assert torch.equal(read(moved), expected(VALUES))
         assert torch.equal(read(Pattern(pattern.inverse).applied(moved, sizes)), VALUES)
     for dim, parts, sizes in ((0, (4, 1, 1), (16, 4, 4)), (1, (3, 2), (6, 4))):

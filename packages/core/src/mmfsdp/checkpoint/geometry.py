@@ -12,17 +12,15 @@ from mmfsdp.basics.boxes import Bounds, Boxes, meet
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.layout import (
     Chunk,
-    ComputedEntry,
     FoldedEntry,
     Layout,
     TensorEntry,
     Unlocated,
     row_major_strides,
-    simplified_strides,
 )
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "cut", "without_repeats"]
+__all__ = ["Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "without_repeats"]
 
 _BLOCKS = 1 << 20
 
@@ -87,16 +85,9 @@ def byte_runs(
     return list(_merged(runs))
 
 
-def _shared(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Bounds:
-    """Return the box of the tensor that a chunk shares with another box; a size is 0 where they do not meet."""
-    low = tuple(map(max, chunk.box_offsets, offsets))
-    ends = zip(chunk.box_offsets, chunk.box_sizes, offsets, sizes, strict=True)
-    return low, tuple(max(0, min(a + b, c + d) - first) for first, (a, b, c, d) in zip(low, ends, strict=True))
-
-
 def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Run | StridedRun]:
     ndim = len(extent)
-    low, count = _shared(chunk, start, extent)
+    low, count = chunk.shared(start, extent)
     if 0 in count:
         return
     source_strides = chunk.strides or row_major_strides(chunk.box_sizes)
@@ -150,37 +141,6 @@ def _merged(runs: list[Run | StridedRun]) -> Iterator[Run | StridedRun]:
         yield last
 
 
-def cut(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> TensorEntry:
-    """Return a box of a tensor as a tensor of its own.
-
-    Args:
-        entry: The tensor; a box of one that is computed is computed, too.
-        offsets: Where the box begins, in elements.
-        sizes: Its size in elements.
-    """
-    if isinstance(entry, ComputedEntry):
-        return entry.cut(offsets, sizes)
-    item = itemsize(entry.dtype)
-    chunks = tuple(part for chunk in entry.chunks() for part in _cut_chunk(chunk, item, offsets, sizes))
-    return TensorEntry(entry.name, entry.dtype, tuple(sizes), chunks)
-
-
-def _cut_chunk(chunk: Chunk, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
-    low, size = _shared(chunk, offsets, sizes)
-    if 0 in size:
-        return
-    steps = chunk.strides or row_major_strides(chunk.box_sizes)
-    skipped = sum((a - b) * step for a, b, step in zip(low, chunk.box_offsets, steps, strict=True))
-    yield replace(
-        chunk,
-        offset=chunk.offset + skipped * item,
-        nbytes=math.prod(size) * item,
-        box_offsets=tuple(a - b for a, b in zip(low, offsets, strict=True)),
-        box_sizes=size,
-        strides=simplified_strides(size, steps),
-    )
-
-
 def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
     """Return tensors of one shape without the repetitions they have in common, and how often each element occurs.
 
@@ -190,16 +150,11 @@ def without_repeats(*entries: TensorEntry) -> tuple[list[TensorEntry], int]:
         entries: The tensors; their chunks must cover them (see ``check_coverage``).
     """
     shape = entries[0].shape
-    dims = [dim for dim, size in enumerate(shape) if size > 1 and all(_repeats(entry, dim) for entry in entries)]
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and all(entry.repeats(dim) for entry in entries)]
     if not dims:
         return list(entries), 1
     sizes = tuple(1 if dim in dims else size for dim, size in enumerate(shape))
     return [_resized(entry, sizes) for entry in entries], math.prod(shape[dim] for dim in dims)
-
-
-def _repeats(entry: TensorEntry, dim: int) -> bool:
-    chunks = () if isinstance(entry, ComputedEntry) else entry.chunks()
-    return len(chunks) == 1 and chunks[0].strides is not None and chunks[0].strides[dim] == 0
 
 
 def _resized(entry: TensorEntry, sizes: tuple[int, ...]) -> TensorEntry:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.boxes import Bounds, Boxes, ListedBoxes, meet
-from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import canonical_dtype, itemsize
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ __all__ = [
     "TensorEntry",
     "TensorRef",
     "Unlocated",
-    "files_beside",
     "layout_of_model",
     "row_major_strides",
     "simplified_strides",
@@ -93,6 +91,34 @@ class Chunk:
         item = self.nbytes // self.numel
         return item * (1 + sum((size - 1) * step for size, step in zip(self.box_sizes, self.strides, strict=True)))
 
+    def shared(self, offsets: Sequence[int], sizes: Sequence[int]) -> Bounds:
+        """Return the box that it shares with another box of the tensor; a size is 0 where they do not meet."""
+        low = tuple(map(max, self.box_offsets, offsets))
+        ends = zip(self.box_offsets, self.box_sizes, offsets, sizes, strict=True)
+        return low, tuple(max(0, min(a + b, c + d) - first) for first, (a, b, c, d) in zip(low, ends, strict=True))
+
+    def cut(self, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+        """Return what it shares with a box of the tensor, as a chunk of that box; ``None`` if they do not meet.
+
+        Args:
+            item: Bytes per element.
+            offsets: Where the box begins, in elements.
+            sizes: Its size in elements.
+        """
+        low, size = self.shared(offsets, sizes)
+        if 0 in size:
+            return None
+        steps = self.strides or row_major_strides(self.box_sizes)
+        skipped = sum((a - b) * step for a, b, step in zip(low, self.box_offsets, steps, strict=True))
+        return replace(
+            self,
+            offset=self.offset + skipped * item,
+            nbytes=math.prod(size) * item,
+            box_offsets=tuple(a - b for a, b in zip(low, offsets, strict=True)),
+            box_sizes=size,
+            strides=simplified_strides(size, steps),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Unlocated:
@@ -147,6 +173,70 @@ class TensorEntry:
             overflow: Replaces what it would call.
         """
         return self
+
+    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> TensorEntry:
+        """Return a box of the tensor as a tensor of its own; a box of one that is computed is computed as well.
+
+        Args:
+            offsets: Where the box begins, in elements.
+            sizes: Its size in elements.
+        """
+        item = itemsize(self.dtype)
+        parts = (chunk.cut(item, offsets, sizes) for chunk in self.chunks())
+        return TensorEntry(self.name, self.dtype, tuple(sizes), tuple(part for part in parts if part is not None))
+
+    def cast(self, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry | None:
+        """Return the tensor computed in another dtype, to which it is rounded at once; ``None`` if it is stored.
+
+        Args:
+            dtype: The dtype.
+            overflow: Called with the number of elements that were too large for it, if there are any.
+        """
+        return None
+
+    def blocks(self, files: Any) -> Iterator[memoryview] | None:
+        """Return the tensor's bytes as they are computed; ``None`` if it is stored, and its chunks are to be read.
+
+        Args:
+            files: The ``OpenFiles`` to read with.
+        """
+        return None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is computed while it is written."""
+        return False
+
+    def parts_in_turn(self) -> tuple[TensorEntry, ...]:
+        """Return what it is computed from, if that is read one part after the other."""
+        return ()
+
+    def parts_together(self) -> tuple[TensorEntry, ...]:
+        """Return what it is computed from, if a block of each part is read in turn."""
+        return ()
+
+    def repeats(self, dim: int) -> bool:
+        """Tell whether elements along a dimension are the same bytes of a file, as in a view made by ``expand``."""
+        chunks = self.chunks()
+        return len(chunks) == 1 and chunks[0].strides is not None and chunks[0].strides[dim] == 0
+
+    def has_same_source(self, other: TensorEntry) -> bool:
+        """Tell whether the same bytes of files hold two tensors, or the same is computed from such."""
+        return type(self) is type(other) and self.chunks() == other.chunks()
+
+    def source_key(self) -> Hashable:
+        """Return a key that is equal for two tensors exactly if they are views of the same bytes."""
+        chunks = self.chunks()
+        if len(chunks) == 1 and chunks[0].strides is None:
+            # Whatever its shape: `weight` and `weight.view(-1)` are one storage.
+            return self.dtype, chunks[0].file, chunks[0].offset, self.nbytes
+        return self.dtype, self.shape, chunks
+
+    def describe_source(self) -> Iterator[str]:
+        """Yield lines that say which bytes of which files it is made of, and how."""
+        yield f"{self.dtype} {self.shape}"
+        for chunk in self.chunks():
+            yield f"{chunk.file} {chunk.offset} {chunk.box_offsets} {chunk.box_sizes} {chunk.strides}"
 
     @property
     def num_chunks(self) -> int:
@@ -205,27 +295,35 @@ class ComputedEntry(TensorEntry):
         return self.cast(self.dtype, overflow)
 
     @property
-    def in_turn(self) -> bool:
-        """Whether it reads one part after the other, and not a block of each."""
-        return False
+    def is_computed(self) -> bool:
+        return True
+
+    def parts_together(self) -> tuple[TensorEntry, ...]:
+        return self.parts
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
-        """Return a box of the tensor as a tensor of its own.
-
-        Args:
-            offsets: Where the box begins, in elements.
-            sizes: Its size in elements.
-        """
         raise NotImplementedError
 
     def cast(self, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
-        """Return the tensor in another dtype, to which it is rounded at once.
-
-        Args:
-            dtype: The dtype.
-            overflow: Called with the number of elements that were too large for it, if there are any.
-        """
         return replace(self, dtype=dtype, overflow=overflow)
+
+    def repeats(self, dim: int) -> bool:
+        return False
+
+    def has_same_source(self, other: TensorEntry) -> bool:
+        if not isinstance(other, ComputedEntry):
+            return False
+        mine, theirs = ((entry.formula, entry.dtype, len(entry.parts)) for entry in (self, other))
+        return mine == theirs and all(a.has_same_source(b) for a, b in zip(self.parts, other.parts, strict=True))
+
+    def source_key(self) -> Hashable:
+        # Two views of the same bytes with different dtypes no longer share them after a cast.
+        return self.formula, self.dtype, *(part.source_key() for part in self.parts)
+
+    def describe_source(self) -> Iterator[str]:
+        yield f"{self.dtype} {self.shape} {self.formula!r}"
+        for part in self.parts:
+            yield from part.describe_source()
 
     def blocks(self, files: Any) -> Iterator[memoryview]:
         """Yield the tensor's bytes, packed in row-major order; the next block may overwrite the one before.
@@ -348,14 +446,6 @@ class Layout:
         """Yield each file that holds tensor data, once, in order of first use."""
         seen = dict.fromkeys(chunk.file for entry in self.tensors.values() for chunk in entry.chunks())
         yield from seen
-
-
-def files_beside(layout: Layout) -> list[str]:
-    """Return the files of ``torch.save`` in a DCP directory that are no part of it, such as Lightning's ``meta.pt``."""
-    if layout.format not in ("dcp", "dcp_flat", "megatron") or is_remote(layout.path):
-        return []
-    names = {path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt")}
-    return sorted(names - {"common.pt"} if "common" in layout.tree else names)  # which may need trust to be read
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.opening import opened
-from mmfsdp.checkpoint.geometry import check_coverage, cut
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import ConfigError
@@ -181,7 +181,7 @@ class WeightedSum(ComputedEntry):
         return "weighted sum", self.factors, self.total
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> WeightedSum:
-        parts = tuple(cut(part, offsets, sizes) for part in self.parts)
+        parts = tuple(part.cut(offsets, sizes) for part in self.parts)
         chunks = tuple(chunk for part in parts for chunk in part.chunks())
         return replace(self, shape=tuple(sizes), stored=chunks, parts=parts)
 

@@ -9,7 +9,6 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import raw, tensor_blocks
-from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 __all__ = ["BitSum", "GivenBytes", "unsigned"]
@@ -37,7 +36,7 @@ class BitSum(ComputedEntry):
         return "bit sum", self.subtract
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> BitSum:
-        one, two = (cut(part, offsets, sizes) for part in self.parts)
+        one, two = (part.cut(offsets, sizes) for part in self.parts)
         return BitSum.of(one, two, self.dtype, subtract=self.subtract)
 
     def cast(self, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:

@@ -10,7 +10,6 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import (
     ComputedEntry,
     TensorEntry,
@@ -48,9 +47,9 @@ class LowRankSum(ComputedEntry):
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> LowRankSum:
         base, left, right = self.parts
         parts = (
-            cut(base, offsets, sizes),
-            cut(left, (offsets[0], *(0,) * (len(left.shape) - 1)), (sizes[0], *left.shape[1:])),
-            cut(right, (0, *offsets[1:]), (right.shape[0], *sizes[1:])),
+            base.cut(offsets, sizes),
+            left.cut((offsets[0], *(0,) * (len(left.shape) - 1)), (sizes[0], *left.shape[1:])),
+            right.cut((0, *offsets[1:]), (right.shape[0], *sizes[1:])),
         )
         return replace(LowRankSum.of(*parts, self.scale), dtype=self.dtype, overflow=self.overflow)
 

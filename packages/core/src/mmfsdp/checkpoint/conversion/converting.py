@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Layout, Record, files_beside
+from mmfsdp.checkpoint.layout import Layout, Record
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CorruptCheckpointError
@@ -188,7 +188,8 @@ def _not_read(layout: Layout) -> tuple[str, ...]:
             return (f"read: {files} of {origin.path.name}; how many there were is not written anywhere",)
         if other := _weights_beside(origin):
             return (f"not read: {other} of {origin.path.name}, which may hold other weights than those that were read",)
-    if others := [name for origin in layout.origins or (layout,) for name in files_beside(origin)]:
+    kinds = ((origin, format_named(origin.format)) for origin in layout.origins or (layout,))
+    if others := [name for origin, kind in kinds if kind is not None for name in kind.files_beside(origin)]:
         remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
         return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)
     match = _NUMBERED.fullmatch(layout.path.name)

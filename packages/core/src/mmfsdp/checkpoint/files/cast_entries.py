@@ -9,7 +9,6 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 __all__ = ["CastEntry"]
@@ -24,12 +23,12 @@ class CastEntry(ComputedEntry):
     @classmethod
     def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
         """Return a tensor cast to another dtype; one that is computed is rounded to that dtype at once."""
-        if isinstance(source, ComputedEntry):
-            return source.cast(dtype, overflow)
+        if (computed := source.cast(dtype, overflow)) is not None:
+            return computed
         return cls(source.name, dtype, source.shape, source.chunks(), (source,), overflow)
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
-        return CastEntry.of(cut(self.parts[0], offsets, sizes), self.dtype, self.overflow)
+        return CastEntry.of(self.parts[0].cut(offsets, sizes), self.dtype, self.overflow)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
         import numpy as np

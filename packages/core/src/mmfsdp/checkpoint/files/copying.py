@@ -11,7 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.streamed_sums import StreamedSums, whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import ComputedEntry, Record, TensorEntry
+from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve", "write_at"]
@@ -95,21 +95,10 @@ class Copier:
         Raises:
             CorruptCheckpointError: A source record does not match its CRC-32, or its file ends too early.
         """
-        # Stored checksums stand for the data as long as each run is one whole record.
-        runs = [] if isinstance(entry, ComputedEntry) else byte_runs(entry)
-        whole = (
-            whole_runs(entry)
-            if isinstance(entry, ComputedEntry)
-            else {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
-        )
-        stored = {}
-        for chunk in entry.chunks():
-            if (key := (chunk.file, chunk.offset, chunk.nbytes)) in whole and chunk.crc32 is not None:
-                stored[key] = chunk.crc32
-            elif chunk.record is not None:
-                self._check(chunk.record, entry.name)
-        if isinstance(entry, ComputedEntry):
-            return self._compute(entry, at, {key: crc for key, crc in stored.items() if self._is_due(key)})
+        if (computed := entry.blocks(self._files)) is not None:
+            return self._compute(entry, computed, at)
+        runs = byte_runs(entry)
+        stored = self._stored(entry, {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)})
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):
@@ -120,12 +109,28 @@ class Copier:
                 crc = crc32_combine(crc, own, run.length)
         return crc
 
-    def _compute(self, entry: ComputedEntry, at: int, due: Mapping[RecordKey, int]) -> int:
+    def _stored(self, entry: TensorEntry, whole: Collection[RecordKey]) -> dict[RecordKey, int]:
+        """Return the stored checksums that stand for the data, and compare those of records that are read in part.
+
+        Args:
+            entry: The tensor.
+            whole: The runs of bytes that are read of it: a checksum stands for one that is one whole record.
+        """
+        stored = {}
+        for chunk in entry.chunks():
+            if (key := (chunk.file, chunk.offset, chunk.nbytes)) in whole and chunk.crc32 is not None:
+                stored[key] = chunk.crc32
+            elif chunk.record is not None:
+                self._check(chunk.record, entry.name)
+        return stored
+
+    def _compute(self, entry: TensorEntry, blocks: Iterator[memoryview], at: int) -> int:
         """Write a computed tensor, and compare records with their checksums while they are read for it."""
+        due = {key: crc for key, crc in self._stored(entry, whole_runs(entry)).items() if self._is_due(key)}
         sums = StreamedSums(due)
         self._files.observer = sums.see if due else None
         try:
-            crc = self._write(entry.blocks(self._files), at)
+            crc = self._write(blocks, at)
         finally:
             self._files.observer = None
         for (file, offset, nbytes), expected in due.items():

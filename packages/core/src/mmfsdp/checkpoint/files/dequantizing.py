@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import BLOCK, not_restored, scales_of
-from mmfsdp.checkpoint.geometry import check_coverage, cut
+from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
 from mmfsdp.checkpoint.tree import is_ref, named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
@@ -125,7 +125,7 @@ class _Restored(ComputedEntry):
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
         codes, scale = self.parts
-        part = cut(codes, offsets, sizes)
+        part = codes.cut(offsets, sizes)
         begin = (self.begin[0] + offsets[0], self.begin[1] + offsets[1])
         return replace(self, shape=tuple(sizes), stored=part.chunks(), parts=(part, scale), begin=begin)
 

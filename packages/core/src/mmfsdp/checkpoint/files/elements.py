@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.installing import pip_install
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.layout import TensorEntry, row_major_strides
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
     """
     buffer = memoryview(bytearray(min(block, entry.nbytes)))
     filled = 0
-    if isinstance(entry, ComputedEntry):
-        for computed in entry.blocks(files):
-            filled = yield from _put(computed, buffer, filled)
-    for run in [] if isinstance(entry, ComputedEntry) else byte_runs(entry):
+    computed = entry.blocks(files)
+    for given in computed or ():
+        filled = yield from _put(given, buffer, filled)
+    for run in byte_runs(entry) if computed is None else ():
         if isinstance(run, StridedRun):
             for piece in packed_blocks(files.descriptor(run.file), run, entry.name):
                 filled = yield from _put(memoryview(piece), buffer, filled)
@@ -217,20 +217,11 @@ def equal_data(one: TensorEntry, two: TensorEntry) -> bool:
     """Tell whether two tensors are the same bit for bit; reads both, unless the same bytes hold them."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    if _same_bytes(one, two):
+    if one.has_same_source(two):
         return True
     with OpenFiles() as files:
         pairs = zip(tensor_blocks(files, one), tensor_blocks(files, two), strict=True)
         return all(equal_bytes(left, right) for left, right in pairs)
-
-
-def _same_bytes(one: TensorEntry, two: TensorEntry) -> bool:
-    """Tell whether the same bytes of files hold two tensors, or the same is computed from such."""
-    if not isinstance(one, ComputedEntry) or not isinstance(two, ComputedEntry):
-        return type(one) is type(two) and one.chunks() == two.chunks()
-    return (one.formula, one.dtype, len(one.parts)) == (two.formula, two.dtype, len(two.parts)) and all(
-        map(_same_bytes, one.parts, two.parts)
-    )
 
 
 # dtype -> (bits of the exponent, bits of the mantissa, bias, what the largest codes mean):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.streamed_sums import whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import ComputedEntry, Piece, TensorEntry
+from mmfsdp.checkpoint.layout import Piece, TensorEntry
 
 __all__ = ["alternating", "compared_extents", "copied_extents", "extent_of", "read_extents"]
 
@@ -34,13 +34,11 @@ def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]
 
 def read_extents(entry: TensorEntry) -> Iterator[Extent]:
     """Yield what is read of a tensor in row-major order."""
-    if isinstance(entry, ComputedEntry):
-        if entry.in_turn:
-            yield from itertools.chain.from_iterable(map(read_extents, entry.parts))
-        else:
-            yield from alternating(entry.parts)
-        return
-    yield from map(extent_of, byte_runs(entry))
+    for part in entry.parts_in_turn():
+        yield from read_extents(part)
+    yield from alternating(entry.parts_together())
+    if not entry.is_computed:
+        yield from map(extent_of, byte_runs(entry))
 
 
 def extent_of(run: Run | StridedRun) -> Extent:

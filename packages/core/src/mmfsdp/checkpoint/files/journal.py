@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.integrity import crc32_of_stretch, parse_json
-from mmfsdp.checkpoint.layout import ComputedEntry, Piece, PlannedFile, TensorEntry
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
 from mmfsdp.errors import ConfigError
 
 __all__ = ["Journal", "lasting_id"]
@@ -114,7 +114,7 @@ def lasting_id(tensors: Mapping[str, TensorEntry], form: str) -> str:
     """
     digest = hashlib.sha256(form.encode())
     for name, entry in tensors.items():
-        for line in (name, *_described(entry)):
+        for line in (name, *entry.describe_source()):
             digest.update(f"{line}\n".encode())
     digest.update(repr(_identities(tensors.values())).encode())
     return digest.hexdigest()[:16]
@@ -126,20 +126,9 @@ def _fingerprint(files: Iterable[PlannedFile]) -> str:
     for file in files:
         digest.update(repr((file.name, file.size)).encode())
         for piece in file.pieces:
-            for line in _described(piece.entry):
+            for line in piece.entry.describe_source():
                 digest.update(f"{piece.at} {line}\n".encode())
     return digest.hexdigest()
-
-
-def _described(entry: TensorEntry) -> Iterator[str]:
-    if isinstance(entry, ComputedEntry):
-        yield f"{entry.dtype} {entry.shape} {entry.formula!r}"
-        for part in entry.parts:
-            yield from _described(part)
-        return
-    yield f"{entry.dtype} {entry.shape}"
-    for chunk in entry.chunks():
-        yield f"{chunk.file} {chunk.offset} {chunk.box_offsets} {chunk.box_sizes} {chunk.strides}"
 
 
 def _identities(entries: Iterable[TensorEntry]) -> dict[str, str]:

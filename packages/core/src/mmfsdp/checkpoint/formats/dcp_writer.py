@@ -18,7 +18,6 @@ from mmfsdp.checkpoint.formats.dcp import TensorInfo
 from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
-from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
 from mmfsdp.checkpoint.tree import select_tensors
@@ -106,7 +105,7 @@ def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry
         return
     for part in range(parts):
         offsets, sizes = sharded_box(entry.shape, [parts], [0], [part])
-        yield (offsets, sizes), cut(entry, offsets, sizes)
+        yield (offsets, sizes), entry.cut(offsets, sizes)
 
 
 def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

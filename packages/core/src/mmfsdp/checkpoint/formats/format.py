@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.formats.model_forms import ModelForm
 from mmfsdp.checkpoint.formats.source import Content, Source
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
@@ -57,11 +58,27 @@ class Format:
     """Whether it is a folder in which a model's one file and the index of several may both be."""
     lone_ranks: bool = False
     """Whether it is files of ranks that do not say how many ranks there were."""
+    of_dcp: bool = False
+    """Whether it is a directory of DCP, whose metadata says where tensors lie in its files. It is the same after each
+    step, and these files are not archives."""
+    names_its_save: bool = False
+    """Whether its files say which save they are of, so that those of two saves are told apart without a manifest."""
 
     def read(self, source: Source) -> Layout:
         """Read the layout of a checkpoint of this format; see the format's module for errors."""
         assert self.reader is not None
         return self.reader(source)
+
+    def files_beside(self, layout: Layout) -> list[str]:
+        """Return the files of ``torch.save`` in a DCP directory that are no part of it, as Lightning's ``meta.pt``.
+
+        Args:
+            layout: A checkpoint of this format.
+        """
+        if not self.of_dcp or is_remote(layout.path):
+            return []
+        names = {path.name for path in layout.path.iterdir() if path.suffix in (".pt", ".pth", ".bin", ".ckpt")}
+        return sorted(names - {"common.pt"} if "common" in layout.tree else names)  # which may need trust to be read
 
     def plan_write(self, content: Content) -> list[PlannedFile]:
         """Return the files that will hold the content; see the format's module for errors."""

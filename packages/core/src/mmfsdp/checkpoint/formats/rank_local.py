@@ -28,7 +28,7 @@ from mmfsdp.checkpoint.formats.fsdp1.mmengine_local import RankFiles, read_stock
 from mmfsdp.checkpoint.formats.source import Content, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
-from mmfsdp.checkpoint.geometry import check_box, cut
+from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Chunk, Layout, PlannedFile, TensorEntry, TensorRef, Unlocated
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
@@ -331,7 +331,7 @@ def _plan_rank(
             raise FormatError(f"Two tensors lie at {path!r}; a checkpoint per rank could not tell them apart.")
         offsets, sizes = sharded_box(entry.shape, [ranks.shards], [0], [ranks.shard(rank)])
         boxes[path] = {"shape": list(entry.shape), "offsets": list(offsets), "placements": [None, 0], "replica": 0}
-        held[leaf.name] = cut(entry, offsets, sizes)
+        held[leaf.name] = entry.cut(offsets, sizes)
         return leaf
 
     content = map_leaves(tree, localise)

@@ -89,6 +89,7 @@ FORMATS: tuple[Format, ...] = (
         aliases=("local",),
         directory=True,
         by_rank=True,
+        names_its_save=True,
     ),
     Format(
         "megatron",
@@ -96,6 +97,7 @@ FORMATS: tuple[Format, ...] = (
         readers.megatron,
         lambda source: ".metadata" in source.names and "metadata.json" in source.names,
         directory=True,
+        of_dcp=True,
     ),
     Format(
         "dcp",
@@ -108,6 +110,7 @@ FORMATS: tuple[Format, ...] = (
         by_rank=True,
         flat=True,
         optimizer_names=True,
+        of_dcp=True,
     ),
     Format(
         "huggingface",
@@ -191,6 +194,7 @@ FORMATS: tuple[Format, ...] = (
         "a DCP directory of FSDP1's local state dicts: parts of flat parameters",
         readers.dcp_flat,
         directory=True,
+        of_dcp=True,
     ),
     Format(
         "torch_legacy",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
-from mmfsdp.checkpoint.layout import ComputedEntry, Piece, PlannedFile, TensorEntry, TensorRef, row_major_strides
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef, row_major_strides
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
@@ -109,21 +109,9 @@ def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _Stora
     by_source: dict[object, _Storage] = {}
     for name in select_tensors(tree):
         entry = tensors[name]
-        source: object = _identity(entry) if entry.nbytes else name  # an empty tensor shares nothing
+        source: object = entry.source_key() if entry.nbytes else name  # an empty tensor shares nothing
         by_name[name] = by_source.setdefault(source, _Storage(str(len(by_source)), entry))
     return by_name
-
-
-def _identity(entry: TensorEntry) -> Hashable:
-    """Return what is equal for two tensors exactly if they are views of the same bytes."""
-    if isinstance(entry, ComputedEntry):
-        # Two views of the same bytes with different dtypes no longer share them after a cast.
-        return entry.formula, entry.dtype, *map(_identity, entry.parts)
-    chunks = entry.chunks()
-    if len(chunks) == 1 and chunks[0].strides is None:
-        # Whatever its shape: `weight` and `weight.view(-1)` are one storage.
-        return entry.dtype, chunks[0].file, chunks[0].offset, entry.nbytes
-    return entry.dtype, entry.shape, chunks
 
 
 def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str, _Storage]) -> bytes:

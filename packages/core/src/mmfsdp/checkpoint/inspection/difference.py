@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import common_prefix, leaves, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 
@@ -160,7 +160,7 @@ def diff(
         for name in shared
         if ours[name].dtype != theirs[name].dtype
         and not ignore_dtypes
-        and not any(isinstance(side[name], ComputedEntry) for side in ((ours, theirs) if dequantize else ()))
+        and not any(side[name].is_computed for side in ((ours, theirs) if dequantize else ()))
     )
     unlike = {item.name for item in (*shapes, *dtypes)}
     pairs = {name: (ours[name], theirs[name]) for name in shared if name not in unlike}

@@ -15,10 +15,11 @@ from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
+from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
-from mmfsdp.checkpoint.layout import Layout, files_beside
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
 
@@ -201,7 +202,6 @@ def _run(checks: list[Check], jobs: int, progress: Progress | None, problems: li
     return tracker.done
 
 
-_DCP = ("dcp", "dcp_flat", "megatron")
 _BATCH = 128 << 20  # bytes of records that are one piece of work
 
 
@@ -264,6 +264,8 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     Raises:
         CorruptCheckpointError, FormatError: An archive's directory cannot be read.
     """
+    kind = format_named(layout.format)
+    is_of_dcp = kind is not None and kind.of_dcp
     marks: dict[Path, dict[Extent, Mark]] = {}
     unchecked_tensors, unchecked_bytes = 0, 0
     whole = {file for file, entry in listed.items() if entry.crc32 is not None}
@@ -279,7 +281,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
                 blind += chunk.nbytes
         unchecked_tensors, unchecked_bytes = unchecked_tensors + (blind > 0), unchecked_bytes + blind
     # The pickle, and what other ranks hold a copy of, is in no tensor of the layout.
-    for file in _archives(layout):
+    for file in () if is_of_dcp else _archives(layout):  # DCP's are files of archives, all listed in the layout
         for item in read_records(file).values():
             extent = item.offset, item.nbytes
             if item.crc32 is not None:
@@ -293,10 +295,10 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
             f"{layout.format} stores no checksum for it, and no {MANIFEST_NAME} has one"
         )
     # The metadata of DCP says where things lie, which is the same for every step.
-    several = layout.format in _DCP or len(list(layout.files())) > 1
-    if not listed and layout.format != "rank_local" and several:
+    several = is_of_dcp or len(list(layout.files())) > 1
+    if not listed and several and not (kind is not None and kind.names_its_save):
         unchecked.append(f"whether all files are of one save: there is no {MANIFEST_NAME}")
-    if others := files_beside(layout):
+    if kind is not None and (others := kind.files_beside(layout)):
         unchecked.append(f"what is no part of the DCP directory: {name_list(others, 3)}")
     return checks, unchecked
 
@@ -319,8 +321,6 @@ def _checks(file: Path, marks: Mapping[Extent, Mark], entry: FileEntry | None) -
 
 def _archives(layout: Layout) -> Iterator[Path]:
     """Yield the files that are one archive of ``torch.save`` each."""
-    if layout.format in _DCP:  # a file of archives: those of its tensors are in the layout
-        return
     files = [layout.path] if layout.path.is_file() else sorted(layout.path.glob("rank*.pth"))
     for file in dict.fromkeys([*files, *layout.files()]):
         with file.open("rb") as opened:

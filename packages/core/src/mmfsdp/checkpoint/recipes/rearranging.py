@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.geometry import cut
 from mmfsdp.checkpoint.layout import Chunk, FoldedEntry, TensorEntry, row_major_strides, simplified_strides
 
 __all__ = ["Pattern", "fused", "split", "stacked", "trimmed", "unstacked"]
@@ -52,7 +51,7 @@ def split(entry: TensorEntry, names: Sequence[str], dim: int, parts: Sequence[in
     for name, part in zip(names, parts, strict=True):
         count = size // whole * part
         offsets = _added((0,) * len(entry.shape), dim, begin)
-        found.append(replace(cut(entry, offsets, _replaced(entry.shape, dim, count)), name=name))
+        found.append(replace(entry.cut(offsets, _replaced(entry.shape, dim, count)), name=name))
         begin += count
     return found
 
@@ -88,7 +87,7 @@ def unstacked(entry: TensorEntry, dim: int) -> list[TensorEntry]:
         raise ValueError(f"it has no dimension {dim}")
     slices = []
     for place in range(entry.shape[dim]):
-        part = cut(entry, _added((0,) * len(entry.shape), dim, place), _replaced(entry.shape, dim, 1))
+        part = entry.cut(_added((0,) * len(entry.shape), dim, place), _replaced(entry.shape, dim, 1))
         chunks = [
             replace(
                 chunk,
@@ -112,7 +111,7 @@ def trimmed(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
         raise ValueError(f"it has no dimension {dim}")
     if entry.shape[dim] < size:
         raise ValueError(f"dimension {dim} has {entry.shape[dim]} elements, expected {size} or more")
-    return cut(entry, (0,) * len(entry.shape), _replaced(entry.shape, dim, size))
+    return entry.cut((0,) * len(entry.shape), _replaced(entry.shape, dim, size))
 
 
 class _Axis(NamedTuple):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.geometry import Run, byte_runs, cut
+from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.layout import Chunk, ComputedEntry, FoldedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -30,11 +31,11 @@ class StandIns:
     """Gives tensors that are to be computed places in files that do not exist, and takes them back."""
 
     def __init__(self) -> None:
-        self._given: dict[Path, ComputedEntry] = {}
+        self._given: dict[Path, TensorEntry] = {}
 
     def of(self, entry: TensorEntry) -> TensorEntry:
         """Return a tensor that boxes can be cut from and put together; what is stored is returned as it is."""
-        if not isinstance(entry, ComputedEntry):
+        if not entry.is_computed:
             return entry
         file = Path(f"(computed {len(self._given)})")
         self._given[file] = entry
@@ -81,10 +82,10 @@ class _Arranged(ComputedEntry):
 
     picks: tuple[_Pick, ...] = field(kw_only=True)
     view: TensorEntry = field(kw_only=True, compare=False)
-    sources: Mapping[Path, ComputedEntry] = field(kw_only=True, compare=False)
+    sources: Mapping[Path, TensorEntry] = field(kw_only=True, compare=False)
 
     @classmethod
-    def of(cls, view: TensorEntry, sources: Mapping[Path, ComputedEntry]) -> _Arranged:
+    def of(cls, view: TensorEntry, sources: Mapping[Path, TensorEntry]) -> _Arranged:
         item, parts, picks = itemsize(view.dtype), [], []
         for run in byte_runs(view):
             source = sources[run.file]
@@ -107,16 +108,18 @@ class _Arranged(ComputedEntry):
     def formula(self) -> tuple[object, ...]:
         return "picked", self.picks
 
-    @property
-    def in_turn(self) -> bool:
-        return True
+    def parts_in_turn(self) -> tuple[TensorEntry, ...]:
+        return self.parts
+
+    def parts_together(self) -> tuple[TensorEntry, ...]:
+        return ()
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
-        return _Arranged.of(cut(self.view, offsets, sizes), self.sources)
+        return _Arranged.of(self.view.cut(offsets, sizes), self.sources)
 
     def cast(self, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
         # Elements that lie between those that are picked may be counted, too, if they are too large.
-        sources = {file: source.cast(dtype, overflow) for file, source in self.sources.items()}
+        sources = {file: CastEntry.of(source, dtype, overflow) for file, source in self.sources.items()}
         return _Arranged.of(_retyped(self.view, dtype), sources)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
@@ -162,7 +165,7 @@ def _divided(
             yield at + first * step, (some, *sizes[1:]), strides
 
 
-def _covering(source: ComputedEntry, begin: int, end: int) -> tuple[int, TensorEntry]:
+def _covering(source: TensorEntry, begin: int, end: int) -> tuple[int, TensorEntry]:
     """Return the smallest box that is contiguous and holds a range of elements, and how many lie before it."""
     offsets, sizes = [0] * len(source.shape), [*source.shape]
     before, below = 0, source.numel
@@ -173,7 +176,7 @@ def _covering(source: ComputedEntry, begin: int, end: int) -> tuple[int, TensorE
         before += first * below
         if first != last:
             break
-    return before, source if tuple(sizes) == source.shape else cut(source, offsets, sizes)
+    return before, source if tuple(sizes) == source.shape else source.cut(offsets, sizes)
 
 
 def _between(blocks: Iterator[memoryview], skipped: int, length: int) -> Iterator[memoryview]:
