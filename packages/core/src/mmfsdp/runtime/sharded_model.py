@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.backward import is_backward
@@ -120,6 +121,11 @@ class ShardedModel:
         if module is None:
             raise ShardStateError("The sharded model no longer exists.")
         return module
+
+    @property
+    def scope(self) -> Scope:
+        """The ranks of its mesh, and how they exchange messages. Collective when the mesh is met for the first time."""
+        return scope_of(self.mesh)
 
     @property
     def is_fsdp1(self) -> bool:

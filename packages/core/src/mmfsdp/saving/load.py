@@ -15,7 +15,6 @@ from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within, optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
 from mmfsdp.checkpoint.tree import listed
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import FormatError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -70,7 +69,7 @@ def load_checkpoint(
             changed.
     """
     state = find_sharded_model(model)
-    scope = scope_of(state.mesh)
+    scope = state.scope
     loaded = None if optimizer is None else type(optimizer).__name__
     check_same_arguments(scope, "load_checkpoint()", {"optimizer": loaded, "strict": strict, "verify": verify})
     own = [param.fqn for param in state.plan.all_params()]

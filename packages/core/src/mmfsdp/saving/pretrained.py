@@ -14,7 +14,6 @@ from mmfsdp.basics.text import WRAPPER_PREFIX, clean_fqn, name_list
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -83,7 +82,7 @@ def load_pretrained(
         >>> load_pretrained(model, "llama-8b", "meta-llama-to-hf")
     """
     state = find_sharded_model(model)
-    scope = scope_of(state.mesh)
+    scope = state.scope
     given = {"rules": rules and str(rules), "inverse": inverse, "values": values, "strict": strict}
     given |= {"ignore_mismatched_sizes": ignore_mismatched_sizes, "verify": verify}
     check_same_arguments(scope, "load_pretrained()", given)

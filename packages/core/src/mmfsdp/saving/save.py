@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing, refuse_other_content
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.tree import map_leaves
-from mmfsdp.collective.scopes import Scope, scope_of
+from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -156,7 +156,7 @@ def _savers(model: nn.Module) -> tuple[ShardedModel, Scope]:
     """Return a model's state, settled, and the ranks that save it together. Collective: every rank."""
     state = find_sharded_model(model)
     state.settle()
-    return state, scope_of(state.mesh)
+    return state, state.scope
 
 
 def _agreed_target(

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box, box_of
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -62,7 +61,7 @@ def placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str
         return placed
 
     rest = {key: value for key, value in fitting.items() if key != COMPRESSED}
-    return {**rest, "state": on_all_ranks(place_all, scope_of(state.mesh))}
+    return {**rest, "state": on_all_ranks(place_all, state.scope)}
 
 
 def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import whole_value
@@ -33,7 +32,7 @@ def load_extra_states(state: ShardedModel, extra: Mapping[str, Any], *, from_ran
     Raises:
         CheckpointError: A rank cannot read a tensor; raised on every rank.
     """
-    scope = scope_of(state.mesh)
+    scope = state.scope
     values = on_all_ranks(lambda: {name: whole_value(value) for name, value in extra.items()}, scope)
     if from_rank0:
         values = broadcast_object(scope, values)

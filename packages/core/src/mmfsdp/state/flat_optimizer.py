@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.basics.torch_releases import start_adagrad
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import any_of, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.flat_params import flat_params
@@ -83,7 +82,7 @@ def flat_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Ma
     named = _named(state, optimizer, state_dict)
     is_full = _is_full(named)
     start_adagrad(optimizer)
-    fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
+    fresh = not any_of(state.scope, bool(optimizer.state))
     if named["state"]:
         with unwatched(), _initialised(state, optimizer):
             named = _filled(state, optimizer, named, StateDictOptions(full_state_dict=is_full))
@@ -107,7 +106,7 @@ def _named(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, A
             for place, entries in state_dict["state"].items()
         }
 
-    values = on_all_ranks(read, scope_of(state.mesh))  # a disk may fail, or memory run out, on one rank
+    values = on_all_ranks(read, state.scope)  # a disk may fail, or memory run out, on one rank
     return {"state": values, "param_groups": groups}
 
 
@@ -148,7 +147,7 @@ def state_by_name(
             given = FullyShardedDataParallel.optim_state_dict(state.module, optimizer, dict(own_form))
         return _in_order(state, optimizer, given)
     start_adagrad(optimizer)
-    fresh = not any_of(scope_of(state.mesh), bool(optimizer.state))
+    fresh = not any_of(state.scope, bool(optimizer.state))
     with unwatched(), _initialised(state, optimizer):
         named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
         if fresh:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.collective.scopes import place_in, scope_of
+from mmfsdp.collective.scopes import place_in
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, share_page_cache
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
@@ -93,7 +93,7 @@ def load_model_state_dict(
         StateDictError: With ``strict``, a key or a shape did not match; or, with ``from_rank0``, a tensor is a shard.
     """
     state = find_sharded_model(model)
-    scope = scope_of(state.mesh)
+    scope = state.scope
     if from_rank0 and not scope.is_first:
         state_dict = {}
     given = on_all_ranks(lambda: _examined(state_dict, state, from_rank0), scope)
@@ -218,7 +218,7 @@ def _reading_beats_sending(stored: list[str], state_dict: Mapping[str, Any], sta
     """
     if state.mesh.device_type != "cpu" or not all(state_dict[name].source.is_local for name in stored):
         return False
-    return share_page_cache(scope_of(state.mesh))
+    return share_page_cache(state.scope)
 
 
 def _without_twins(names: list[str], state_dict: Mapping[str, Any], state: ShardedModel) -> list[str]:
@@ -240,7 +240,7 @@ def _fill_from_first(
 
     Before each tensor the ranks agree that none has failed, so no rank waits for one that has.
     """
-    scope, failure = scope_of(state.mesh), None
+    scope, failure = state.scope, None
     for name in names:
         into = target[name].target if isinstance(target[name], FlatPiece) else target[name]
         device = into.device if into.device.type != "meta" else torch.device("cpu")
@@ -273,7 +273,7 @@ def _sources(
     state: ShardedModel, names: list[str], state_dict: Mapping[str, Any], target: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values that torch's own load for FSDP1 needs. Collective: every rank."""
-    source = on_all_ranks(lambda: {name: whole_value(state_dict[name]) for name in names}, scope_of(state.mesh))
+    source = on_all_ranks(lambda: {name: whole_value(state_dict[name]) for name in names}, state.scope)
     if state.plan.use_orig_params:
         return source
     # A flat parameter is loaded as a whole.

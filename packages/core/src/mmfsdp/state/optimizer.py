@@ -16,7 +16,6 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
 from mmfsdp.runtime.roles import check_roles
@@ -175,7 +174,7 @@ def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: M
 def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state by position that is known to fit; ranks know where to read what is stored. Collective."""
     # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
-    on_all_ranks(lambda: _check_form(state_dict), scope_of(state.mesh))
+    on_all_ranks(lambda: _check_form(state_dict), state.scope)
     _check_own(state, optimizer)
     engine = optimizer_engine(state, optimizer)
     groups = engine.names_in_groups()
@@ -187,26 +186,26 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         _check(found, groups, shapes)
         return found
 
-    fitting = on_all_ranks(check, scope_of(state.mesh))
+    fitting = on_all_ranks(check, state.scope)
     kinds = {
         f"{place}.{name}": kind_of(value, tells_shards=engine.is_flat)
         for place, entries in fitting["state"].items()
         for name, value in entries.items()
     }
-    check_alike(kinds, "the optimizer's state", scope_of(state.mesh))
+    check_alike(kinds, "the optimizer's state", state.scope)
     settings = [leaf for _, leaf in nested_values("", fitting["param_groups"]) if isinstance(leaf, LazyTensor)]
-    locate([*engine.boxes(fitting), *((value, whole_box(value)) for value in settings)], scope_of(state.mesh))
+    locate([*engine.boxes(fitting), *((value, whole_box(value)) for value in settings)], state.scope)
 
     def read_settings() -> Any:  # a learning rate may be a tensor
         return map_values(whole_value, fitting["param_groups"])
 
-    return {**fitting, "param_groups": on_all_ranks(read_settings, scope_of(state.mesh))}
+    return {**fitting, "param_groups": on_all_ranks(read_settings, state.scope)}
 
 
 def _compressed(state: ShardedModel, optimizer: Optimizer) -> dict[str, str]:
     """Check that a state can be saved; return what ranks hold compressed, by name. Collective: every rank."""
     names = {id(param): fqn for fqn, param in state.module.named_parameters()}
-    scope = scope_of(state.mesh)
+    scope = state.scope
 
     def check() -> dict[str, str]:
         check_savable(optimizer, names)
@@ -243,7 +242,7 @@ def _check_own(state: ShardedModel, optimizer: Optimizer) -> None:
                 f"{strange[:3]}. Give the optimizer that was built from this model's parameters()."
             )
 
-    on_all_ranks(check, scope_of(state.mesh))
+    on_all_ranks(check, state.scope)
 
 
 def _check_form(state_dict: Any) -> None:

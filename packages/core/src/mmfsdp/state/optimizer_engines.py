@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -84,7 +83,7 @@ class _DTensors:
 
     def load(self, fitting: Mapping[str, Any]) -> None:
         placed = self.to_load(fitting)
-        on_all_ranks(lambda: self._optimizer.load_state_dict(placed), scope_of(self._state.mesh))
+        on_all_ranks(lambda: self._optimizer.load_state_dict(placed), self._state.scope)
 
 
 class _FlatPieces:
@@ -111,7 +110,7 @@ class _FlatPieces:
     def load(self, fitting: Mapping[str, Any]) -> None:
         load_flat_state(self._state, self._optimizer, fitting)
         names = names_of_compressed(fitting)
-        on_all_ranks(lambda: compress_state(self._optimizer, names), scope_of(self._state.mesh))
+        on_all_ranks(lambda: compress_state(self._optimizer, names), self._state.scope)
 
 
 def optimizer_engine(state: ShardedModel, optimizer: Optimizer) -> OptimizerEngine:

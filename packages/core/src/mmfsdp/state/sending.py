@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.optimizer_forms import STATE, unflattened
 from mmfsdp.collective.broadcasting import broadcast_tensor
-from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -49,7 +48,7 @@ def send_optim_state(state_dict: Any, state: ShardedModel) -> dict[str, Any]:
             rank.
         CheckpointError: The first rank cannot read a lazy tensor; raised on every rank.
     """
-    scope = scope_of(state.mesh)
+    scope = state.scope
     structure, mine = on_all_ranks(lambda: _taken_apart(state_dict) if scope.is_first else ({}, {}), scope)
     skeleton = broadcast_object(scope, structure)
     device = next(iter(state.module.parameters())).device if state.mesh.device_type != "cpu" else torch.device("cpu")
