@@ -248,7 +248,7 @@ def _complain(error: BaseException, message: str, code: int) -> None:
 
 
 def _say_json(error: BaseException, message: str, code: int) -> None:
-    """Print an error for programs, where ``--json`` was given; what people read goes to stderr all the same."""
+    """Print an error for programs, where ``--json`` was given; its text for people still goes to stderr."""
     context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
     # Where parsing failed, nobody knows yet which options there are.
     given = context is not None and context.params.get("as_json")

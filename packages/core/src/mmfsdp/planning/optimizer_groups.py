@@ -106,8 +106,8 @@ def _buckets(sizes: Iterable[int], most: int) -> int:
 def _sent(numel: int, mesh: MeshSpec) -> int:
     """Return the bytes that a rank sends in a step: its shards to their owners, and updates back to all ranks.
 
-    With n ranks that all shard, that is 2 P (n - 1) / n² bytes each way for P parameters; replicas of the shard groups
-    get the updates of other groups, too.
+    With n ranks that all shard, that is 2 P (n - 1) / n² bytes each way for P parameters. Each of several shard groups
+    also receives the updates that the others have computed.
     """
     ranks = mesh.world_size
     there = numel * WIRE_BYTES * (mesh.shard - 1) / mesh.shard / ranks

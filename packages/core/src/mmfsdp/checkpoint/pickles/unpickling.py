@@ -252,7 +252,7 @@ class _Unpickler(pickle.Unpickler):
         self._containers = {name: StandIn(partial(self._made, kind)) for name, kind in _CONTAINERS.items()}
 
     def _made(self, kind: Callable[..., Any], *args: Any) -> Any:
-        """Make a container or a number that hashes what the pickle chose, unless that may take for ever."""
+        """Make a container or a number that hashes what the pickle chose, unless that may never end."""
         self._hashed += kind in (frozenset, complex)
         for values in args:
             if isinstance(values, list | tuple):
