@@ -1,4 +1,4 @@
-"""Tests of the repository itself: levels of rooms, import direction, equal versions, one way to set up and test."""
+"""Tests of the repository itself: levels of subpackages, import direction, equal versions, one way to set up and test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROJECTS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 # The half of core that must work without torch.
 TORCH_FREE = ("__init__.py", "errors.py", "basics", "config", "checkpoint")
 
-# The rooms of core, ground level first. A room imports the rooms named beside it, and they all lie on lower levels.
+# The subpackages of core, ground level first. A subpackage imports the subpackages named beside it, and they all lie on lower levels.
 LEVELS: tuple[dict[str, str], ...] = (
     {"errors": ""},
     {"basics": "errors"},
@@ -50,8 +50,8 @@ LEVELS: tuple[dict[str, str], ...] = (
         "parity": "basics config errors rehearsal runtime saving sharding testing",
     },
 )
-MAY_IMPORT = {room: allowed.split() for level in LEVELS for room, allowed in level.items()}
-MOST_ROOMS = 16
+MAY_IMPORT = {subpackage: allowed.split() for level in LEVELS for subpackage, allowed in level.items()}
+MOST_SUBPACKAGES = 16
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
@@ -67,7 +67,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("arithmetic",),
 )
 
-# Of a room's modules, the adapter and the command line know only what its __init__ exports. These export names, too.
+# Of a subpackage's modules, the adapter and the command line know only what its __init__ exports. These export names, too.
 OPEN_MODULES = ("mmfsdp", "mmfsdp.errors", "mmfsdp.testing")
 
 
@@ -200,12 +200,12 @@ def module_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-def room_graph(package: str, folder: str) -> dict[str, set[str]]:
+def subpackage_graph(package: str, folder: str) -> dict[str, set[str]]:
     """Return what the modules and folders in one folder import of each other.
 
     What one module imports of another for annotations alone does not count; what a folder imports for them does.
     """
-    rooms: dict[str, set[str]] = {}
+    subpackages: dict[str, set[str]] = {}
     graph: dict[str, set[str]] = {}
     for path in modules(package):
         here = module_name(path)
@@ -220,8 +220,8 @@ def room_graph(package: str, folder: str) -> dict[str, set[str]]:
             is_module = (SOURCES[package].parent / f"{folder.replace('.', '/')}/{target}.py").is_file()
             if target != own and (inside or not is_module or name in executed):
                 graph.setdefault(own, set()).add(target)
-        rooms.setdefault(own, set())
-    return rooms | graph
+        subpackages.setdefault(own, set())
+    return subpackages | graph
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -295,8 +295,8 @@ class TestImportDirection:
         assert found == []
 
     @pytest.mark.parametrize("package", ["mmfsdp_mmengine", "mmfsdp_cli"])
-    def test_adapter_and_cli_import_exported_names_of_rooms(self, package: str) -> None:
-        open_to_all = {*OPEN_MODULES, *(f"mmfsdp.{room}" for room in MAY_IMPORT)}
+    def test_adapter_and_cli_import_exported_names_of_subpackages(self, package: str) -> None:
+        open_to_all = {*OPEN_MODULES, *(f"mmfsdp.{subpackage}" for subpackage in MAY_IMPORT)}
         names = {module: exported(module) for module in open_to_all} | {"": {*open_to_all}}
         found = []
         for path in modules(package):
@@ -336,35 +336,35 @@ class TestImportDirection:
         assert done.returncode == 0, done.stderr
 
 
-class TestRooms:
-    def test_every_room_has_its_level(self) -> None:
+class TestSubpackages:
+    def test_every_subpackage_has_its_level(self) -> None:
         entries = {path.stem for path in SOURCES["mmfsdp"].iterdir() if path.suffix == ".py" or path.is_dir()}
-        rooms = entries - {"__init__", "__pycache__"}
-        assert rooms == {*MAY_IMPORT}
-        assert len(rooms) <= MOST_ROOMS
+        subpackages = entries - {"__init__", "__pycache__"}
+        assert subpackages == {*MAY_IMPORT}
+        assert len(subpackages) <= MOST_SUBPACKAGES
 
-    def test_rooms_lie_above_what_they_import(self) -> None:
+    def test_subpackages_lie_above_what_they_import(self) -> None:
         below: set[str] = set()
         for level in LEVELS:
-            for room in level:
-                assert {*MAY_IMPORT[room]} <= below, room
+            for subpackage in level:
+                assert {*MAY_IMPORT[subpackage]} <= below, subpackage
             below |= {*level}
 
-    @pytest.mark.parametrize("room", MAY_IMPORT)
-    def test_imports_only_rooms_below(self, room: str) -> None:
-        allowed = ("mmfsdp.__version__", *(f"mmfsdp.{name}" for name in (room, *MAY_IMPORT[room])))
+    @pytest.mark.parametrize("subpackage", MAY_IMPORT)
+    def test_imports_only_subpackages_below(self, subpackage: str) -> None:
+        allowed = ("mmfsdp.__version__", *(f"mmfsdp.{name}" for name in (subpackage, *MAY_IMPORT[subpackage])))
         found = [
             show(path, line, name)
             for path in modules("mmfsdp")
-            if within(module_name(path), f"mmfsdp.{room}")
+            if within(module_name(path), f"mmfsdp.{subpackage}")
             for line, name in imported_names(path)
             if within(name, "mmfsdp") and not within(name, *allowed)
         ]
         assert found == []
 
-    @pytest.mark.parametrize("room", MAY_IMPORT)
-    def test_the_table_names_no_room_that_is_not_imported(self, room: str) -> None:
-        assert room_graph("mmfsdp", "mmfsdp")[room] | {"basics", "errors"} >= {*MAY_IMPORT[room]}
+    @pytest.mark.parametrize("subpackage", MAY_IMPORT)
+    def test_the_table_names_no_subpackage_that_is_not_imported(self, subpackage: str) -> None:
+        assert subpackage_graph("mmfsdp", "mmfsdp")[subpackage] | {"basics", "errors"} >= {*MAY_IMPORT[subpackage]}
 
     @pytest.mark.parametrize("package", SOURCES)
     def test_modules_form_no_circle(self, package: str) -> None:
@@ -373,13 +373,18 @@ class TestRooms:
     @pytest.mark.parametrize("package", SOURCES)
     def test_folders_form_no_circle(self, package: str) -> None:
         folders = [module_name(path) for path in modules(package) if path.name == "__init__.py"]
-        assert {folder: found for folder in folders if (found := circles(room_graph(package, folder)))} == {}
+        assert {folder: found for folder in folders if (found := circles(subpackage_graph(package, folder)))} == {}
 
-    def test_the_checkpoint_room_has_one_direction(self) -> None:
+    def test_the_checkpoint_subpackage_has_one_direction(self) -> None:
         level = {name: number for number, names in enumerate(CHECKPOINT_LEVELS) for name in names}
-        graph = room_graph("mmfsdp", "mmfsdp.checkpoint")
+        graph = subpackage_graph("mmfsdp", "mmfsdp.checkpoint")
         assert {*graph} <= {*level}
-        upward = [f"{room} -> {used}" for room, below in graph.items() for used in below if level[used] >= level[room]]
+        upward = [
+            f"{subpackage} -> {used}"
+            for subpackage, below in graph.items()
+            for used in below
+            if level[used] >= level[subpackage]
+        ]
         assert upward == []
 
     @pytest.mark.parametrize("package", SOURCES)
@@ -418,7 +423,7 @@ class TestRooms:
         calls = {name for _, name in executed_names(package / "files/disk.py", at_top=False)}
         assert "mmfsdp.checkpoint.remote.paths.remote_path" in calls
         assert "mmfsdp.checkpoint.remote.paths" in module_graph("mmfsdp")["mmfsdp.checkpoint.files.disk"]
-        assert "remote" in room_graph("mmfsdp", "mmfsdp.checkpoint")["files"]
+        assert "remote" in subpackage_graph("mmfsdp", "mmfsdp.checkpoint")["files"]
 
     def test_only_formats_compare_names_of_formats(self) -> None:
         names = {item.name for item in FORMATS}

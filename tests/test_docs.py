@@ -179,30 +179,30 @@ def test_files_that_pages_name_exist() -> None:
             assert any(path.endswith(f"/{found}") for path in paths), f"{name(page)} names {found}"
 
 
-def test_the_map_has_every_room_at_its_level() -> None:
+def test_the_map_has_every_subpackage_at_its_level() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for levels, prefix in ((LEVELS, r"mmfsdp\."), (CHECKPOINT_LEVELS, "")):
         rows = re.findall(rf"^\| (\d) \| `{prefix}(\w+)` \|", text, flags=re.MULTILINE)
-        expected = {room: level for level, rooms in enumerate(levels) for room in rooms}
-        assert {room: int(level) for level, room in rows} == expected
+        expected = {subpackage: level for level, subpackages in enumerate(levels) for subpackage in subpackages}
+        assert {subpackage: int(level) for level, subpackage in rows} == expected
 
 
-PUBLIC_ROOMS = sorted(
+PUBLIC_SUBPACKAGES = sorted(
     name
     for package, names in {
-        "mmfsdp": ["", *(f".{room}" for rooms in LEVELS for room in rooms)],
+        "mmfsdp": ["", *(f".{subpackage}" for subpackages in LEVELS for subpackage in subpackages)],
         "mmfsdp_mmengine": [""],
     }.items()
     for name in (package + name for name in names)
 )
 
 
-@pytest.mark.parametrize("room", PUBLIC_ROOMS)
-def test_api_page_has_every_public_name(room: str) -> None:
+@pytest.mark.parametrize("subpackage", PUBLIC_SUBPACKAGES)
+def test_api_page_has_every_public_name(subpackage: str) -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("api*.md")))
-    section = text.partition(f"## {room}\n")[2].partition("\n## ")[0]
-    public = {*importlib.import_module(room).__all__} - {"__version__"}
+    section = text.partition(f"## {subpackage}\n")[2].partition("\n## ")[0]
+    public = {*importlib.import_module(subpackage).__all__} - {"__version__"}
     assert {*re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)} == public
-    described = {*re.findall(rf"^\.\. (?:auto|py:)\w+:: {re.escape(room)}\.(\w+)$", section, flags=re.MULTILINE)}
-    above = {*importlib.import_module("mmfsdp").__all__} if room != "mmfsdp" else set()
+    described = {*re.findall(rf"^\.\. (?:auto|py:)\w+:: {re.escape(subpackage)}\.(\w+)$", section, flags=re.MULTILINE)}
+    above = {*importlib.import_module("mmfsdp").__all__} if subpackage != "mmfsdp" else set()
     assert public - above <= described <= public

@@ -15,7 +15,7 @@ from typing import Any, get_origin
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 COMMAND = f"python {Path(*Path(__file__).parts[-3:])} --write"
-ROOMS = (
+SUBPACKAGES = (
     "mmfsdp",
     "mmfsdp.basics",
     "mmfsdp.checkpoint",
@@ -38,14 +38,18 @@ ROOMS = (
 def describe_api() -> str:
     """Return every public name with its signature, one per line."""
     described: dict[int, str] = {}
-    return "".join(f"{line}\n" for room in ROOMS for line in describe_room(importlib.import_module(room), described))
+    return "".join(
+        f"{line}\n"
+        for subpackage in SUBPACKAGES
+        for line in describe_room(importlib.import_module(subpackage), described)
+    )
 
 
-def describe_room(room: ModuleType, described: dict[int, str]) -> Iterator[str]:
-    yield f"# {room.__name__}"
-    for name in room.__all__:
-        value = getattr(room, name)
-        if (first := described.setdefault(id(value), room.__name__)) == room.__name__:
+def describe_room(subpackage: ModuleType, described: dict[int, str]) -> Iterator[str]:
+    yield f"# {subpackage.__name__}"
+    for name in subpackage.__all__:
+        value = getattr(subpackage, name)
+        if (first := described.setdefault(id(value), subpackage.__name__)) == subpackage.__name__:
             yield from describe_name(name, value)
         else:
             yield f"{name}: see {first}"
@@ -117,14 +121,14 @@ def test_the_public_api_is_the_snapshot() -> None:
 
 
 def test_every_public_name_is_listed_by_dir_or_found() -> None:
-    for room in ROOMS:
-        module = importlib.import_module(room)
-        assert len({*module.__all__}) == len(module.__all__), room
+    for subpackage in SUBPACKAGES:
+        module = importlib.import_module(subpackage)
+        assert len({*module.__all__}) == len(module.__all__), subpackage
         missing = {*module.__all__} - {*dir(module)}
-        assert not missing, f"dir({room}) does not show {missing}"
+        assert not missing, f"dir({subpackage}) does not show {missing}"
         for name in module.__all__:
-            assert getattr(module, name) is getattr(module, name), f"{room}.{name} is made anew at every access"
-            assert not isinstance(getattr(module, name), ModuleType), f"{room}.{name} is a module"
+            assert getattr(module, name) is getattr(module, name), f"{subpackage}.{name} is made anew at every access"
+            assert not isinstance(getattr(module, name), ModuleType), f"{subpackage}.{name} is a module"
 
 
 def test_dir_and_help_show_the_public_names_before_one_is_used() -> None:

@@ -12,7 +12,10 @@ from mmfsdp.basics import pip_install
 
 NEEDS_TORCH = [
     *(f"from mmfsdp import {name}" for name in ("shard", "plan", "load_checkpoint", "FullyShardedDataParallel")),
-    *(f"import mmfsdp.{room}" for room in ("sharding", "runtime", "saving", "state", "collective", "torch_style")),
+    *(
+        f"import mmfsdp.{subpackage}"
+        for subpackage in ("sharding", "runtime", "saving", "state", "collective", "torch_style")
+    ),
     "import mmfsdp.testing",
     "from mmfsdp.planning import plan",
     "from mmfsdp.sharding.apply import shard",

@@ -1,4 +1,4 @@
-"""What every room may use: text, dtypes, references by name, boxes of tensors, and imports on first use."""
+"""Tools for every subpackage: text, dtypes, references by name, boxes of tensors, and imports on first use."""
 
 from __future__ import annotations
 

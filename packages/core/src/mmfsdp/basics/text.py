@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 WRAPPER_PREFIX = "module."
-"""What DistributedDataParallel and averages of models put before the names of a model's weights."""
+"""The prefix that DistributedDataParallel and averages of models put before the names of weights."""
 
 _FSDP1_STEP = "_fsdp_wrapped_module"
 _GLOB_PARTS = re.compile(r"(\*\*|\*|\?|\[[^\]]*\])")

@@ -1,4 +1,4 @@
-"""What differs for mmfsdp between the releases of torch that it supports; no other module depends on the release.
+"""The differences between the supported releases of torch; no other module depends on the release.
 
 Each constant is the first release, (major, minor), that behaves as its description says. Once `MINIMUM_TORCH` has
 reached it, the constant goes, with the code for older releases; a test says so. Functions act alike on all releases.

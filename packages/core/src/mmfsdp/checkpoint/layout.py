@@ -284,7 +284,7 @@ class ComputedEntry(TensorEntry):
 
     @property
     def formula(self) -> Hashable:
-        """What is computed from the parts; two tensors with equal formulas, parts and dtypes are equal."""
+        """The formula of the parts; two tensors with equal formulas, parts and dtypes are equal."""
         return type(self).__name__
 
     def stored_parts(self) -> Iterator[TensorEntry]:

@@ -1,4 +1,4 @@
-"""What ranks do together: a step succeeds on every rank or raises on every rank."""
+"""Steps that ranks take together: each succeeds on every rank or raises on every rank."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ShardConfig(ConfigModel):
     compile: Compile = None
     """``true``, or the settings of `CompileConfig`: compile each shard unit below the root."""
     optimizer: OptimizerConfig | None = None
-    """What `build_optimizer` builds. ``null``: nothing, you build an optimizer of your own."""
+    """The optimizer that `build_optimizer` builds. ``null``: none; you build your own."""
     cpu_offload: Annotated[
         CpuOffloadConfig,
         as_mapping("enabled", bool, _is_bool, expected="true, false", schema=CpuOffloadConfig | bool),

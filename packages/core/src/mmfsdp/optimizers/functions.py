@@ -1,4 +1,4 @@
-"""What optimizers do with one whole matrix: Muon's orthogonalisation, and functions of users."""
+"""Functions of one whole matrix: Muon's orthogonalisation, and those of users."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def _step_size(lr: float, rows: int, columns: int, settings: Mapping[str, Any]) 
 
 
 MUON = MatrixFunction(orthogonalise, _flops, _step_size, torch.bfloat16)
-"""What ``torch.optim.Muon`` does with a matrix."""
+"""The function that ``torch.optim.Muon`` applies to a matrix."""

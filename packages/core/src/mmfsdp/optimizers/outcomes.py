@@ -26,7 +26,7 @@ _WORDS = {
 
 
 class Outcomes:
-    """What became of the updates of a step, read once the device has computed it."""
+    """The outcome of a step's updates, read once the device has computed it."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives for a bucket; each list has an item per rank, in row-major order of the mesh."""
+    """One rank's messages of a bucket; each list has an item per rank, in row-major order of the mesh."""
 
     given: list[list[Piece]]
     """Sent to each owner: spans of this rank's shards."""

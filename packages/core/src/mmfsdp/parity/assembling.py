@@ -26,7 +26,7 @@ class Assembled:
     missing: str
     """Why the whole is not known."""
     held: dict[int, Figures]
-    """What ranks hold by themselves, if they hold the same or nothing that adds up."""
+    """The values of single ranks, where ranks hold the same or their sum means nothing."""
     apart: float
     """The largest distance between ranks that must be equal, as a share of the norm."""
     apart_ranks: tuple[int, ...]

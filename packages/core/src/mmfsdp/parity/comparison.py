@@ -37,11 +37,11 @@ class Difference:
     b: float
     """The norm in the other run."""
     why: str
-    """What the shape of the difference suggests."""
+    """The cause that the shape of the difference suggests."""
     ranks: tuple[int, ...]
     """The ranks that are wrong, if only some are."""
     equal_before: Key | None
-    """What was computed right before, and is equal. Known of the first difference."""
+    """The tensor that was computed right before, and is equal. Known of the first difference."""
 
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
@@ -61,20 +61,20 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What comparing two records has found."""
+    """The result of comparing two records."""
 
     a: str
     b: str
     worlds: tuple[int, int]
     """The ranks of both runs."""
     compared: list[Compared] = field(default_factory=list)
-    """What was compared, in the order of the reference's computation."""
+    """Compared tensors, in the order of the reference's computation."""
     differences: list[Difference] = field(default_factory=list)
-    """What differs by more than it may, in the same order."""
+    """Tensors that differ by more than their tolerance, in the same order."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Why tensors were not compared, and how many."""
     notes: list[str] = field(default_factory=list)
-    """What else is different."""
+    """Other differences."""
 
     @property
     def same(self) -> bool:

@@ -13,7 +13,7 @@ __all__ = ["Proof"]
 
 @dataclass(frozen=True)
 class Proof:
-    """What a model computes on several ranks beside what it computes in one process."""
+    """A model's computation on several ranks beside that in one process."""
 
     model: str
     ranks: int
@@ -27,7 +27,7 @@ class Proof:
     """The steps after it."""
     versions: Mapping[str, str]
     assumed: tuple[str, ...]
-    """What was changed so that the runs can be compared."""
+    """Changes that made the runs comparable."""
 
     @property
     def proven(self) -> bool:

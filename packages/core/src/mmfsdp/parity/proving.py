@@ -121,7 +121,7 @@ def _compared(reference: Path, other: Path) -> Comparison:
 
 @dataclass(frozen=True)
 class _Task:
-    """What each run computes; it is sent to ranks."""
+    """The computation of each run; it is sent to ranks."""
 
     factory: Callable[[], nn.Module]
     batch: Any

@@ -26,7 +26,7 @@ each has its ``own``, which only counts by itself.
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What identifies a tensor in a record."""
+    """The identity of a tensor in a record."""
 
     step: int
     kind: str
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass
 class RankRecord:
-    """What one rank has recorded."""
+    """The record of one rank."""
 
     head: Mapping[str, Any]
     """``rank``, ``world``, and what the run was."""

@@ -17,7 +17,7 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 
 _FACTOR = 10.0
 _UPDATES = 3.0
-"""What Adam divides by is uncertain where gradients are small: updates and what follows from them vary more."""
+"""Adam divides by small numbers where gradients are small: updates and their consequences vary more."""
 _SMALL = 1e-2
 """Smaller tensors are measured by this share of the usual size of their kind: they may be zero but for rounding."""
 

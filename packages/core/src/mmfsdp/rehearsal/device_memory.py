@@ -1,4 +1,4 @@
-"""What a training process takes of a GPU's memory: what the allocator keeps, and what lies beside it. Pure."""
+"""The share of a GPU's memory that a training process takes: the allocator's, and that beside it. Pure."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ __all__ = ["explained"]
 _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
 _NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to FakeTensor.__format__")
-"""What torch and Python say where a tensor without values becomes an array or text."""
+"""Messages of torch and Python where a tensor without values becomes an array or text."""
 _DTYPES = ("dtype", "scalar type", "bias type")
-"""What torch says of operators whose inputs have different dtypes."""
+"""Phrases in torch's messages about operators whose inputs have different dtypes."""
 
 
 @contextmanager

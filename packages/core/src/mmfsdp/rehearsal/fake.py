@@ -58,7 +58,7 @@ _named_group: Any = vars(distributed_c10d)["_resolve_process_group"]
 _SHAPES = "_propagate_tensor_meta_non_cached"
 
 CANNOT_BE_FAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What torch raises where an operator needs the values of a tensor."""
+"""The errors that torch raises where an operator needs the values of a tensor."""
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

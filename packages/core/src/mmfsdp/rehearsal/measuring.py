@@ -39,7 +39,7 @@ _WARM = 2  # steps that are not counted
 
 @dataclass(frozen=True)
 class Measured:
-    """What was predicted of a step of one rank, and what real ones took."""
+    """The forecast of one rank's step, and measurements of real steps."""
 
     rehearsal: Rehearsal
     """The step as it was rehearsed."""

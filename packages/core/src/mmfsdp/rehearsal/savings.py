@@ -1,4 +1,4 @@
-"""What would lower the peak of a step: changes of the settings, each with the bytes that it saves. Torch-free."""
+"""Changes of the settings that lower the peak of a step, each with the bytes that it saves. Torch-free."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["are_watching", "unwatched", "watch_optimizers"]
 
 @dataclass(slots=True)
 class _Known:
-    """What is known about an optimizer since its first step."""
+    """Facts about an optimizer, known since its first step."""
 
     num_params: int
     models: list[weakref.ref[ShardedModel]]

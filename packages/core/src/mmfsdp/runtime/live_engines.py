@@ -1,4 +1,4 @@
-"""What the engines do differently while a model trains, behind one interface."""
+"""One interface to the engines while a model trains."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["EXIT_CODE", "Failures", "failures", "log_failure"]
 
 EXIT_CODE = 120
-"""What the process exits with: Python's own exit code for an error while it shuts down (see ``sys.exit``)."""
+"""The exit code of the process: Python's own for an error while it shuts down (see ``sys.exit``)."""
 
 _FRAMES = 3  # of the traceback; an error of mmfsdp names the cause
 _log = logging.getLogger("mmfsdp.saving")

@@ -26,7 +26,7 @@ from mmfsdp.state.report import LoadReport
 
 __all__ = ["load_checkpoint", "reference_of", "under_tied_names"]
 
-"""What DistributedDataParallel and others that wrap a model add to every name."""
+"""The prefix that DistributedDataParallel and other wrappers add to every name."""
 
 
 def load_checkpoint(

@@ -43,14 +43,14 @@ _BLOCK = 4 << 20  # bytes
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a folder will hold."""
+    """The files that a folder will hold, and their content."""
 
     weights: Mapping[str, torch.Tensor]
     """The weights by name, tied ones once: DTensors, or tensors that are the same on every rank."""
     beside: Mapping[str, Path]
     """Files to copy, by name; only the first rank's counts."""
     stem: str
-    """What the names of the files with weights begin with."""
+    """The prefix of the names of the files with weights."""
 
     @classmethod
     def of(cls, weights: Mapping[str, Any], like: Path, target: Path, scope: Scope, *, overwrite: bool) -> ModelFolder:

@@ -32,7 +32,7 @@ _MARKS = (".metadata", "rank0.pth")
 
 @dataclass(frozen=True)
 class Found:
-    """What the first rank tells another one about the boxes that it asked for."""
+    """The first rank's answer to another rank that asked for boxes."""
 
     entries: tuple[TensorEntry, ...]
     """For each box, the tensor with the chunks that meet the box."""

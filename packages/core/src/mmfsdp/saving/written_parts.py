@@ -13,7 +13,7 @@ Stretch = tuple[int, int, int]
 """Offset in the file, length, and CRC-32 of bytes that were written."""
 
 WrittenParts = dict[str, list[Stretch]]
-"""What was written of each tensor; tensors of which nothing was are absent."""
+"""The written parts of each tensor; tensors without any are absent."""
 
 
 def joined_on_first(own: WrittenParts, scope: Scope) -> WrittenParts | None:

@@ -142,7 +142,7 @@ def load_model_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What one rank's state dict holds, found in one pass: reading it may fail, or make each tensor anew."""
+    """The content of one rank's state dict, found in one pass: reading it may fail, or make each tensor anew."""
 
     offers: dict[str, _Offer]
     """Shape and dtype by key; None and an empty string for values that are not tensors."""

@@ -15,7 +15,7 @@ from mmfsdp.errors import StateDictError, closest
 __all__ = ["REBUILD", "by_name", "by_place", "renamed", "with_names"]
 
 REBUILD = "Build the optimizer as it was built when the state was saved."
-"""What to do if a state does not fit an optimizer."""
+"""Advice for a state that does not fit an optimizer."""
 
 
 def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the engines do differently with an optimizer's state, behind one interface."""
+"""One interface to the engines for an optimizer's state."""
 
 from __future__ import annotations
 

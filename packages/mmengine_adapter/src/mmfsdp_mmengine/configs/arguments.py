@@ -38,7 +38,7 @@ _OF_REPLICAS = {
     "find_unused_parameters": "It belongs to MMDistributedDataParallel. Here, parameters that a step does not use may "
     "differ from step to step and from rank to rank. Remove it.",
 }
-"""What to say of arguments that belong to DistributedDataParallel."""
+"""Messages about arguments that belong to DistributedDataParallel."""
 
 _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
 
@@ -140,7 +140,7 @@ def activation_arguments(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StateDictSettings:
-    """What a strategy's ``state_dict_cfg`` means."""
+    """The meaning of a strategy's ``state_dict_cfg``."""
 
     kind: Literal["full", "local", "sharded"]
     """``full``: one file with whole tensors. ``local``: a directory with a file per rank. ``sharded``: a directory of

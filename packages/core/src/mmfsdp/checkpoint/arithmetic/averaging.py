@@ -174,7 +174,7 @@ class WeightedSum(ComputedEntry):
     factors: tuple[float, ...]
     """The factor of each part."""
     total: float
-    """What the sum is divided by."""
+    """The divisor of the sum."""
 
     @property
     def formula(self) -> tuple[object, ...]:

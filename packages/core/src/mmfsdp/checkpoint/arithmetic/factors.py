@@ -41,7 +41,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What an adapter adds to the weight of one module: ``scale * B @ A``, or that transposed."""
+    """An adapter's addition to the weight of one module: ``scale * B @ A``, or its transpose."""
 
     a: TensorEntry
     """The factor of shape ``(rank, in, ...)``."""

@@ -26,7 +26,7 @@ _WRITTEN = [item for item in FORMATS if item.writer is not None]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What `convert` writes of a checkpoint, and how. Loads from YAML, JSON or TOML with ``from_file``.
+    """The settings of `convert`. They load from YAML, JSON or TOML with ``from_file``.
 
     Raises:
         ConfigError: A setting is unknown, misspelt or malformed, or two settings contradict each other.
@@ -246,7 +246,7 @@ def _dtypes(value: Any) -> str | dict[str, str]:
 
 
 QUANTIZATIONS = ("fp8", "fp8_channel", "fp8_tensor", "q8_0", "none")
-"""What ``quantize`` may be."""
+"""The values of ``quantize``."""
 
 
 def _quantization(value: Any) -> str:

@@ -34,7 +34,7 @@ RecordKey = tuple[Path, int, int]
 
 
 class Writer(Protocol):
-    """What a `Copier` writes to; see `BlockWriter`."""
+    """The target of a `Copier`; see `BlockWriter`."""
 
     def room(self, at: int, most: int) -> memoryview:
         """Return memory for 1 to ``most`` bytes at byte ``at``."""

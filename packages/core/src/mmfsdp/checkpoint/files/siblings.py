@@ -46,7 +46,7 @@ _LONGEST = 160  # bytes of the name in that of its sibling
 
 
 class Kind(enum.StrEnum):
-    """What a sibling is."""
+    """The kind of a sibling."""
 
     PARTIAL = "mmfsdp-partial"
     REPLACED = "mmfsdp-replaced"

@@ -48,7 +48,7 @@ class _Rank:
     """The metadata of each unit."""
     buffers: Sequence[str]
     rest: Mapping[Any, Any]
-    """What lies beside."""
+    """Content beside the weights."""
 
 
 def read(source: Source) -> Layout:

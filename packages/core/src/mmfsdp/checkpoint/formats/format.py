@@ -21,7 +21,7 @@ class Format:
     name: str
     """Its name, as ``Layout.format`` reports it."""
     description: str
-    """What it is, in a few words."""
+    """A description in a few words."""
     reader: Callable[[Source], Layout] | None
     """Reads it; ``None`` if it is only written."""
     sniff: Callable[[Source], bool] | None = None
@@ -30,7 +30,7 @@ class Format:
     writer: Callable[[Content], list[PlannedFile]] | None = None
     """Plans files of this format; ``None`` if it cannot be written."""
     model_form: Callable[[Path], ModelForm] = ModelForm
-    """What the format makes of a model's weights, given the folder to be like."""
+    """The form of a model's weights in this format, given the folder to be like."""
     like: str = ""
     """If it needs a folder to be like: what is written, as in ``'Hugging Face folder'``. It holds weights alone."""
     aliases: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What formats make of a model's weights while a conversion writes them: names, dtypes, codes, and files beside them.
+"""The forms in which formats write a model's weights: names, dtypes, codes, and files beside them.
 
 Each imports what it needs when it is used: most conversions need none of it.
 """
@@ -32,7 +32,7 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelForm:
-    """What a format makes of a model's weights. This one leaves them as they are, but for codes that are asked for.
+    """The form of a model's weights in a format. This one leaves them as they are, but for codes that are asked for.
 
     The calls come in this order: `named`, `dtypes`, `finished`, `stem`, `companions`, `rewritten`.
     """

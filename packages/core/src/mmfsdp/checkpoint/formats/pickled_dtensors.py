@@ -33,7 +33,7 @@ class Place:
     """Which part of a tensor a rank holds."""
 
     box: Bounds
-    """What this rank holds."""
+    """The part that this rank holds."""
     ranks: tuple[int, ...]
     """The ranks of the mesh, in row-major order."""
     rank: int

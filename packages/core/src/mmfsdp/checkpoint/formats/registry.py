@@ -225,7 +225,7 @@ class FormatInfo:
     name: str
     """Its name: what ``to`` and ``source_format`` accept."""
     description: str
-    """What it is, in a few words."""
+    """A description in a few words."""
     reads: bool
     """Whether ``open_layout`` reads it. Whatever can be read can be converted to whatever can be written, to
     ``gguf`` if the model is like Llama."""

@@ -1,4 +1,4 @@
-"""What readers and writers of formats are given: a path to read, the content to write, and the names of known files."""
+"""Input of the readers and writers of formats: a path to read, content to write, and the names of known files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 INDEX_SUFFIX = ".index.json"
-"""What the name of Hugging Face's index of several files ends with."""
+"""The suffix of Hugging Face's index of several files."""
 
 MODEL_STEMS = ("model", "diffusion_pytorch_model")
-"""What the names of weights in a Hugging Face folder begin with: those of transformers, of diffusers."""
+"""The prefixes of files with weights in a Hugging Face folder: those of transformers, of diffusers."""
 
 MODEL_FILES = tuple(f"{stem}.safetensors{suffix}" for stem in MODEL_STEMS for suffix in ("", INDEX_SUFFIX))
 """The file of a Hugging Face folder that holds its weights or their index, in the order of preference."""
@@ -41,7 +41,7 @@ TORCH_FILE = "pytorch_model.bin"
 """The same, written by ``torch.save``, as transformers did before safetensors."""
 
 OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
-"""What the names of DeepSpeed's files end with."""
+"""The suffixes of DeepSpeed's files."""
 
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
@@ -100,7 +100,7 @@ class Content:
     keys: Mapping[str, bytes] = field(default_factory=dict)
     """For ``gguf``: the key-value pairs, each value with its type as the file holds it."""
     stem: str = "model"
-    """What the names of safetensors files in a folder begin with."""
+    """The prefix of the safetensors files in a folder."""
 
 
 def looks_like_safetensors(head: bytes) -> bool:

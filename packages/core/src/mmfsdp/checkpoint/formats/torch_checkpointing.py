@@ -38,7 +38,7 @@ _NAME = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,9})\.pt", re.ASCII)
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What ``metadata.pkl`` says."""
+    """The content of ``metadata.pkl``."""
 
     ranks: int | None = None
     """How many wrote the checkpoint; ``None`` without the file."""

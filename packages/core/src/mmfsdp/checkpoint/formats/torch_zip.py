@@ -199,7 +199,7 @@ class PickledDTensor:
     """A ``DTensor`` of ``torch.distributed`` as one rank's archive holds it."""
 
     local: PickledTensor
-    """What this rank holds: a box."""
+    """The box that this rank holds."""
     shape: tuple[int, ...]
     """Global shape in elements."""
     is_whole: bool

@@ -55,7 +55,7 @@ class VerifyReport:
     problems: tuple[Problem, ...]
     """The defects that were found."""
     unchecked: tuple[str, ...]
-    """What could not be checked, and why."""
+    """Parts that could not be checked, and why."""
     seconds: float
     """Wall time."""
 

@@ -59,11 +59,11 @@ class PickledObject:
     called: bool = False
     """Whether it was called (``__reduce__``) or made with ``__new__`` alone."""
     elements: Sequence[Any] = ()
-    """What was appended to it."""
+    """Items that were appended to it."""
     items: Sequence[tuple[Any, Any]] = ()
-    """What was set on it by key."""
+    """Items that were set on it by key."""
     state: Any = None
-    """What it was given to restore itself from (``__setstate__`` or ``__dict__``)."""
+    """The state that it was restored from (``__setstate__`` or ``__dict__``)."""
     has_state: bool = False
     """Whether there was a state at all."""
 

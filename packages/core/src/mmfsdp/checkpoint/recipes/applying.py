@@ -28,7 +28,7 @@ class RecipeInfo:
     name: str
     """Its name: what ``recipe`` accepts."""
     about: str
-    """What it turns into what."""
+    """The libraries that it converts between."""
     values: tuple[str, ...]
     """The numbers that it needs, from the model's ``config.json`` or ``recipe_values``."""
     path: str

@@ -25,7 +25,7 @@ class Recipe:
     name: str
     """Its name, or its file's."""
     about: str
-    """What it turns into what."""
+    """The libraries that it converts between."""
     rules: tuple[Rule, ...]
     """The rules, in order: each sees what those before it made."""
     values: Mapping[str, Sequence[str | int]]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """What becomes of some tensors."""
+    """A rule for some tensors."""
 
     taken: Sequence[str]
     """The tensors that it takes; they are replaced."""

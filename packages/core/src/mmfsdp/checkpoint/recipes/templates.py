@@ -12,7 +12,7 @@ from mmfsdp.errors import ConfigError
 __all__ = ["Binding", "Group", "Template", "grouped"]
 
 Binding = tuple[tuple[str, str], ...]
-"""What each placeholder stands for, sorted by placeholder."""
+"""The value of each placeholder, sorted by placeholder."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:([+-]\d{1,9})|:([^{}]+))?\}")
 _DEFAULT = r"[^.]+"
@@ -102,7 +102,7 @@ class Group(NamedTuple):
     """Names that belong together."""
 
     values: dict[str, str]
-    """What the placeholders that they share stand for."""
+    """The values of the placeholders that they share."""
     names: dict[tuple[int, str], str]
     """The names, by the number of their template and what the placeholder stands for that they do not share."""
 

@@ -38,7 +38,7 @@ class Login(NamedTuple):
     address: str
     """A URL of the server; its scheme, host and port count."""
     header: str
-    """What `basic` returns."""
+    """The value that `basic` returns."""
 
 
 class Response:

@@ -64,7 +64,7 @@ class Pacer:
 
 
 class PacedStream(io.RawIOBase):
-    """What comes in at a socket, as long as it keeps coming.
+    """The bytes that arrive at a socket, as long as they keep coming.
 
     Args:
         raw: The stream of the socket, which is closed with this.

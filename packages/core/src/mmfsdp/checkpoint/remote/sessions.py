@@ -1,4 +1,4 @@
-"""What is known of the files on a server while a checkpoint is in use, and the threads that read them, with retries."""
+"""The files on a server while a checkpoint is in use, and the threads that read them, with retries."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ HEAD = 1 << 18
 
 
 class Info(NamedTuple):
-    """What a server says of a file or a directory."""
+    """A server's answer about a file or a directory."""
 
     size: int
     """Its length in bytes; 0 for a directory."""
     identity: str
-    """What changes when the file does: its ETag, or when it was changed. Empty if the server says neither."""
+    """The version of the file: its ETag, or the time of its last change. Empty if the server says neither."""
     directory: bool = False
     """Whether it is a directory."""
 

@@ -32,9 +32,9 @@ class Url:
     host: str
     """The server, or the bucket."""
     path: str
-    """What follows, as it was given, without a slash at the end."""
+    """The rest, as it was given, without a slash at the end."""
     query: str
-    """What follows a question mark; every file below the URL keeps it."""
+    """The text after a question mark; every file below the URL keeps it."""
 
     @classmethod
     def of(cls, text: str) -> Url:

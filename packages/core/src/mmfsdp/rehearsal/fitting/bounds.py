@@ -22,7 +22,7 @@ _SLOWER = 1.5  # float32 than mixed precision; a little less than it is
 
 
 class Known:
-    """What steps that were rehearsed tell about others.
+    """Bounds on steps, from other steps that were rehearsed.
 
     Args:
         device: The device.

@@ -93,7 +93,7 @@ class FitOption:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a search has found."""
+    """The result of a search."""
 
     memory: int
     """Bytes of the device."""

@@ -50,7 +50,7 @@ class Estimate:
     forward: float
     """Seconds of all forwards, if they never wait."""
     steps: tuple[tuple[float, Rehearsal], ...] = field(repr=False)
-    """What was rehearsed: the weight of each step, and the step."""
+    """The rehearsed steps, each with its weight."""
 
     @property
     def is_whole(self) -> bool:

@@ -42,7 +42,7 @@ class Found:
 
 @dataclass
 class Search:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         fits: Steps that fit, the fastest first; of those that are as good, the simplest.

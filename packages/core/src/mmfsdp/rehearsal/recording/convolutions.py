@@ -1,4 +1,4 @@
-"""What convolutions hold for a moment on the CPU, beyond their results: blocked copies and sums of oneDNN. Pure."""
+"""Memory of convolutions on the CPU beyond their results: oneDNN's blocked copies and sums. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on an accelerator's kernels: memory that they need for a moment, and what they keep for backward."""
+"""Memory that depends on an accelerator's kernels: their workspaces, and tensors that they keep for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator computes, reads and writes: floating-point operations, bytes and dtype, from its arguments."""
+"""The work of an operator: floating-point operations, bytes read and written, and dtype, from its arguments."""
 
 from __future__ import annotations
 

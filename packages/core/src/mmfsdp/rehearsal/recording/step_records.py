@@ -22,7 +22,7 @@ KINDS = (
     "activation gradient",
     "optimizer temporary",
 )
-"""What memory is for. ``parameter`` is the rank's shards and what it holds whole; ``gathered`` is other ranks' shards
+"""Purposes of memory. ``parameter`` is the rank's shards and what it holds whole; ``gathered`` is other ranks' shards
 and copies in the compute dtype; ``recomputed`` is what activation checkpointing computes again; ``activation gradient``
 includes the temporaries of backward, and ``optimizer temporary`` those of clipping and averaging; ``ema`` is averaged
 weights."""
@@ -112,7 +112,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds at one moment of the step."""
+    """The memory of a rank at one moment of the step."""
 
     moment: int
     phase: str

@@ -29,9 +29,9 @@ class Node:
     params: Counter[str] = field(default_factory=Counter)
     """Bytes of its own parameters by dtype, unsharded."""
     held: Counter[str] = field(default_factory=Counter)
-    """What its own code holds at the peak, by kind."""
+    """Bytes that its own code holds at the peak, by kind."""
     kept: Counter[str] = field(default_factory=Counter)
-    """What it holds between steps, by kind."""
+    """Bytes that it holds between steps, by kind."""
     unit: ShardUnit | None = None
     recomputed: bool = False
     shapes: tuple[tuple[tuple[int, ...], str], ...] = ()

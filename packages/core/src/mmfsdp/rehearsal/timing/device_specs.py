@@ -27,7 +27,7 @@ _HOST = Range(6e9, 12e9, 60e9)
 
 @dataclass(frozen=True)
 class Device:
-    """What computes, and what the CPU beside it needs to tell it so."""
+    """A device, and the time that the CPU beside it needs to issue its work."""
 
     name: str
     peaks: Mapping[str, float]
@@ -63,9 +63,9 @@ class Device:
     """Seconds to issue an operator that were measured, by phase, and by role if it gathers or reduces a unit; they
     replace `issue`."""
     spread: Range = _SPREAD
-    """What measured times are multiplied with."""
+    """The factor for measured times."""
     coverage: str = "the shares of the peaks that kernels usually reach; no device has measured it"
-    """What the interval of a step's time covers."""
+    """The sources of uncertainty that the interval of a step's time covers."""
 
     def peak(self, dtype: str) -> float:
         """Return FLOP/s of a dtype."""

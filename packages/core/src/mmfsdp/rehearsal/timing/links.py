@@ -15,7 +15,7 @@ _REACHED = Range(0.5, 0.75, 0.9)
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank sends through."""
+    """The link that one rank sends through."""
 
     bandwidth: float
     """Bytes per second in one direction."""

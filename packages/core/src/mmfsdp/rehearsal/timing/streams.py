@@ -22,9 +22,9 @@ class Work:
     role: str
     """``compute``, ``gather``, ``reduce`` or ``host``, as an operator has it."""
     seconds: float
-    """What it takes on its stream."""
+    """Its time on its stream."""
     issue: float
-    """What the CPU takes to issue it."""
+    """The CPU's time to issue it."""
     is_sent: bool = False
     """Whether it is a collective."""
     bound: str = "memory"

@@ -20,7 +20,7 @@ from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
 __all__ = ["Role", "Subscriber", "Turn", "subscribe", "unsubscribe"]
 
 Role = Literal["gather", "reduce"]
-"""What a group communicates for."""
+"""The purpose of a group's communication."""
 
 
 class Turn(IntEnum):
@@ -36,7 +36,7 @@ class Turn(IntEnum):
     AGREEING = 2
     """Gradients that only some ranks have."""
     COMPARING = 3
-    """What is written to gathered copies."""
+    """Writes to gathered copies."""
     OPENING = 4
     """Layers of a unit compute as usual within its backward."""
 

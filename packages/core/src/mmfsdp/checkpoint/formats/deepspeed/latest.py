@@ -11,7 +11,7 @@ from mmfsdp.errors import CheckpointNotFoundError, FormatError
 __all__ = ["STATES", "folder_of"]
 
 STATES = ("_model_states.pt", "_optim_states.pt", "-model_states.pt")
-"""What the names of DeepSpeed's files end with."""
+"""The suffixes of DeepSpeed's files."""
 
 _LATEST = ("latest", "latest_universal")
 

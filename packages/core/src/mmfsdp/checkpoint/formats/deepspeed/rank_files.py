@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank's file holds of the optimizer's state, and so of the weights in full precision."""
+    """One rank's part of the optimizer's state, and so of the weights in full precision."""
 
     path: Path
     """The file."""

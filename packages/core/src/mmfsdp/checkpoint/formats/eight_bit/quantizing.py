@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 SCALE = "_scale_inv"
-"""What the name of a weight's scales ends with."""
+"""The suffix of the name of a weight's scales."""
 
 LARGEST = 448.0
 """The largest number of float8_e4m3fn."""

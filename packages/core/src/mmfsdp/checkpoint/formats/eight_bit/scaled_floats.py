@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SCALE", "STRATEGIES", "quantization_config", "quantized"]
 
 SCALE = "_scale"
-"""What the name of a weight's scales ends with."""
+"""The suffix of the name of a weight's scales."""
 
 STRATEGIES = {"fp8_tensor": "tensor", "fp8_channel": "channel"}
 """Settings of ``quantize``, and what compressed-tensors calls them."""

@@ -1,3 +1,3 @@
-"""What FSDP1 saves: flat parameters and their parts, in a file per rank or in DCP directories."""
+"""Checkpoints of FSDP1: flat parameters and their parts, in a file per rank or in DCP directories."""
 
 __all__: list[str] = []

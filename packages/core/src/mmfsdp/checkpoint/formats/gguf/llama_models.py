@@ -50,7 +50,7 @@ class GgufModel:
     folder: Path
     """The folder with its ``config.json``."""
     config: Mapping[str, Any]
-    """What that says."""
+    """Its content."""
 
     @classmethod
     def of(cls, folder: Path) -> GgufModel:
@@ -72,7 +72,7 @@ class GgufModel:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls it."""
+        """The name of the architecture in llama.cpp."""
         return _ARCHITECTURES[self.config["model_type"]]
 
     def renamed(self, tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
@@ -296,7 +296,7 @@ class GgufModel:
 
     @cached_property
     def _frequencies(self) -> bytes | None:
-        """What Llama 3 divides the frequencies of rotation by: transformers' ``_compute_llama3_parameters``."""
+        """Llama 3's divisors of the frequencies of rotation: transformers' ``_compute_llama3_parameters``."""
         if self._rope_type != "llama3":
             return None
         rope = self._rope

@@ -80,7 +80,7 @@ class Ties:
     like: Path
     """The folder."""
     stated: bool | None
-    """What its config says; ``None`` if nothing, which transformers takes for yes."""
+    """The value in its config; ``None`` if it has none, which transformers takes for yes."""
     own: frozenset[str]
     """The names of its weights, if it has any."""
 
