@@ -1,4 +1,4 @@
-"""Tests of the repository itself: levels of subpackages, import direction, equal versions, one way to set up and test."""
+"""Tests of the repository itself: levels of imports, equal versions, one way to set up and test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROJECTS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 # The half of core that must work without torch.
 TORCH_FREE = ("__init__.py", "errors.py", "basics", "config", "checkpoint")
 
-# The subpackages of core, ground level first. A subpackage imports the subpackages named beside it, and they all lie on lower levels.
+# The subpackages of core, lowest level first. Each imports those named beside it, which all lie on lower levels.
 LEVELS: tuple[dict[str, str], ...] = (
     {"errors": ""},
     {"basics": "errors"},
@@ -67,7 +67,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("arithmetic",),
 )
 
-# Of a subpackage's modules, the adapter and the command line know only what its __init__ exports. These export names, too.
+# The adapter and the command line import only what the __init__ of a subpackage exports. These export names as well.
 OPEN_MODULES = ("mmfsdp", "mmfsdp.errors", "mmfsdp.testing")
 
 

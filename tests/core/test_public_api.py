@@ -41,11 +41,11 @@ def describe_api() -> str:
     return "".join(
         f"{line}\n"
         for subpackage in SUBPACKAGES
-        for line in describe_room(importlib.import_module(subpackage), described)
+        for line in described_lines(importlib.import_module(subpackage), described)
     )
 
 
-def describe_room(subpackage: ModuleType, described: dict[int, str]) -> Iterator[str]:
+def described_lines(subpackage: ModuleType, described: dict[int, str]) -> Iterator[str]:
     yield f"# {subpackage.__name__}"
     for name in subpackage.__all__:
         value = getattr(subpackage, name)
