@@ -55,8 +55,9 @@ MOST_SUBPACKAGES = 16
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("damage",),
-    ("integrity", "layout", "remote"),
+    ("chunks", "damage"),
+    ("entries", "integrity", "remote"),
+    ("layout",),
     ("geometry", "manifest", "pickles"),
     ("tree",),
     ("files",),

@@ -182,7 +182,7 @@ def test_files_that_pages_name_exist() -> None:
 def test_the_map_has_every_subpackage_at_its_level() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for levels, prefix in ((LEVELS, r"mmfsdp\."), (CHECKPOINT_LEVELS, "")):
-        rows = re.findall(rf"^\| (\d) \| `{prefix}(\w+)` \|", text, flags=re.MULTILINE)
+        rows = re.findall(rf"^\| (\d+) \| `{prefix}(\w+)` \|", text, flags=re.MULTILINE)
         expected = {subpackage: level for level, subpackages in enumerate(levels) for subpackage in subpackages}
         assert {subpackage: int(level) for level, subpackage in rows} == expected
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from mmfsdp.checkpoint.chunks import Record
 from mmfsdp.checkpoint.files.writing import write_files
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FlatRange,
@@ -26,7 +27,7 @@ from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
 from mmfsdp.checkpoint.formats.safetensors import plan_file
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -18,13 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import integrity
+from mmfsdp.checkpoint.chunks import Chunk, Record, row_major_strides
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files import writing
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
 from mmfsdp.checkpoint.files.writing import Tracker, write_files
 from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
-from mmfsdp.checkpoint.layout import Chunk, Piece, PlannedFile, Record, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.model_order import in_model_order
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 
 
 def layout(names: list[str], kind: str = "torch_zip") -> Layout:

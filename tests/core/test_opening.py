@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 import mmfsdp
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint.chunks import Chunk
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.layout import Chunk, TensorEntry
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.saving import read_checkpoint
 from mmfsdp.saving.verified_files import VerifiedFiles

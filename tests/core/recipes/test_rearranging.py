@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.checkpoint import Layout, TensorEntry, convert, open_layout
+from mmfsdp.checkpoint.entries import ComputedEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import ComputedEntry
 from mmfsdp.checkpoint.recipes import standing_in
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, unstacked
 from mmfsdp.errors import ConfigError

@@ -3,9 +3,11 @@ from mmfsdp.checkpoint.arithmetic.averaging import average_checkpoints as averag
 from mmfsdp.checkpoint.arithmetic.deltas import apply_delta as apply_delta
 from mmfsdp.checkpoint.arithmetic.deltas import checkpoint_delta as checkpoint_delta
 from mmfsdp.checkpoint.arithmetic.merging import merge_lora as merge_lora
+from mmfsdp.checkpoint.chunks import Chunk as Chunk
 from mmfsdp.checkpoint.conversion.converting import ConversionReport as ConversionReport
 from mmfsdp.checkpoint.conversion.converting import convert as convert
 from mmfsdp.checkpoint.conversion.settings import Conversion as Conversion
+from mmfsdp.checkpoint.entries import TensorEntry as TensorEntry
 from mmfsdp.checkpoint.files.atomic import TargetExistsError as TargetExistsError
 from mmfsdp.checkpoint.formats.opening import open_layout as open_layout
 from mmfsdp.checkpoint.formats.registry import FormatInfo as FormatInfo
@@ -24,9 +26,7 @@ from mmfsdp.checkpoint.inspection.summaries import tensor_tree as tensor_tree
 from mmfsdp.checkpoint.inspection.verification import Problem as Problem
 from mmfsdp.checkpoint.inspection.verification import VerifyReport as VerifyReport
 from mmfsdp.checkpoint.inspection.verification import verify as verify
-from mmfsdp.checkpoint.layout import Chunk as Chunk
 from mmfsdp.checkpoint.layout import Layout as Layout
-from mmfsdp.checkpoint.layout import TensorEntry as TensorEntry
 from mmfsdp.checkpoint.layout import layout_of_model as layout_of_model
 from mmfsdp.checkpoint.recipes.applying import RecipeInfo as RecipeInfo
 from mmfsdp.checkpoint.recipes.applying import apply_recipe as apply_recipe

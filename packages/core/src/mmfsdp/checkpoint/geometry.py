@@ -10,14 +10,9 @@ from pathlib import Path
 
 from mmfsdp.basics.boxes import Bounds, Boxes, meet
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.layout import (
-    Chunk,
-    FoldedEntry,
-    Layout,
-    TensorEntry,
-    Unlocated,
-    row_major_strides,
-)
+from mmfsdp.checkpoint.chunks import Chunk, Unlocated, row_major_strides
+from mmfsdp.checkpoint.entries import FoldedEntry, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "without_repeats"]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.errors import ConfigError, FormatError, closest
 

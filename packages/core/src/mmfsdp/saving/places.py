@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
-from mmfsdp.checkpoint.layout import TensorEntry, Unlocated
+from mmfsdp.checkpoint.chunks import Unlocated
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.state.lazy_tensors import Wanted
 

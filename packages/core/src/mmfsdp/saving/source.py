@@ -12,9 +12,11 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, is_within
 from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.chunks import Unlocated
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, Unlocated
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from mmfsdp.basics import descriptors
 from mmfsdp.basics.boxes import Bounds, is_within, meet
+from mmfsdp.checkpoint.chunks import Chunk, Record
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.expecting import extent_of
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import CorruptCheckpointError
 

@@ -14,6 +14,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
@@ -21,7 +22,7 @@ from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import ConfigError
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import raw, tensor_blocks
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 __all__ = ["BitSum", "GivenBytes", "unsigned"]
 

@@ -15,6 +15,7 @@ from mmfsdp.checkpoint.arithmetic.unchanged import Unchanged
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
 from mmfsdp.checkpoint.files.expecting import compared_extents
@@ -22,7 +23,7 @@ from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32, parse_json
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 

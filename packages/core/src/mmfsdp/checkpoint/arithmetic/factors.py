@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.arithmetic.module_patterns import of_modules
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = ["FactorTable", "Factors", "check_settings", "trained_modules"]

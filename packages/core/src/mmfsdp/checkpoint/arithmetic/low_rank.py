@@ -7,15 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.chunks import row_major_strides, simplified_strides
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.layout import (
-    ComputedEntry,
-    TensorEntry,
-    row_major_strides,
-    simplified_strides,
-)
 
 __all__ = ["LowRankSum", "transposed"]
 

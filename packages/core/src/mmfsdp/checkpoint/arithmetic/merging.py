@@ -16,6 +16,7 @@ from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
@@ -24,7 +25,7 @@ from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import common_prefix, named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 

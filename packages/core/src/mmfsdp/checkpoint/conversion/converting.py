@@ -13,6 +13,7 @@ from typing import Any
 
 from mmfsdp.basics.descriptors import is_remote, prefetch, size_of
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.chunks import Record
 from mmfsdp.checkpoint.conversion.disk_target import DiskTarget
 from mmfsdp.checkpoint.conversion.selection import intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
@@ -27,7 +28,7 @@ from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CorruptCheckpointError

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, tensor_blocks
 from mmfsdp.checkpoint.files.expecting import alternating
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.inspection.verification import verify
-from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["check_output", "published_path"]

@@ -16,6 +16,7 @@ from mmfsdp.basics.text import WRAPPER_PREFIX, compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.conversion.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.journal import lasting_id
@@ -26,7 +27,7 @@ from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
-from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 __all__ = ["CastEntry"]
 

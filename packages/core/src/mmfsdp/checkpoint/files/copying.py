@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Protocol
 
 from mmfsdp.basics.descriptors import read_into
+from mmfsdp.checkpoint.chunks import Record
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.streamed_sums import StreamedSums, whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
-from mmfsdp.checkpoint.layout import Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve", "write_at"]

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import BLOCK, not_restored, scales_of
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import ComputedEntry, Layout, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import is_ref, named_tensors, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 

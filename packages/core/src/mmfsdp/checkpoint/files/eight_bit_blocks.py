@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks, values
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:

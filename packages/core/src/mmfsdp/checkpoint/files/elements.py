@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmfsdp.basics.descriptors import read_into, size_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.installing import pip_install
+from mmfsdp.checkpoint.chunks import row_major_strides
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.geometry import StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import TensorEntry, row_major_strides
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:

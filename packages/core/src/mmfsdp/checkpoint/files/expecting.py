@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.streamed_sums import whole_runs
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
-from mmfsdp.checkpoint.layout import Piece, TensorEntry
+from mmfsdp.checkpoint.layout import Piece
 
 __all__ = ["alternating", "compared_extents", "copied_extents", "extent_of", "read_extents"]
 

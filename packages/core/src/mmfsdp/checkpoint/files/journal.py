@@ -9,9 +9,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.integrity import crc32_of_stretch, parse_json
-from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
+from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.errors import ConfigError
 
 __all__ = ["Journal", "lasting_id"]

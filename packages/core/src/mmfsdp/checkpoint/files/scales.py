@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
 
 __all__ = ["BLOCK", "codes_in_units", "how_to_restore", "not_restored", "scales_of"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import TensorEntry
 
 __all__ = ["StreamedSums", "whole_runs"]
 

@@ -21,12 +21,14 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, ListedBoxes
 from mmfsdp.basics.dtypes import DTYPES
+from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import Attributes, PickledObject, fields, integers, read_pickle
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import (

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.descriptors import is_remote, prefetch, read_at
+from mmfsdp.checkpoint.chunks import Chunk, Record
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.formats.safetensors import box_offsets, read_entries
 from mmfsdp.checkpoint.formats.source import looks_like_safetensors
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_archive
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL_CRC, DESCRIPTOR_CRC, LOCAL_CRC, ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
 
 __all__ = ["DcpItems", "Location", "Locations"]

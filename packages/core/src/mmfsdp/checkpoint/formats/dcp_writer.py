@@ -14,11 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, sharded_box
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp import TensorInfo
 from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
-from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
 from mmfsdp.checkpoint.tree import select_tensors
 from mmfsdp.errors import FormatError

@@ -19,6 +19,8 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
+from mmfsdp.checkpoint.chunks import Chunk, Unlocated
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.pickled_dtensors import Mesh, Place, boxes_of, place_of
 from mmfsdp.checkpoint.formats.same_save import check_same_save
@@ -26,7 +28,7 @@ from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_leaves, listed, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 

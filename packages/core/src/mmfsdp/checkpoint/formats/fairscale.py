@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import missing
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
 from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves
 from mmfsdp.errors import (

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp import read_as_stored, read_dcp_metadata
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import UnsafePickleError

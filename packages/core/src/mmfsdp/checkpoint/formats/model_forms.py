@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.formats.gguf.llama_models import GgufModel

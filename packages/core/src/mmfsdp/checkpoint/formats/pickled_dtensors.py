@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor
-from mmfsdp.checkpoint.layout import row_major_strides
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

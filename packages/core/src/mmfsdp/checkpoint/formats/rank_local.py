@@ -23,6 +23,8 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
 from mmfsdp.basics.text import missing
+from mmfsdp.checkpoint.chunks import Chunk, Unlocated
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.fsdp1.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.source import Content, Source
@@ -30,7 +32,7 @@ from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor, a
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Chunk, Layout, PlannedFile, TensorEntry, TensorRef, Unlocated
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError

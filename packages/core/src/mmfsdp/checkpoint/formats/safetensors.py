@@ -20,11 +20,13 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.lone_parts import one_of_many
 from mmfsdp.checkpoint.formats.source import Content, Source
 from mmfsdp.checkpoint.integrity import inside, parse_json
-from mmfsdp.checkpoint.layout import Chunk, Layout, Piece, PlannedFile, Record, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
 from mmfsdp.errors import (
     CheckpointNotFoundError,

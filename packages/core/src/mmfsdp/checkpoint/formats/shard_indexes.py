@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats import safetensors
 from mmfsdp.checkpoint.formats.source import (
     INDEX_SUFFIX,
@@ -22,7 +23,7 @@ from mmfsdp.checkpoint.formats.source import (
     looks_like_safetensors,
 )
 from mmfsdp.checkpoint.integrity import inside, parse_json, refuse_special
-from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["plan_write", "read", "read_torch"]

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 
 __all__ = [
     "INDEX_SUFFIX",

@@ -15,11 +15,12 @@ from typing import Any
 
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dtensor_ranks import FileOfRank, FilesOfRanks, own_content, shared_content
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.pickles.unpickling import read_pickle
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves
 from mmfsdp.errors import (

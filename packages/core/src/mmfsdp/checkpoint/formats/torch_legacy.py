@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 
 from mmfsdp.basics.descriptors import prefetch
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.chunks import Record
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import Storage, StorageClass, TensorBuilder, whole_layout
-from mmfsdp.checkpoint.layout import Layout, Record
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.basics.dtypes import DTYPES, itemsize
+from mmfsdp.checkpoint.chunks import Chunk, Record, simplified_strides
 from mmfsdp.checkpoint.damage import damaged
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.lone_parts import is_of_fairscale, one_of_many
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef, simplified_strides
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, StandIn, fields, integers, read_pickle, shown
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError

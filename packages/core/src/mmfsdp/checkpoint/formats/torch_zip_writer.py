@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmfsdp.checkpoint.chunks import row_major_strides
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
-from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry, TensorRef, row_major_strides
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 

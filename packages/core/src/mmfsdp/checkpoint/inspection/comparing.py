@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, has_numpy, raw, tensor_blocks, values
 from mmfsdp.checkpoint.geometry import without_repeats
-from mmfsdp.checkpoint.layout import TensorEntry
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.dequantizing import restored_sources
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
@@ -22,7 +23,7 @@ from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import common_prefix, leaves, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 

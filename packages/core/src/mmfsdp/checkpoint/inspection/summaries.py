@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.expecting import read_extents
 from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
-from mmfsdp.checkpoint.layout import Layout, TensorEntry
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import find_tensor
 
 __all__ = ["TensorStatistics", "TreeNode", "tensor_statistics", "tensor_tree"]

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.parsing import parse_recipe
 from mmfsdp.checkpoint.recipes.recipe import Recipe
 from mmfsdp.checkpoint.recipes.recipe_numbers import config_numbers

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.checkpoint.layout import Chunk, FoldedEntry, TensorEntry, row_major_strides, simplified_strides
+from mmfsdp.checkpoint.chunks import Chunk, row_major_strides, simplified_strides
+from mmfsdp.checkpoint.entries import FoldedEntry, TensorEntry
 
 __all__ = ["Pattern", "fused", "split", "stacked", "trimmed", "unstacked"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
-from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.checkpoint.recipes.recipe_numbers import Values
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
 from mmfsdp.checkpoint.recipes.standing_in import StandIns

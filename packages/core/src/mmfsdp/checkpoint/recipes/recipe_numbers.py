@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import ConfigError
 
 __all__ = ["CONFIG_FILES", "Values", "config_numbers"]

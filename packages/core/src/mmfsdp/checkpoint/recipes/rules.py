@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from mmfsdp.checkpoint.layout import TensorEntry
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, trimmed, unstacked
 from mmfsdp.checkpoint.recipes.recipe_numbers import Values
 from mmfsdp.checkpoint.recipes.templates import Group, Template, grouped

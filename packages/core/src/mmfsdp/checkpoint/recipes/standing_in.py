@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.chunks import Chunk
+from mmfsdp.checkpoint.entries import ComputedEntry, FoldedEntry, TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import Run, byte_runs
-from mmfsdp.checkpoint.layout import Chunk, ComputedEntry, FoldedEntry, TensorEntry
 from mmfsdp.errors import ConfigError
 
 __all__ = ["StandIns"]

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mmfsdp.checkpoint.chunks import Unlocated
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import (
     Piece,
     PieceBoxes,
@@ -18,7 +20,6 @@ from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import (
 from mmfsdp.checkpoint.formats.deepspeed.one_save import check_ranks_agree, check_slices
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, RankState, shapes_of
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor
-from mmfsdp.checkpoint.layout import TensorEntry, Unlocated
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
 from mmfsdp.errors import CorruptCheckpointError
 

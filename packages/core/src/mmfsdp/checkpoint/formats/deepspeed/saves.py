@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import FrozenParams, ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed.latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
@@ -22,7 +23,7 @@ from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams, check_listed
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError, MmfsdpError
 

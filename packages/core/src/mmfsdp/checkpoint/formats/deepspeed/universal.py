@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import grouped, plain
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, number, shapes_of
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 __all__ = ["UniversalParams", "check_listed"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.eight_bit import quantizing, scaled_floats
-from mmfsdp.checkpoint.layout import TensorEntry
 
 __all__ = ["quantization_config", "quantized"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.formats.eight_bit.quantizing import LARGEST, Rows, is_matrix, largest, replaced
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.checkpoint.chunks import Chunk, Record
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp import read_as_stored
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT, FlatUnit, Span, flat_unit, spans_in_order
 from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.layout import Chunk, Layout, Record, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
 from mmfsdp.errors import IncompleteCheckpointError
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.checkpoint.chunks import Chunk, Record, row_major_strides
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
-from mmfsdp.checkpoint.layout import Chunk, Record, TensorEntry, row_major_strides
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = [

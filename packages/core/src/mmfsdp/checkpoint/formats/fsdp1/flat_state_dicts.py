@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mmfsdp.basics.text import WRAPPER_PREFIX
+from mmfsdp.checkpoint.chunks import row_major_strides
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FLAT,
     FlatRange,
@@ -22,7 +24,7 @@ from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
 )
 from mmfsdp.checkpoint.formats.model_order import in_model_order
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
-from mmfsdp.checkpoint.layout import Layout, TensorEntry, row_major_strides
+from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 __all__ = ["Known", "known_shapes", "resolve_section"]

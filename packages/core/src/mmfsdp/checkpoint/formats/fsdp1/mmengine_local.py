@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import clean_fqn, missing
+from mmfsdp.checkpoint.chunks import Chunk
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import Known, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
@@ -24,7 +26,7 @@ from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.source import RANK_FILE, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.layout import Chunk, Layout, TensorEntry, TensorRef
+from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 

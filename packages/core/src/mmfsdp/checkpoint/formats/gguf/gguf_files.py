@@ -12,9 +12,10 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.eight_bit_blocks import EightBitBlocks
 from mmfsdp.checkpoint.formats.source import Content
-from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorEntry
+from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [

@@ -19,13 +19,13 @@ from typing import Any
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.eight_bit_blocks import WIDTH, EightBitBlocks
 from mmfsdp.checkpoint.files.elements import equal_data, require_numpy
 from mmfsdp.checkpoint.formats.gguf.gguf_files import array_length, number, read_keys, real, text, type_of
 from mmfsdp.checkpoint.formats.gguf.tokenizers import translated
-from mmfsdp.checkpoint.layout import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern
 from mmfsdp.checkpoint.recipes.standing_in import StandIns
 from mmfsdp.errors import ConfigError, closest
