@@ -38,7 +38,7 @@ LEVELS: tuple[dict[str, str], ...] = (
     {
         "sharding": "basics collective config errors planning runtime",
         "state": "basics collective errors runtime",
-        "optimizers": "basics collective errors runtime",
+        "optimizers": "basics collective errors planning runtime",
     },
     {
         "rehearsal": "basics config errors optimizers planning runtime sharding state",

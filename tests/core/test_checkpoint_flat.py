@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint.chunks import Record
-from mmfsdp.checkpoint.files.writing import write_files
+from mmfsdp.checkpoint.files.planned_files import write_files
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FlatRange,
     FlatUnit,

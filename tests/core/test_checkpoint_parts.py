@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from mmfsdp.checkpoint import integrity
 from mmfsdp.checkpoint.chunks import Chunk, Record, row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.files import writing
+from mmfsdp.checkpoint.files import planned_files
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
-from mmfsdp.checkpoint.files.writing import Tracker, write_files
+from mmfsdp.checkpoint.files.planned_files import Tracker, write_files
 from mmfsdp.checkpoint.geometry import Run, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
@@ -184,7 +184,7 @@ def planned(entries: list[TensorEntry], files: int) -> list[PlannedFile]:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_what_is_written_does_not_depend_on_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool) -> None:
     entries = tensors(tmp_path / "source", 60, 30_000)
-    monkeypatch.setattr(writing, "_BATCH", 100_000)
+    monkeypatch.setattr(planned_files, "_BATCH", 100_000)
     for jobs in (1, 2, 7):
         seen: list[tuple[int, int]] = []
         target = tmp_path / f"target{jobs}"
@@ -214,7 +214,7 @@ class Cancelled(BaseException):
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_what_fails_in_one_thread_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int) -> None:
     entries = tensors(tmp_path / "source", 400, 30_000)
-    monkeypatch.setattr(writing, "_BATCH", 60_000)
+    monkeypatch.setattr(planned_files, "_BATCH", 60_000)
     threads = threading.active_count()
     seen: list[int] = []
 
@@ -374,7 +374,7 @@ from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint import manifest
 from mmfsdp.checkpoint.files import atomic
 from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
-from mmfsdp.checkpoint.files.writing import write_files
+from mmfsdp.checkpoint.files.planned_files import write_files
 write_files(Path({str(tmp_path / "a.pth")!r}), [plan_file("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})
 print(sorted({{'torch', 'numpy', 'pydantic', 'mmengine', 'safetensors'}} & set(sys.modules)))

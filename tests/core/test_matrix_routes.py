@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.errors import PlanError
-from mmfsdp.optimizers.matrices import Matrix, assign_owners, divide_into_buckets, matrices_of
+from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import route_of
 from mmfsdp.optimizers.shards import Division
+from mmfsdp.planning.matrix_steps import divide_into_buckets
 
 SHAPES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5)
 

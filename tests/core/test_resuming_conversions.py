@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.core.web_server import Handler, Request, WebServer, serving
 
 from mmfsdp.checkpoint import convert, diff
-from mmfsdp.checkpoint.files import writing
+from mmfsdp.checkpoint.files import planned_files
 from mmfsdp.checkpoint.remote import sessions
 from mmfsdp.errors import CheckpointError, ConfigError
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_BATCH", 2 * UNIT)
+    monkeypatch.setattr(planned_files, "_BATCH", 2 * UNIT)
 
 
 class StopError(Exception):
@@ -131,8 +131,8 @@ def test_another_conversion_or_a_changed_source_is_an_error(folder: Path, tmp_pa
 KILLED = """
 import os, signal, sys
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.files import writing
-writing._BATCH = 2 << 17
+from mmfsdp.checkpoint.files import planned_files
+planned_files._BATCH = 2 << 17
 def progress(done, _):
     if done >= 15 << 17:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -261,10 +261,27 @@ def counted(rank: int) -> dict[str, int]:
     return {str(name): count for name, count in found.get_comm_counts().items()}
 
 
+def counted_and_planned(rank: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Return `counted`, the messages of an optimizer with two groups under Muon, and those that its plan shows."""
+    layer, config = nn.TransformerEncoderLayer(32, 4, 64), {"optimizer": {"muon": "auto", "lr": 0.02}}
+    table = str(mmfsdp.plan(layer, config, 2))
+    model = mmfsdp.shard(layer, config)
+    optimizer = mmfsdp.build_optimizer(model)
+    for seed in range(2):
+        set_gradients(model, seed)
+        with CommDebugMode() as found:
+            optimizer.step()
+    rows = [row.split() for row in table.splitlines()]
+    planned = [row[-4] for row in rows if row[:1] == ["muon"]]
+    return counted(rank), {str(name): count for name, count in found.get_comm_counts().items()}, planned
+
+
 def test_two_messages_per_bucket() -> None:
-    for found in run_ranks(counted, 2):
+    for by_size, of_groups, planned in run_ranks(counted_and_planned, 2):
         # 2 bytes for each of 384, 168, 49, 14, 80 and 640 elements: in buckets of at most 600 bytes
-        assert found == {"c10d.alltoall_base_": 2 * 4}
+        assert by_size == {"c10d.alltoall_base_": 2 * 4}
+        assert of_groups == {"c10d.alltoall_base_": 2}
+        assert planned == ["2", "shared"]
 
 
 def broken(rank: int, how: str) -> tuple[str, str]:

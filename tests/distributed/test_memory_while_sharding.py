@@ -12,7 +12,7 @@ from tests.distributed.models import Block
 from torch import nn
 
 import mmfsdp
-from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.sharding import apply as sharding
 from mmfsdp.sharding import initialise
 from mmfsdp.sharding.agreement import Agreement

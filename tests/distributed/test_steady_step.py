@@ -248,7 +248,7 @@ def test_subscribers_are_called_in_the_written_order_and_leave_nothing() -> None
 
     with single_rank():
         model: Any = fully_shard(nn.Linear(2, 2))
-        from mmfsdp.runtime.torch_fsdp2.groups import groups_of
+        from mmfsdp.runtime.torch_fsdp2.param_groups import groups_of
 
         seen: list[str] = []
         groups = groups_of([model])

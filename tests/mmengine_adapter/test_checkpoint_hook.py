@@ -13,7 +13,7 @@ from tests.mmengine_adapter.toy import config, run, runner_of, strategy, train
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.testing import run_ranks, single_rank
 from mmfsdp_mmengine import CheckpointHook
-from mmfsdp_mmengine.checkpoints.content import read_content, safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import read_content, safe_globals
 
 KINDS = ["full", "local", "sharded"]
 

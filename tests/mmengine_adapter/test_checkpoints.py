@@ -23,7 +23,7 @@ from mmfsdp.errors import (
 )
 from mmfsdp.testing import RankError, run_ranks
 from mmfsdp_mmengine import FSDPStrategy
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
 
 SAFE = safe_globals()

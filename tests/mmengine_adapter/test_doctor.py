@@ -10,8 +10,8 @@ from mmengine.config import Config
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
+from mmfsdp.frontends.config_readers import read_config
 from mmfsdp.frontends.findings import Diagnosis
-from mmfsdp.frontends.readers import read_config
 
 HEAD = """
 custom_imports = dict(imports=['mmfsdp_mmengine', 'tests.mmengine_adapter.diagnosed'], allow_failed_imports=False)

@@ -28,7 +28,7 @@ from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import EMAHook, MMFullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 
 _runs = itertools.count()
 

@@ -14,7 +14,7 @@ import torch
 from tests.forked_scripts import python
 from tests.mmengine_adapter.toy import config
 
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 
 ROOT = Path(__file__).parents[2]
 FAILING = """

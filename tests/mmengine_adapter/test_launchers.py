@@ -43,6 +43,7 @@ import json
 import os
 import sys
 
+import torch
 import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.runner import FlexibleRunner, Runner
@@ -54,6 +55,7 @@ for folder, variables in json.loads(sys.argv[1]).items():
     for rank in range(2):
         ranks.append(os.fork())
         if not ranks[-1]:
+            torch.set_num_threads(1)  # before autograd's thread does: two at once abort after a fork (torch 2.15)
             os.environ |= {name: value.format(rank=rank) for name, value in variables.items()}
             if cfg.get('launcher'):
                 runner = Runner.from_cfg(cfg)

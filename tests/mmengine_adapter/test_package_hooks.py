@@ -19,7 +19,7 @@ from tests.mmengine_adapter.test_plain_runner import settings_of
 from tests.mmengine_adapter.toy import POLICY, History, ToyModel
 
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 
 SHARDED = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY, "broadcast_buffers": False}
 WRAPPERS: dict[str, dict[str, Any]] = {

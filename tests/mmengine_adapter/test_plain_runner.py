@@ -17,7 +17,7 @@ from tests.mmengine_adapter.toy import POLICY, History, ToyModel, config
 
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import MMFullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 
 _runs = itertools.count()
 OPTIM = {

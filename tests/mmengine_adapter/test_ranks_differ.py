@@ -20,7 +20,7 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import FSDPStrategy
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
-from mmfsdp_mmengine.processes.machines import firsts_of_machines, in_turns
+from mmfsdp_mmengine.processes.turns import firsts_of_machines, in_turns
 
 
 @DATASETS.register_module(force=True)

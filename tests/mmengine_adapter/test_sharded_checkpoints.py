@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from mmfsdp.checkpoint import open_layout, verify
 from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
-from mmfsdp_mmengine.checkpoints.content import read_content
+from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.configs.arguments import state_dict_settings
 
 FORMS: list[Any] = [

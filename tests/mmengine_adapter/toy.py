@@ -18,7 +18,7 @@ from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from mmengine.runner import FlexibleRunner
 from torch.utils.data import Dataset
 
-from mmfsdp_mmengine.checkpoints.content import safe_globals
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 
 __all__ = [
     "POLICY",

@@ -120,7 +120,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmfsdp.frontends.readers.entry_points", lambda group: ())
+    monkeypatch.setattr("mmfsdp.frontends.config_readers.entry_points", lambda group: ())
     (tmp_path / "config.py").touch()
     result = invoke("doctor", tmp_path / "config.py")
     assert result.exit_code == 2

@@ -9,7 +9,7 @@ import click
 
 from mmfsdp_cli.help import Command, argument
 from mmfsdp_cli.options import CHECKPOINT, checkpoint_argument
-from mmfsdp_cli.writing import write_checkpoint, writing_options
+from mmfsdp_cli.writing_options import write_checkpoint, writing_options
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint import ConversionReport

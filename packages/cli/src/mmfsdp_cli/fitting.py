@@ -14,7 +14,7 @@ from mmfsdp_cli.modelling import running_user_code
 from mmfsdp_cli.options import json_report, option
 from mmfsdp_cli.plans import mesh_of
 from mmfsdp_cli.settings import with_settings
-from mmfsdp_cli.steps import assume, device, step_of
+from mmfsdp_cli.step_options import assume, device, step_of
 
 __all__ = ["fit_command"]
 

@@ -16,7 +16,7 @@ from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import running_user_code
 from mmfsdp_cli.options import flag, json_report, limit
 from mmfsdp_cli.plans import known_optimizer, memory_of, mesh_of, planned, print_plan, say_suggested, settings_of
-from mmfsdp_cli.steps import device, static_part_first, step_of
+from mmfsdp_cli.step_options import device, static_part_first, step_of
 
 if TYPE_CHECKING:
     import torch.nn as nn

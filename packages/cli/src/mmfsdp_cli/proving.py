@@ -16,7 +16,7 @@ from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import key_values, running_user_code
 from mmfsdp_cli.options import json_report, option, several
 from mmfsdp_cli.plans import settings_of
-from mmfsdp_cli.steps import batch_of
+from mmfsdp_cli.step_options import batch_of
 
 if TYPE_CHECKING:
     import torch.nn as nn

@@ -13,7 +13,7 @@ from mmfsdp_cli.help import Command
 from mmfsdp_cli.options import PATH, flag, json_report, limit, option
 from mmfsdp_cli.plans import known_optimizer, memory_of, planned, print_plan, say_suggested, settings_of
 from mmfsdp_cli.reporting import free_target, write_report
-from mmfsdp_cli.steps import advised, assume, device, rehearsed, static_part_first, step_of, timeline_chart
+from mmfsdp_cli.step_options import advised, assume, device, rehearsed, static_part_first, step_of, timeline_chart
 
 __all__ = ["rehearse_command"]
 

@@ -8,7 +8,7 @@ from mmfsdp.planning import ShardPlan as ShardPlan
 from mmfsdp.planning import plan as plan
 from mmfsdp.rehearsal import fit as fit
 from mmfsdp.rehearsal import rehearse as rehearse
-from mmfsdp.runtime.scaling import GradScaler as GradScaler
+from mmfsdp.runtime.grad_scaler import GradScaler as GradScaler
 from mmfsdp.runtime.sharded_params import sharded_params as sharded_params
 from mmfsdp.runtime.training import clip_grad_norm_ as clip_grad_norm_
 from mmfsdp.runtime.training import no_sync as no_sync

@@ -13,7 +13,7 @@ from mmfsdp import rehearse
 from mmfsdp.rehearsal import FirstSteps
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp_mmengine.configs.arguments import plain
-from mmfsdp_mmengine.doctor.building import build_model
+from mmfsdp_mmengine.doctor.config_models import build_model
 from mmfsdp_mmengine.doctor.stepping import step_with
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 

@@ -18,8 +18,8 @@ from mmfsdp import FullyShardedDataParallel
 from mmfsdp.collective import scope_of
 from mmfsdp.errors import ConfigError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
+from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.agreement import check_alike
 from mmfsdp_mmengine.configs.arguments import (
     activation_arguments,

@@ -15,9 +15,10 @@ from mmfsdp.collective.scopes import place_in, scope_of
 from mmfsdp.collective.steps import check_same_arguments
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.groups import group_of
-from mmfsdp.optimizers.matrices import Matrix, assign_owners, divide_into_buckets, matrices_of
+from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import Route, route_of
 from mmfsdp.optimizers.shards import Division, division_of
+from mmfsdp.planning.matrix_steps import divide_into_buckets
 from mmfsdp.runtime.guards import are_watching
 
 __all__ = ["Bucket", "Member", "buckets_of"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from mmfsdp.planning.matrix_steps import muon_flops
+
 __all__ = ["MUON", "MatrixFunction", "UpdateMatrix", "orthogonalise"]
 
 UpdateMatrix = Callable[[torch.Tensor, dict[str, Any], Mapping[str, Any]], torch.Tensor]
@@ -57,8 +59,7 @@ def orthogonalise(matrix: torch.Tensor, state: dict[str, Any], settings: Mapping
 
 
 def _flops(rows: int, columns: int, settings: Mapping[str, Any]) -> float:
-    short, long = sorted((rows, columns))
-    return float(2 * settings["ns_steps"] * (2 * short**2 * long + short**3))
+    return float(muon_flops(rows, columns, settings["ns_steps"]))
 
 
 def _step_size(lr: float, rows: int, columns: int, settings: Mapping[str, Any]) -> float:

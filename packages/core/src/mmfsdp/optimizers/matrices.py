@@ -1,4 +1,4 @@
-"""Divides parameters into matrices, matrices into buckets, and gives each matrix an owner; pure arithmetic."""
+"""Divides parameters into matrices, and gives each matrix an owner; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mmfsdp.errors import PlanError
 
-__all__ = ["Matrix", "Span", "assign_owners", "divide_into_buckets", "matrices_of", "overlap"]
+__all__ = ["Matrix", "Span", "assign_owners", "matrices_of", "overlap"]
 
 Span = tuple[int, int]
 """The first element of a range of a flattened tensor, and the one after its last."""
@@ -76,19 +76,6 @@ def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | N
         owners[place] = rank
         heapq.heappush(heap, (load + costs[place], rank))
     return owners
-
-
-def divide_into_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Return the places of ``sizes`` in order, in buckets of at most ``most`` together, or of one."""
-    buckets: list[list[int]] = []
-    held = 0
-    for place, size in enumerate(sizes):
-        if not buckets or held + size > most:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(place)
-        held += size
-    return buckets
 
 
 def overlap(one: Span, other: Span) -> Span:

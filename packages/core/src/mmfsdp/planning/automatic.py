@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.planning.records import Note
+from mmfsdp.planning.plan_records import Note
 
 __all__ = ["LARGE", "automatic_units", "explain", "repeated_classes"]
 

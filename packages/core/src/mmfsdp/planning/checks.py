@@ -11,7 +11,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
 from mmfsdp.planning.distributed_params import check_plain
-from mmfsdp.planning.records import MeshSpec, ShardUnit
+from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 
 __all__ = ["check_dense", "check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
 

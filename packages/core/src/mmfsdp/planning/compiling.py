@@ -8,7 +8,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.config import CompileConfig
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.compiled import is_compiled
-from mmfsdp.planning.records import CompilePlan, Note, ShardUnit
+from mmfsdp.planning.plan_records import CompilePlan, Note, ShardUnit
 
 __all__ = ["compile_plan", "compiled_already"]
 

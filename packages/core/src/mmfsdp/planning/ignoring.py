@@ -11,7 +11,7 @@ import torch.nn as nn
 from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.patterns import match_fqns
-from mmfsdp.planning.records import Note
+from mmfsdp.planning.plan_records import Note
 
 __all__ = ["Ignored", "ignored_states"]
 

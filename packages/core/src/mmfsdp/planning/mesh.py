@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import MeshError
-from mmfsdp.planning.records import MeshSpec
+from mmfsdp.planning.plan_records import MeshSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

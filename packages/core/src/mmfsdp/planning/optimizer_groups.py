@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.planning.records import MeshSpec, ParamEntry, Record
+from mmfsdp.planning.matrix_steps import divide_into_buckets, muon_flops
+from mmfsdp.planning.plan_records import MeshSpec, ParamEntry, Record
 
 if TYPE_CHECKING:
     from mmfsdp.planning.schema import ShardPlan
 
-__all__ = ["OptimizerGroup", "OptimizerPlan", "muon_flops", "render_optimizer"]
+__all__ = ["OptimizerGroup", "OptimizerPlan", "render_optimizer"]
 
 _COLUMNS = (
     Column("optimizer"),
@@ -54,14 +56,16 @@ class OptimizerPlan(Record):
             found += [(shape[is_stack] // parts, math.prod(shape[is_stack + 1 :]))] * count
         return found
 
+    def buckets(self, params: Mapping[str, ParamEntry]) -> list[list[tuple[int, str]]]:
+        """Return the parameters under Muon that travel together, each with the place of its group.
 
-def muon_flops(matrices: Iterable[tuple[int, int]], steps: int) -> int:
-    """Return the FLOPs of Muon's iterations: three products per iteration, in the smaller of both dimensions."""
-    total = 0
-    for rows, columns in matrices:
-        short, long = sorted((rows, columns))
-        total += 2 * steps * (2 * short**2 * long + short**3)
-    return total
+        Buckets are filled across groups, so two groups may share one.
+        """
+        under_muon = [
+            (place, fqn) for place, group in enumerate(self.groups) if group.optimizer == "muon" for fqn in group.fqns
+        ]
+        sizes = [params[fqn].numel * WIRE_BYTES for _, fqn in under_muon]
+        return [[under_muon[place] for place in bucket] for bucket in divide_into_buckets(sizes, self.bucket_bytes)]
 
 
 def render_optimizer(plan: ShardPlan, width: int | None) -> list[str]:
@@ -71,7 +75,9 @@ def render_optimizer(plan: ShardPlan, width: int | None) -> list[str]:
         return []
     params = {param.fqn: param for param in plan.all_params()}
     whole = {param.fqn for param in plan.ignored_params}
-    rows = [_cells(plan, chosen, group, params, whole) for group in chosen.groups]
+    # The messages of a bucket are listed at the group that it begins with.
+    begun = Counter(bucket[0][0] for bucket in chosen.buckets(params))
+    rows = [_cells(plan, chosen, group, params, whole, begun[place]) for place, group in enumerate(chosen.groups)]
     return ["", *format_table(list(_COLUMNS), rows, width)]
 
 
@@ -81,6 +87,7 @@ def _cells(
     group: OptimizerGroup,
     params: Mapping[str, ParamEntry],
     whole: set[str],
+    buckets: int,
 ) -> list[str]:
     own = [params[fqn] for fqn in group.fqns]
     held = sum(param.nbytes if param.fqn in whole else param.shard_nbytes(0, plan.mesh.shard) for param in own)
@@ -88,19 +95,10 @@ def _cells(
     cells = [group.optimizer, str(len(own)), f"{numel:,}"]
     if group.optimizer == "adamw":
         return [*cells, human_bytes(2 * held), "-", "-", "-"]
-    buckets = _buckets([param.numel * WIRE_BYTES for param in own], chosen.bucket_bytes)
-    flops = muon_flops(chosen.matrices(group, params), group.settings["ns_steps"])
-    messages = 0 if plan.mesh.world_size == 1 else 2 * buckets
-    return [*cells, human_bytes(held), str(messages), human_bytes(_sent(numel, plan.mesh)), f"{flops:.2e}"]
-
-
-def _buckets(sizes: Iterable[int], most: int) -> int:
-    count = held = 0
-    for size in sizes:
-        if not count or held + size > most:
-            count, held = count + 1, 0
-        held += size
-    return count
+    steps = group.settings["ns_steps"]
+    flops = sum(muon_flops(rows, columns, steps) for rows, columns in chosen.matrices(group, params))
+    messages = "0" if plan.mesh.world_size == 1 else str(2 * buckets) if buckets else "shared"
+    return [*cells, human_bytes(held), messages, human_bytes(_sent(numel, plan.mesh)), f"{flops:.2e}"]
 
 
 def _sent(numel: int, mesh: MeshSpec) -> int:

@@ -11,7 +11,7 @@ from mmfsdp.config import OptimizerConfig
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.optimizer_groups import OptimizerGroup, OptimizerPlan
 from mmfsdp.planning.patterns import match_fqns
-from mmfsdp.planning.records import ParamEntry
+from mmfsdp.planning.plan_records import ParamEntry
 
 __all__ = ["optimizer_plan"]
 

@@ -12,8 +12,8 @@ from mmfsdp.config import PrecisionConfig
 from mmfsdp.config.precision import PrecisionOverride
 from mmfsdp.errors import PolicyError
 from mmfsdp.planning.patterns import match_classes, match_fqns
+from mmfsdp.planning.plan_records import UnitPrecision
 from mmfsdp.planning.policies import Match
-from mmfsdp.planning.records import UnitPrecision
 from mmfsdp.planning.units import has_forward
 
 __all__ = ["full_precision_classes", "override_matches", "unit_precision", "unit_reshard"]

@@ -12,7 +12,7 @@ from mmfsdp.planning.optimizer_groups import render_optimizer
 from mmfsdp.planning.repeats import join_repeated
 
 if TYPE_CHECKING:
-    from mmfsdp.planning.records import ShardUnit
+    from mmfsdp.planning.plan_records import ShardUnit
     from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["equal_units", "render_diff", "render_table", "render_tree"]

@@ -20,10 +20,10 @@ from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
 from mmfsdp.planning.optimizing import optimizer_plan
+from mmfsdp.planning.plan_records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.policies import Match, resolve_policy
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
-from mmfsdp.planning.records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import draft_units, has_forward
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.optimizer_groups import OptimizerPlan
-from mmfsdp.planning.records import (
+from mmfsdp.planning.plan_records import (
     ActivationPlan,
     BufferEntry,
     CompilePlan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmfsdp.basics.boxes import rows_per_rank
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.torch_releases import frees_received_first
-from mmfsdp.planning.records import ParamEntry, ShardUnit
+from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["compute_itemsize", "gathered_bytes", "reducing_bytes", "whole_bytes"]

@@ -23,8 +23,8 @@ from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.ranges import Range
 from mmfsdp.rehearsal.timing.roofline import weight_of
 from mmfsdp.rehearsal.timing.step_time import works_of
-from mmfsdp.runtime.torch_fsdp2.groups import Group
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 

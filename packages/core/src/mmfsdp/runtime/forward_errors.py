@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.planning.records import ParamEntry, ShardUnit
+from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.runtime.sharded_model import ShardedModel
 
 __all__ = ["explain_forward_error"]

@@ -23,8 +23,8 @@ from mmfsdp.errors import RankMismatchError
 from mmfsdp.runtime.backward import current_backward
 from mmfsdp.runtime.messages import Message
 from mmfsdp.runtime.torch_fsdp2.gathering import will_gather
-from mmfsdp.runtime.torch_fsdp2.groups import Group, reduces, shards_of
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, reduces, shards_of
 from mmfsdp.runtime.torch_fsdp2.unreduced import fill_missing, has_gradient
 
 __all__ = ["GradientAgreement"]

@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mmfsdp.errors import GradScalerError
+from mmfsdp.runtime.grad_scaler import agrees_on_inf
 from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.mixed_groups import divide_groups, is_mixed, join_groups
 from mmfsdp.runtime.roles import check_roles
-from mmfsdp.runtime.scaling import agrees_on_inf
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
 __all__ = ["are_watching", "unwatched", "watch_optimizers"]

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_values
-from mmfsdp.runtime.torch_fsdp2.groups import Group
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe, unsubscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
 __all__ = ["LostWrites"]
 

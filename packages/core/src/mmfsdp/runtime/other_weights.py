@@ -14,9 +14,9 @@ from torch.nn.utils import stateless
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.flat_params import around_flat_forward
 from mmfsdp.runtime.torch_fsdp2.gathering import replaced_in
-from mmfsdp.runtime.torch_fsdp2.groups import Group
 from mmfsdp.runtime.torch_fsdp2.iterations import before_first_use
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
 __all__ = ["in_functional_call", "refuse_other_flat_weights", "refuse_other_weights"]
 

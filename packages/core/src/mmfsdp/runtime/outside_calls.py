@@ -20,9 +20,9 @@ from torch.utils.module_tracker import ModuleTracker
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.casting import in_full_precision
-from mmfsdp.runtime.torch_fsdp2.groups import Group, groups_of
 from mmfsdp.runtime.torch_fsdp2.iterations import enter_again
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.view_outputs import accept_views, keep_backward_hook
 

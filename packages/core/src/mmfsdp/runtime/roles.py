@@ -12,7 +12,7 @@ import torch.nn as nn
 from mmfsdp.basics.text import clean_fqn, name_list
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.torch_fsdp2.gathering import is_copy_on_fewer_ranks, known_copies
-from mmfsdp.runtime.torch_fsdp2.groups import Group, groups_of, shards_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of, shards_of
 
 __all__ = ["Roles", "check_roles", "check_unseen", "roles_of"]
 

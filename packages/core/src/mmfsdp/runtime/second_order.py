@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
 
 __all__ = ["RefuseSecondOrder"]
 

@@ -36,7 +36,7 @@ from mmfsdp.runtime.lost_writes import LostWrites
 from mmfsdp.runtime.other_weights import in_functional_call
 from mmfsdp.runtime.roles import Roles, check_unseen, roles_of
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params, shard_versions
-from mmfsdp.runtime.torch_fsdp2.groups import Group, groups_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of
 
 __all__ = ["ShardedModel", "find_sharded_model", "live_models"]
 

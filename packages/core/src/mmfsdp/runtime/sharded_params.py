@@ -15,7 +15,7 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import UnsupportedCallError
 from mmfsdp.runtime.sharded_model import live_models
 from mmfsdp.runtime.torch_fsdp2.gathering import free, gather
-from mmfsdp.runtime.torch_fsdp2.groups import modules_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import modules_of
 
 __all__ = ["sharded_params"]
 

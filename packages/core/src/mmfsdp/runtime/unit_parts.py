@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.policies import own_parameters
-from mmfsdp.planning.records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.ownership import modules_by_unit
 

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import reserve
 from mmfsdp.checkpoint.files.disk import copy_here, sync, write_all
-from mmfsdp.checkpoint.files.writing import complete_file
+from mmfsdp.checkpoint.files.planned_files import complete_file
 from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
 from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
 from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names, own_weights

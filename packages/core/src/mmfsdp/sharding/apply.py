@@ -16,8 +16,8 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
 from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.fingerprints import fingerprint
+from mmfsdp.planning.plan_records import Note
 from mmfsdp.planning.policy_forms import Policy
-from mmfsdp.planning.records import Note
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.averaged_parts import average_on_shards

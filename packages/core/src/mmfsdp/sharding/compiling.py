@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.planning.records import CompilePlan, ShardUnit
+from mmfsdp.planning.plan_records import CompilePlan, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["check_backend", "compile_unit"]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
 from mmfsdp.errors import MeshError
 from mmfsdp.planning.mesh import check_names
-from mmfsdp.planning.records import MeshSpec
+from mmfsdp.planning.plan_records import MeshSpec
 
 __all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
 

@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.scopes import place_in
-from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.ownership import modules_by_unit
 from mmfsdp.sharding.agreement import Agreement

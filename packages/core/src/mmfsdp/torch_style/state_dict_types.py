@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from mmfsdp.errors import ShardStateError, StateDictError, UnsupportedCallError
-from mmfsdp.torch_style.units import models_in
+from mmfsdp.torch_style.sharded_modules import models_in
 
 __all__ = ["default_state_dict_type", "get_state_dict_type", "on_cpu", "set_state_dict_type", "state_dict_type"]
 

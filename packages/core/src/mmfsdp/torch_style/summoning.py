@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch.nn as nn
 
 from mmfsdp.runtime.whole_params import whole_params_in
-from mmfsdp.torch_style.units import models_in, part_of
+from mmfsdp.torch_style.sharded_modules import models_in, part_of
 
 __all__ = ["summon_full_params"]
 

@@ -21,7 +21,7 @@ from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 from mmfsdp.sharding.apply import shard
 from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import LoadReport
-from mmfsdp.torch_style import optimizer_states, state_dict_types, summoning, units
+from mmfsdp.torch_style import optimizer_states, sharded_modules, state_dict_types, summoning
 from mmfsdp.torch_style.arguments import translate_arguments
 from mmfsdp.torch_style.nested_wrappers import load_from_outside
 from mmfsdp.torch_style.state_dict_types import default_state_dict_type, on_cpu
@@ -126,7 +126,7 @@ class FullyShardedDataParallel(nn.Module):
             )
         super().register_comm_hook(state, hook)  # type: ignore[misc]
 
-    fsdp_modules = instance_or_static(units.fsdp_modules)
+    fsdp_modules = instance_or_static(sharded_modules.fsdp_modules)
     summon_full_params = instance_or_static(summoning.summon_full_params)
     get_state_dict_type = instance_or_static(state_dict_types.get_state_dict_type)
     set_state_dict_type = instance_or_static(state_dict_types.set_state_dict_type)

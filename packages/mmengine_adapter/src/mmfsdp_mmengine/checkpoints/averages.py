@@ -17,7 +17,7 @@ from mmfsdp.basics import WRAPPER_PREFIX
 from mmfsdp.errors import ConfigError, StateDictError, closest
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.state import LoadReport, LocalView, compare_shapes, exchanged, whole_value
-from mmfsdp_mmengine.checkpoints.content import with_own_counters
+from mmfsdp_mmengine.checkpoints.live_content import with_own_counters
 
 __all__ = ["RecordedLoad", "ShardAverages", "averaged_model_class", "with_averages"]
 

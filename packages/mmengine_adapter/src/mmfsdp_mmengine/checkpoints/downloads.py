@@ -15,7 +15,7 @@ import torch
 from mmfsdp.basics import hide_secrets, mask_secrets, mask_url
 from mmfsdp.collective import scope_of
 from mmfsdp.errors import CheckpointError, CorruptCheckpointError, MmfsdpError
-from mmfsdp_mmengine.processes.machines import in_turns
+from mmfsdp_mmengine.processes.turns import in_turns
 
 __all__ = ["download_content", "local_path"]
 

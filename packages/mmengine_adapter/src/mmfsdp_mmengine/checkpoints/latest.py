@@ -13,7 +13,7 @@ from mmengine.logging import print_log
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.collective import on_all_ranks, scope_of, shared
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, FormatError
-from mmfsdp_mmengine.processes.machines import firsts_of_machines
+from mmfsdp_mmengine.processes.turns import firsts_of_machines
 
 __all__ = ["find_latest_checkpoint"]
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS
-from mmfsdp_mmengine.configs.functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
+from mmfsdp_mmengine.configs.named_functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 
 __all__ = [

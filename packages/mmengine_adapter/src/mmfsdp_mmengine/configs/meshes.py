@@ -12,7 +12,7 @@ from mmengine.device import get_device
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.errors import ConfigError, MeshError
-from mmfsdp_mmengine.configs.functions import build_function
+from mmfsdp_mmengine.configs.named_functions import build_function
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 
 __all__ = ["build_group", "build_mesh"]

@@ -12,8 +12,8 @@ from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import LEVELS, Diagnosis, Finding
 from mmfsdp.planning import estimate_memory
 from mmfsdp.torch_style import Translated
-from mmfsdp_mmengine.doctor import models, running, sharding, state, training
-from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
+from mmfsdp_mmengine.doctor import models, optimizer_findings, running, sharding, state
+from mmfsdp_mmengine.doctor.config_models import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.subject import Subject, in_scope, sharding_of
 
 __all__ = ["FINDINGS", "RANKS", "diagnose"]
@@ -25,7 +25,7 @@ FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     *running.FINDINGS,
     *sharding.FINDINGS,
     *models.FINDINGS,
-    *training.FINDINGS,
+    *optimizer_findings.FINDINGS,
     *state.FINDINGS,
 )
 """All functions from a subject to findings, in the order in which they run."""
@@ -70,7 +70,7 @@ def _diagnose(
         if not any(item.level == "error" and item.path.startswith(path_of_it) for item in found):
             found.append(Finding("error", path_of_it, refused.message))
     found = sorted(dict.fromkeys(found), key=lambda item: LEVELS.index(item.level))
-    memory = None if whole is None else estimate_memory(whole, training.optimizer_of(settings))
+    memory = None if whole is None else estimate_memory(whole, optimizer_findings.optimizer_of(settings))
     return Diagnosis(path, tuple(found), whole, subject.sharding is None and whole is not None, memory)
 
 

@@ -10,7 +10,7 @@ from mmfsdp.basics import name_list
 from mmfsdp.frontends import Finding
 from mmfsdp_mmengine.doctor.pasting import extended_hooks
 from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of
-from mmfsdp_mmengine.wrappers.steps import overrides
+from mmfsdp_mmengine.wrappers.forward_steps import overrides
 
 __all__ = ["FINDINGS"]
 

@@ -14,11 +14,11 @@ from mmfsdp.frontends import Diagnosis, TrainingStep
 from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.configs.packages import what_to_install
-from mmfsdp_mmengine.doctor.building import build_model, sharding_settings
+from mmfsdp_mmengine.doctor.config_models import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
+from mmfsdp_mmengine.doctor.optimizer_findings import optimizer_of
 from mmfsdp_mmengine.doctor.stepping import training_step
 from mmfsdp_mmengine.doctor.subject import in_scope, sharding_of
-from mmfsdp_mmengine.doctor.training import optimizer_of
 
 __all__ = ["MMEngineConfig", "open_config"]
 

@@ -12,7 +12,7 @@ from mmfsdp.frontends import Finding
 from mmfsdp.torch_style import ARGUMENTS, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, state_dict_settings, wrapper_arguments
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
-from mmfsdp_mmengine.doctor.building import OWN_ARGUMENTS
+from mmfsdp_mmengine.doctor.config_models import OWN_ARGUMENTS
 from mmfsdp_mmengine.doctor.subject import Subject, name_of
 
 __all__ = ["FINDINGS", "setting_of"]

@@ -19,13 +19,13 @@ from mmfsdp.basics import canonical_dtype, to_torch
 from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import TrainingStep
 from mmfsdp_mmengine.checkpoints.averages import averaged_model_class
+from mmfsdp_mmengine.doctor.optimizer_findings import plainest
 from mmfsdp_mmengine.doctor.sampling import IMAGE_SIZE, OBJECTS, sample_batch
 from mmfsdp_mmengine.doctor.subject import class_of, hooks_of, in_scope, name_of, quiet
-from mmfsdp_mmengine.doctor.training import plainest
 from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
-from mmfsdp_mmengine.wrappers.steps import forward_batch, overrides
+from mmfsdp_mmengine.wrappers.forward_steps import forward_batch, overrides
 
 __all__ = ["step_with", "training_step"]
 

@@ -12,7 +12,7 @@ import mmengine.hooks
 from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 
-from mmfsdp_mmengine.checkpoints.publishing import publish
+from mmfsdp_mmengine.checkpoints.hashed_files import publish
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 

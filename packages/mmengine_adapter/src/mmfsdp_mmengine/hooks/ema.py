@@ -15,7 +15,7 @@ from mmfsdp import FullyShardedDataParallel
 from mmfsdp.basics import WRAPPER_PREFIX
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.checkpoints.averages import RecordedLoad, ShardAverages, averaged_model_class
-from mmfsdp_mmengine.checkpoints.content import describe_mismatch, revised_keys
+from mmfsdp_mmengine.checkpoints.live_content import describe_mismatch, revised_keys
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
 __all__ = ["EMAHook"]

@@ -10,8 +10,8 @@ import mmengine.hooks
 from mmengine.runner import EpochBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.randomness import restore_random_state
+from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
 __all__ = ["DistSamplerSeedHook"]

@@ -33,8 +33,8 @@ from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
 from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.checkpointing import CheckpointingStrategy
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
+from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.agreement import check_runner
 from mmfsdp_mmengine.configs.arguments import named
 from mmfsdp_mmengine.configs.lookup import UnknownNameError, check_known, unknown_type

@@ -15,7 +15,7 @@ from mmfsdp.torch_style import ARGUMENTS
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
-from mmfsdp_mmengine.wrappers.steps import forward_batch, forwards_reach, overrides
+from mmfsdp_mmengine.wrappers.forward_steps import forward_batch, forwards_reach, overrides
 
 __all__ = ["MMDistributedDataParallel"]
 

@@ -15,7 +15,7 @@ from mmfsdp.runtime import LossReach, keep_buffers_alike
 from mmfsdp_mmengine.configs.arguments import wrapper_arguments
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
-from mmfsdp_mmengine.wrappers.steps import forward_batch, forwards_reach, overrides
+from mmfsdp_mmengine.wrappers.forward_steps import forward_batch, forwards_reach, overrides
 
 __all__ = ["MMFullyShardedDataParallel"]
 

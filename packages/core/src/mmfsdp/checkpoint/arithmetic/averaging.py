@@ -17,9 +17,9 @@ from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
-from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout

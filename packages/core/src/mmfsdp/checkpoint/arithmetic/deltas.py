@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
 from mmfsdp.checkpoint.files.expecting import compared_extents
-from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32, parse_json

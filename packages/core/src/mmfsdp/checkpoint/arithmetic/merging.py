@@ -19,8 +19,8 @@ from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.files.scales import not_restored, scales_of
-from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
 from mmfsdp.checkpoint.formats.opening import opened

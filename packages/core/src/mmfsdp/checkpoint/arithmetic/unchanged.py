@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mmfsdp.checkpoint.files.disk import changed, identity
-from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.layout import Layout
 
 __all__ = ["Unchanged"]

@@ -20,8 +20,8 @@ from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.conversion.targets import Companion, Target
 from mmfsdp.checkpoint.files.dequantizing import dequantized
 from mmfsdp.checkpoint.files.disk import place, present
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.files.scales import scales_of
-from mmfsdp.checkpoint.files.writing import Progress
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.formats.registry import format_named

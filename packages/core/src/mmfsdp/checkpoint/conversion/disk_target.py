@@ -21,7 +21,7 @@ from mmfsdp.checkpoint.files.atomic import (
 )
 from mmfsdp.checkpoint.files.disk import copy_here, located, refuse_missing_parent, remove, write_errors
 from mmfsdp.checkpoint.files.journal import Journal
-from mmfsdp.checkpoint.files.writing import Progress, write_files
+from mmfsdp.checkpoint.files.planned_files import Progress, write_files
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.errors import CheckpointError

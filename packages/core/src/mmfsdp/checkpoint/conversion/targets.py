@@ -10,7 +10,7 @@ from pathlib import Path
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.files.writing import Progress
+from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import ConfigError

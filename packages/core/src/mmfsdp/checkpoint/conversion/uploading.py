@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
 from mmfsdp.checkpoint.files.disk import place, present, write_errors
 from mmfsdp.checkpoint.files.expecting import copied_extents
-from mmfsdp.checkpoint.files.writing import Progress, Tracker, joined_crc
+from mmfsdp.checkpoint.files.planned_files import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes

@@ -18,8 +18,8 @@ from mmfsdp.checkpoint.files.dequantizing import restored_sources
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.expecting import compared_extents
+from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.files.scales import scales_of
-from mmfsdp.checkpoint.files.writing import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors

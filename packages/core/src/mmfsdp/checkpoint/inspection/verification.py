@@ -13,7 +13,7 @@ from typing import Any
 from mmfsdp.basics.descriptors import is_remote, read_at
 from mmfsdp.basics.text import human_bytes, name_list
 from mmfsdp.checkpoint.files.disk import place, present
-from mmfsdp.checkpoint.files.writing import Progress, Tracker
+from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.zip_archive import read_records

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
-from mmfsdp.planning.records import MeshSpec, ShardUnit
+from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL
 from mmfsdp.rehearsal.fitting.candidates import Choice

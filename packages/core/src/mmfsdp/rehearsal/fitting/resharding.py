@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mmfsdp.planning.records import MeshSpec
+from mmfsdp.planning.plan_records import MeshSpec
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal

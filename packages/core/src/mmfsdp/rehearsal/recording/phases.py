@@ -17,8 +17,8 @@ from mmfsdp.rehearsal.fake import backward_place, forward_place
 from mmfsdp.runtime.backward import is_backward
 from mmfsdp.runtime.flat_params import around_gathering
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
 
 __all__ = ["Places"]
 

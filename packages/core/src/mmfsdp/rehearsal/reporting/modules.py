@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from mmfsdp.planning.records import ParamEntry, ShardUnit
+from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.planning.repeats import join_ranges
 from mmfsdp.rehearsal.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal

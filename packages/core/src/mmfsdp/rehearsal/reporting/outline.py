@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.rehearsal.reporting.markup import share, size, text
 from mmfsdp.rehearsal.reporting.modules import Node
 from mmfsdp.rehearsal.result import Rehearsal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mmfsdp.planning.records import MeshSpec
+from mmfsdp.planning.plan_records import MeshSpec
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links

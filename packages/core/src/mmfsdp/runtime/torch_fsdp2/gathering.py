@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.torch_fsdp2.groups import Group, places_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, places_of
 
 __all__ = [
     "free",

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, RESETS_ITERATIONS, torch_has
-from mmfsdp.runtime.torch_fsdp2.groups import groups_in_module
+from mmfsdp.runtime.torch_fsdp2.param_groups import groups_in_module
 
 __all__ = ["before_first_use", "begin_backward", "begin_root", "discard_iteration", "enter_again"]
 

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 
 from mmfsdp.collective.lost_ranks import is_lost, lost_rank_error
-from mmfsdp.runtime.torch_fsdp2.groups import Group, name_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
 
 __all__ = ["Role", "Subscriber", "Turn", "subscribe", "unsubscribe"]
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, HAS_SEVERAL_GROUPS, RUNS_UNITS_IN_PARTS, torch_has
 from mmfsdp.basics.torch_version import NEWEST_TESTED_TORCH
 from mmfsdp.errors import UnknownTorchError
-from mmfsdp.runtime.torch_fsdp2.groups import groups_in_module
+from mmfsdp.runtime.torch_fsdp2.param_groups import groups_in_module
 
 __all__ = ["check_private_names"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from mmfsdp.runtime.torch_fsdp2.groups import Group, places_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, places_of
 
 __all__ = ["keep_state_dicts_pure"]
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from mmfsdp.basics.torch_releases import RUNS_UNITS_IN_PARTS, torch_has
-from mmfsdp.runtime.torch_fsdp2.groups import groups_in_module
+from mmfsdp.runtime.torch_fsdp2.param_groups import groups_in_module
 
 __all__ = ["mend_unit"]
 

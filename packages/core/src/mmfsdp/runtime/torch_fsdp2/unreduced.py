@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, torch_has
-from mmfsdp.runtime.torch_fsdp2.groups import Group
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
 __all__ = ["fill_missing", "gradients_of", "has_gradient"]
 

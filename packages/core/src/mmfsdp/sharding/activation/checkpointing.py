@@ -30,7 +30,7 @@ from mmfsdp.sharding.activation.keeping import (
 from mmfsdp.sharding.activation.kept_operators import DEFAULT_SAVE_OPS, check_operator
 
 if TYPE_CHECKING:
-    from mmfsdp.planning.records import ActivationPlan
+    from mmfsdp.planning.plan_records import ActivationPlan
 
 __all__ = ["apply_activation_checkpointing"]
 

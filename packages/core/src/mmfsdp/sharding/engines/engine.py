@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["Engine", "PrepareUnit", "WrapRoot"]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.basics.text import clean_fqn
-from mmfsdp.planning.records import ShardUnit
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.runtime.flat_params import keep_param_order

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 )
 
 from mmfsdp.basics.dtypes import to_torch
-from mmfsdp.planning.records import ShardUnit, UnitPrecision
+from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names

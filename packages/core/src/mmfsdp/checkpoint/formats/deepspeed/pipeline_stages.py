@@ -14,8 +14,8 @@ from typing import Any
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import ShardedParams
-from mmfsdp.checkpoint.formats.deepspeed.latest import STATES
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import RANK_FILE, WHOLE_FILE, Files
+from mmfsdp.checkpoint.formats.deepspeed.tagged_folders import STATES
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams
 from mmfsdp.checkpoint.formats.torch_zip import read_tree
 from mmfsdp.checkpoint.integrity import inside

@@ -17,9 +17,9 @@ from typing import Any
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import FrozenParams, ShardedParams
-from mmfsdp.checkpoint.formats.deepspeed.latest import folder_of
 from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
+from mmfsdp.checkpoint.formats.deepspeed.tagged_folders import folder_of
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams, check_listed
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.errors import ConfigError, MmfsdpError
-from mmfsdp.frontends.readers import ReadConfig, is_readable, read_config
+from mmfsdp.frontends.config_readers import ReadConfig, is_readable, read_config
 from mmfsdp.frontends.skeletons import skeleton_of
 from mmfsdp.frontends.transformers_models import config_of, pretrained_model
 from mmfsdp.sharding.meta import parameters_on_meta

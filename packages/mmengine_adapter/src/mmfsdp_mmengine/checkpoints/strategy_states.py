@@ -18,7 +18,14 @@ from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import write_checkpoint
 from mmfsdp_mmengine.checkpoints.adapting import adapted
 from mmfsdp_mmengine.checkpoints.averages import with_averages
-from mmfsdp_mmengine.checkpoints.content import (
+from mmfsdp_mmengine.checkpoints.continuing import (
+    Resumed,
+    check_resumable,
+    optimizer_classes,
+    warning_of_missing_state,
+    warning_of_waiting_gradients,
+)
+from mmfsdp_mmengine.checkpoints.live_content import (
     describe_mismatch,
     load_content,
     load_optimizer_content,
@@ -26,13 +33,6 @@ from mmfsdp_mmengine.checkpoints.content import (
     optimizer_content,
     revised_keys,
     with_own_counters,
-)
-from mmfsdp_mmengine.checkpoints.continuing import (
-    Resumed,
-    check_resumable,
-    optimizer_classes,
-    warning_of_missing_state,
-    warning_of_waiting_gradients,
 )
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
 from mmfsdp_mmengine.checkpoints.randomness import own_random_state, random_state, random_states, restore_random_state

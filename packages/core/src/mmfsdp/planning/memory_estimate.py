@@ -10,7 +10,7 @@ from typing import Any
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.optimizer_memory import SCALAR_BYTES, optimizer_tensors
-from mmfsdp.planning.records import ParamEntry, ShardUnit
+from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import compute_itemsize, gathered_bytes, reducing_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmfsdp.checkpoint import convert
 from mmfsdp.errors import ConfigError
 from mmfsdp.saving import write_archive
-from mmfsdp_mmengine.checkpoints.content import read_content
+from mmfsdp_mmengine.checkpoints.live_content import read_content
 
 __all__ = ["publish"]
 
