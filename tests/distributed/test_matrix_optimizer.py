@@ -250,30 +250,24 @@ def test_resumes_on_other_ranks(kind: str, tmp_path: Any) -> None:
         assert difference(found, wanted) < 2e-3
 
 
-def counted(rank: int) -> dict[str, int]:
-    model = mmfsdp.shard(Net())
-    optimizer = muon(model, bucket_bytes=600)
-    set_gradients(model, 0)
-    optimizer.step()
-    set_gradients(model, 1)
-    with CommDebugMode() as found:
-        optimizer.step()
-    return {str(name): count for name, count in found.get_comm_counts().items()}
-
-
-def counted_and_planned(rank: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """Return `counted`, the messages of an optimizer with two groups under Muon, and those that its plan shows."""
-    layer, config = nn.TransformerEncoderLayer(32, 4, 64), {"optimizer": {"muon": "auto", "lr": 0.02}}
-    table = str(mmfsdp.plan(layer, config, 2))
-    model = mmfsdp.shard(layer, config)
-    optimizer = mmfsdp.build_optimizer(model)
+def messages_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the number of each collective in the second step: the first also compares the ranks' arguments."""
     for seed in range(2):
         set_gradients(model, seed)
         with CommDebugMode() as found:
             optimizer.step()
-    rows = [row.split() for row in table.splitlines()]
+    return {str(name): count for name, count in found.get_comm_counts().items()}
+
+
+def counted_and_planned(rank: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Return messages with small buckets, those with two groups under Muon, and what the plan of these shows."""
+    net = mmfsdp.shard(Net())
+    layer, config = nn.TransformerEncoderLayer(32, 4, 64), {"optimizer": {"muon": "auto", "lr": 0.02}}
+    rows = [row.split() for row in str(mmfsdp.plan(layer, config, 2)).splitlines()]
     planned = [row[-4] for row in rows if row[:1] == ["muon"]]
-    return counted(rank), {str(name): count for name, count in found.get_comm_counts().items()}, planned
+    model = mmfsdp.shard(layer, config)
+    by_size = messages_of_a_step(net, muon(net, bucket_bytes=600))
+    return by_size, messages_of_a_step(model, mmfsdp.build_optimizer(model)), planned
 
 
 def test_two_messages_per_bucket() -> None:

@@ -60,6 +60,9 @@ class OptimizerPlan(Record):
         """Return the parameters under Muon that travel together, each with the place of its group.
 
         Buckets are filled across groups, so two groups may share one.
+
+        Args:
+            params: The parameters of the plan by FQN.
         """
         under_muon = [
             (place, fqn) for place, group in enumerate(self.groups) if group.optimizer == "muon" for fqn in group.fqns
