@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from tests.console_blocks import without_gloo
 from tests.distributed.models import Tied
+from tests.forked_scripts import environ_with_commands
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
@@ -67,3 +73,48 @@ def test_a_model_that_computes_something_else_is_not_proven() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="ranks >= 2"):
         mmfsdp.prove(Tied, BATCH, ranks=1)
+
+
+def launch(count: int, *words: str) -> list[tuple[int, str, str]]:
+    """Run ``mmfsdp-cli prove`` on several ranks, as torchrun starts them; return exit codes, output and errors."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {**environ_with_commands(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen(
+            ["mmfsdp-cli", "prove", *words],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    ended = [process.communicate(timeout=100) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+def test_on_the_ranks_of_a_launcher() -> None:
+    both = launch(2, f"{__name__}:Wrong", "--batch", "4:int64", "--steps", "1", "--json")
+    assert [code for code, _, _ in both] == [1, 1], both
+    found = json.loads("\n".join(without_gloo(both[0][1])))
+    assert (found["proven"], found["ranks"], found["resumed_on"]) == (False, 2, 1)
+    assert found["trained"]["differences"][0]["name"] == "blocks.1[0][0]"
+    assert not without_gloo(both[1][1])  # one rank prints
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine": "fsdp1"},
+        {"engine": "replicate"},
+        {"sharding": "SHARD_GRAD_OP", "activation_checkpointing": "full", "cpu_offload": True},
+        {"optimizer": {"muon": "auto", "lr": 1e-2, "adamw": {"lr": 1e-3}}},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_other_plans(settings: dict[str, object]) -> None:
+    proof = mmfsdp.prove(Tied, BATCH, config={**BLOCKS, **settings}, steps=1)
+    assert proof.proven, str(proof)
+    assert ("for its optimizer, the one process runs the plan too" in proof.assumed) == ("optimizer" in settings)

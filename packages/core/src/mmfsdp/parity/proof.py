@@ -28,6 +28,8 @@ class Proof:
     versions: Mapping[str, str]
     assumed: tuple[str, ...]
     """Changes that made the runs comparable."""
+    device: str = "cpu"
+    """The type of device that computed."""
 
     @property
     def proven(self) -> bool:
@@ -46,10 +48,11 @@ class Proof:
             "resumed": self.resumed.describe(),
             "versions": dict(self.versions),
             "assumed": [*self.assumed],
+            "device": self.device,
         }
 
     def __str__(self) -> str:
-        on = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        on = ", ".join([*(f"{name} {version}" for name, version in self.versions.items()), self.device])
         changed = f" ({'; '.join(self.assumed)})" if self.assumed else ""
         ranks, again = _ranks(self.ranks), _ranks(self.resumed_on)
         if self.proven:
