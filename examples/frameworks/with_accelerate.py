@@ -39,13 +39,23 @@ def main() -> None:
     data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     batch_size = 8 // accelerator.num_processes
     loader = DataLoader(TensorDataset(data, torch.arange(64) % 4), batch_size=batch_size)
-    optimizer, loader = accelerator.prepare(optimizer, loader)  # all but the model
+    loader = accelerator.prepare(loader)  # neither the model nor its optimizer
+    accelerator.register_for_checkpointing(scheduler)
+
+    def save(models: list[nn.Module], weights: list[object], folder: str) -> None:
+        mmfsdp.save_checkpoint(Path(folder) / "sharded", model, optimizer, extra={"epoch": epoch + 1}, overwrite=True)
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        nonlocal done
+        extra, _ = mmfsdp.load_checkpoint(Path(folder) / "sharded", model, optimizer)
+        done = extra["epoch"]
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
     done = 0
     if args.dir.exists():
-        extra, _ = mmfsdp.load_checkpoint(args.dir, model, optimizer)
-        scheduler.load_state_dict(extra["scheduler"])
-        done = extra["epoch"]
+        accelerator.load_state(str(args.dir))
     for epoch in range(done, args.epochs):
         for inputs, labels in loader:
             with accelerator.accumulate():
@@ -58,12 +68,10 @@ def main() -> None:
                     norm = mmfsdp.clip_grad_norm_(model, 0.2)
                     mean = accelerator.reduce(loss.detach(), "mean")
                     accelerator.print(f"epoch {epoch}: loss {mean:.5f}, norm {norm:.5f}")
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                scheduler.step()
-        extra = {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}
-        mmfsdp.save_checkpoint(args.dir, model, optimizer, extra=extra, overwrite=True)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+        accelerator.save_state(str(args.dir))
     accelerator.end_training()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from tests.doc_pages import ROOT
 from tests.forked_scripts import environ_alone, python
 from torch import nn
 
+import mmfsdp
 from mmfsdp.checkpoint import convert
+from mmfsdp.errors import UnsupportedCallError
+from mmfsdp.testing import run_ranks
 
 SECONDS = 280
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS)]
@@ -101,9 +105,50 @@ def test_loops(example: str, module: str, accumulate: int, tmp_path: Path) -> No
     assert [line[0] for line in found] == [line[0] for line in expected]
     for got, want in zip(found, expected, strict=True):
         assert got == pytest.approx(want, abs=2e-5)
-    convert(tmp_path / "saved", tmp_path / "weights.safetensors")
+    [saved] = [path.parent for path in (tmp_path / "saved").rglob("manifest.json")]
+    convert(saved, tmp_path / "weights.safetensors")
     weights = load_file(tmp_path / "weights.safetensors")
     torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def saved_by_accelerate(rank: int, folder: str) -> str:
+    accelerate = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = mmfsdp.shard(nn.Linear(4, 4))
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"]  # a user may keep each rank's own
+    with pytest.raises(UnsupportedCallError) as caught:
+        accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def saved_by_fabric(rank: int, folder: str) -> str:
+    fabric_of = importlib.import_module("lightning_fabric").Fabric
+    fabric = fabric_of(accelerator="cpu", devices=1)
+    model = mmfsdp.shard(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedCallError) as caught:
+        fabric.save(f"{folder}/state.ckpt", {"optimizer": optimizer})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("save", "module", "named"),
+    [
+        (saved_by_accelerate, "accelerate", "accelerator.save_state()"),
+        (saved_by_fabric, "lightning_fabric", "Fabric.save()"),
+    ],
+)
+def test_saves_of_one_ranks_shards_raise(
+    save: Callable[[int, str], str], module: str, named: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(module)
+    for said in run_ranks(save, 2, str(tmp_path)):
+        assert said.startswith(f"{named} would write this AdamW from the first rank, which has only its own shards.")
 
 
 def built(example: str) -> nn.Module:

@@ -162,6 +162,8 @@ def loaded_optimizer(rank: int, engine: str, how: str) -> str:
         ("fsdp1", "shards", "the first rank has a whole tensor, and this rank a shard"),
         ("flat", "shards", "the first rank has a whole tensor, and this rank a shard"),
         ("fsdp2", "refused", "ValueError: not in this optimizer"),
+        ("fsdp1", "refused", "ValueError: not in this optimizer"),
+        ("flat", "refused", "ValueError: not in this optimizer"),
     ],
 )
 def test_an_optimizers_state(engine: str, how: str, message: str) -> None:

@@ -1,17 +1,32 @@
-"""Says what to call instead of ``save_pretrained()`` of transformers, diffusers and peft, which would write shards."""
+"""Says what to call instead of other libraries' saves, which would write the shards of one rank.
+
+These are ``save_pretrained()`` of transformers, diffusers and peft, and what saves an optimizer in accelerate, Lightning and
+transformers' Trainer.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch.nn as nn
+from torch.optim import Optimizer
 
 from mmfsdp.errors import UnsupportedCallError
 
-__all__ = ["guard_save_pretrained"]
+__all__ = ["guard_optimizer_saves", "guard_save_pretrained"]
+
+_FIRST_RANK_SAVES = {
+    ("accelerate", "save_accelerator_state"): "accelerator.save_state()",
+    ("lightning", "get_optimizer_state"): "Fabric.save()",
+    ("lightning_fabric", "get_optimizer_state"): "Fabric.save()",
+    ("transformers", "_save_optimizer_and_scheduler"): "Trainer",
+}
+"""Functions that write what an optimizer returns on the first rank: package and name, and what a user calls."""
 
 
 def guard_save_pretrained(module: nn.Module) -> None:
@@ -37,3 +52,25 @@ def guard_save_pretrained(module: nn.Module) -> None:
         )
 
     module.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+def guard_optimizer_saves(optimizer: Optimizer) -> None:
+    """Make saves of an optimizer by frameworks that write from the first rank alone raise. Not collective.
+
+    Args:
+        optimizer: One of a sharded model, whose state on a rank is that of its shards.
+    """
+    optimizer.register_state_dict_pre_hook(_check_saver)
+
+
+def _check_saver(optimizer: Optimizer) -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if saver := _FIRST_RANK_SAVES.get((package, frame.f_code.co_name)):
+            raise UnsupportedCallError(
+                f"{saver} would write this {type(optimizer).__name__} from the first rank, which has only its own "
+                "shards. Save with mmfsdp.save_checkpoint(path, model, optimizer) on every rank, and do not give the "
+                "optimizer to the framework's save. docs/howto/frameworks.md has a hook for each framework."
+            )
+        frame = frame.f_back

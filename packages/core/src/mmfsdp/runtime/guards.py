@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mmfsdp.errors import GradScalerError
+from mmfsdp.runtime.foreign_saves import guard_optimizer_saves
 from mmfsdp.runtime.grad_scaler import agrees_on_inf
 from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.mixed_groups import divide_groups, is_mixed, join_groups
@@ -68,7 +69,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != count:
-        known = _known[optimizer] = _learn(optimizer, count)
+        is_new, known = known is None, _learn(optimizer, count)
+        _known[optimizer] = known
+        if is_new and any(model.plan.mesh.shard > 1 for reference in known.models if (model := reference())):
+            guard_optimizer_saves(optimizer)
     for reference in known.models:
         if (state := reference()) is not None:
             state.check_reduced(f"{type(optimizer).__name__} is about to step")

@@ -8,11 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,7 +22,7 @@ from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import whole_value
 
-__all__ = ["flat_state_to_load", "groups_by_name", "load_flat_state", "state_by_name", "state_by_place"]
+__all__ = ["flat_state_to_load", "groups_by_name", "state_by_name", "state_by_place"]
 
 
 def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
@@ -49,26 +45,6 @@ def state_by_place(
         groups.append({**group, "params": [places[fqn] for fqn in group["params"]]})
     values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
     return {"state": dict(sorted(values.items())), "param_groups": groups}
-
-
-def load_flat_state(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load an optimizer state that is known to fit. Collective: every rank.
-
-    Args:
-        state: The model's state.
-        optimizer: Built from the model's parameters.
-        state_dict: The plain optimizer's format, whole or sharded.
-    """
-    named = _named(state, optimizer, state_dict)
-    if not named["state"]:
-        optimizer.state.clear()
-        for own, group in zip(optimizer.param_groups, named["param_groups"], strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
-        return
-    options = StateDictOptions(full_state_dict=_is_full(named))
-    with unwatched(), _initialised(state, optimizer):
-        filled = _filled(state, optimizer, named, options)
-        set_optimizer_state_dict(state.module, optimizer, filled, options=options)
 
 
 def flat_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

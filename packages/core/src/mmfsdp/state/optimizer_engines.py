@@ -16,7 +16,6 @@ from mmfsdp.state.dtensor_optimizer import boxes_to_read, names_in_groups, place
 from mmfsdp.state.flat_optimizer import (
     flat_state_to_load,
     groups_by_name,
-    load_flat_state,
     state_by_name,
     state_by_place,
 )
@@ -108,9 +107,13 @@ class _FlatPieces:
         return flat_state_to_load(self._state, self._optimizer, fitting)
 
     def load(self, fitting: Mapping[str, Any]) -> None:
-        load_flat_state(self._state, self._optimizer, fitting)
-        names = names_of_compressed(fitting)
-        on_all_ranks(lambda: compress_state(self._optimizer, names), self._state.scope)
+        placed, names = self.to_load(fitting), names_of_compressed(fitting)
+
+        def load() -> None:
+            self._optimizer.load_state_dict(placed)
+            compress_state(self._optimizer, names)
+
+        on_all_ranks(load, self._state.scope)
 
 
 def optimizer_engine(state: ShardedModel, optimizer: Optimizer) -> OptimizerEngine:

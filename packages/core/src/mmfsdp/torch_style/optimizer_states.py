@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
+from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError, UnsupportedCallError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
@@ -137,7 +138,7 @@ def optim_state_dict_to_load(
     config = get_state_dict_type(model).optim_state_dict_config
     result = _to_load(state, optim, optim_state_dict, from_rank0=getattr(config, "rank0_only", False))
     if load_directly:
-        optim.load_state_dict(result)
+        on_all_ranks(lambda: optim.load_state_dict(result), state.scope)
     return result
 
 
