@@ -77,5 +77,15 @@ def shorten(app: Any, what: str, name: str, thing: Any, options: Any, signature:
     return re.sub(r"<(?:[^<>]|<[^<>]*>)*>", "...", signature) if signature else signature, returns
 
 
+def break_names(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Let names in tables wrap behind their dots and underscores: Sphinx calls this for each page."""
+
+    def wrap(cell: re.Match[str]) -> str:
+        return re.sub(r'(?<=<span class="pre">)[^<]+', lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), cell[0])
+
+    context["body"] = re.sub(r"<td.*?</td>", wrap, context.get("body", ""), flags=re.DOTALL)
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", shorten)
+    app.connect("html-page-context", break_names)

@@ -93,5 +93,17 @@ def plain(text: str) -> list[str]:
 
 
 def without_gloo(text: str) -> list[str]:
-    """Return the lines of an output without gloo's: before torch 2.10 it prints how many peers it has, in parts."""
-    return [line for line in text.splitlines() if "[Gloo]" not in line and "peer ranks" not in line]
+    """Return the lines of an output without gloo's: before torch 2.10 it prints how many peers it has, in parts.
+
+    Processes print between the parts of each other. A line then has two messages, and the number and the end of the first
+    one follow it.
+    """
+    lines, unfinished = [], 0
+    for line in text.splitlines():
+        if "[Gloo]" in line or "peer ranks" in line:
+            unfinished += line.count("peer ranks is : ") - 1 if "peer ranks is : " in line else 0
+        elif unfinished and (line.strip().isdigit() or not line.strip()):
+            unfinished -= 1
+        else:
+            lines.append(line)
+    return lines

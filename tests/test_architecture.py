@@ -428,15 +428,17 @@ class TestSubpackages:
 
     def test_only_formats_compare_names_of_formats(self) -> None:
         names = {item.name for item in FORMATS}
-        checkpoint = SOURCES["mmfsdp"] / "checkpoint"
+        formats = SOURCES["mmfsdp"] / "checkpoint" / "formats"
+        readers = [SOURCES["mmfsdp"] / name for name in ("checkpoint", "saving", "state")]
         tables = ast.Tuple | ast.List | ast.Set | ast.Dict  # a list of names is there to be compared with
         found = [
             show(path, constant.lineno, str(constant.value))
             for path in modules("mmfsdp")
-            if path.is_relative_to(checkpoint) and not path.is_relative_to(checkpoint / "formats")
+            if any(map(path.is_relative_to, readers)) and not path.is_relative_to(formats)
             for node in ast.walk(parsed(path))
             if isinstance(node, ast.Compare | ast.MatchValue | tables)
-            for constant in ast.walk(node)
+            for part in (filter(None, node.keys) if isinstance(node, ast.Dict) else [node])
+            for constant in ast.walk(part)
             if isinstance(constant, ast.Constant) and constant.value in names
         ]
         assert found == []

@@ -1,9 +1,10 @@
-"""Do one job with mmfsdp, `fully_shard`, accelerate or Lightning Fabric, and print the losses.
+"""Do one job with mmfsdp, `fully_shard`, accelerate, Lightning Fabric or DeepSpeed, and print the losses.
 
     torchrun --standalone --nproc-per-node 2 examples/frameworks/same_job.py --tool torch --weights first.pth --dir run
 
 The job: shard a model, train three steps in bfloat16 with clipping, and save weights and optimizer state.
-docs/why.md compares the four. Fabric needs `pip install lightning-fabric`.
+docs/why.md compares the five. Fabric needs `pip install lightning-fabric`. DeepSpeed needs `pip install deepspeed
+ninja`, a C++ compiler, and on a machine without a GPU the variable `DS_ACCELERATOR=cpu`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,18 @@ def train(
         clip()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_engine(engine: Any) -> list[float]:
+    """Train three steps with an engine of DeepSpeed, which clips and sets gradients to zero by itself."""
+    losses = []
+    for step in range(3):
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss = engine(batch.bfloat16()).float().square().mean()
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
     return losses
 
@@ -141,7 +155,36 @@ def with_fabric(start: Path, saved: Path) -> list[float]:
     return losses
 
 
-TOOLS = {"mmfsdp": with_mmfsdp, "torch": with_torch, "accelerate": with_accelerate, "fabric": with_fabric}
+def with_deepspeed(start: Path, saved: Path) -> list[float]:
+    """Shard with DeepSpeed's ZeRO stage 3."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+    }
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = build()
+    with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.load_state_dict(torch.load(start))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    losses = train_engine(engine)
+    engine.save_checkpoint(str(saved))
+    return losses
+
+
+TOOLS = {
+    "mmfsdp": with_mmfsdp,
+    "torch": with_torch,
+    "accelerate": with_accelerate,
+    "fabric": with_fabric,
+    "deepspeed": with_deepspeed,
+}
 
 
 def main() -> None:

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from tests.core.web_server import Request, WebServer, serving
 
 from mmfsdp.basics.masking import mask_secrets, mask_url
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.checkpoint.remote import sessions
+from mmfsdp.checkpoint.remote import pacing, sessions
 from mmfsdp.errors import CheckpointError, ConfigError
 
 SECRET = "hush"
@@ -207,6 +209,38 @@ class TestPatience:
         convert(f"{web.url}/model.safetensors", tmp_path / "out.pth", fsync=False)
         assert diff(tmp_path / "out.pth", tmp_path / "served/model.safetensors").same
 
+    @pytest.mark.parametrize("method", ["__init__", "info", "cat_file", "ls"])
+    def test_a_store_that_never_answers(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MMFSDP_REMOTE_TIMEOUT", "0.1")
+        monkeypatch.setattr(sessions, "_FIRST_PAUSE", 0.002)
+        monkeypatch.setattr(pacing, "_RATE", 1 << 30)
+        fsspec.filesystem("memory").pipe("/bucket/silent/model.safetensors", bytes(64))
+        ended = threading.Event()
+
+        def wait(*args: object, **kwargs: object) -> None:
+            ended.wait(60)
+
+        def path_of(path: str) -> str:
+            return MemoryFileSystem._strip_protocol(path.replace("silent://", "memory://"))  # type: ignore[no-any-return]
+
+        own = {"protocol": "silent", "cachable": False, "_strip_protocol": staticmethod(path_of), method: wait}
+        silent = type("Silent", (MemoryFileSystem,), own)
+        fsspec.register_implementation("silent", silent, clobber=True)
+        name = "model.safetensors" if method != "ls" else ""
+        try:
+            with pytest.raises(CheckpointError, match=r"its store does not answer within 0\.1 s"):
+                open_layout(f"silent://bucket/silent/{name}")
+        finally:
+            ended.set()
+            fsspec.filesystem("memory").rm("/bucket/silent", recursive=True)
+
+    def test_a_time_out_of_the_driver_is_its_own(self) -> None:
+        def fail() -> None:
+            raise TimeoutError("the driver's own")
+
+        with pytest.raises(TimeoutError, match="the driver's own"):
+            pacing.call_within(fail)
+
     @pytest.mark.parametrize("given", ["0", "-1", "soon", "inf"])
     def test_a_wrong_setting(self, given: str, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MMFSDP_REMOTE_TIMEOUT", given)
@@ -220,8 +254,6 @@ class TestForkedProcesses:
     def test_a_layout_is_read_in_a_child(self, store: str, web: WebServer, tmp_path: Path) -> None:
         url = f"{web.url}/model.safetensors"
         if store == "memory":
-            import fsspec
-
             url, data = "memory://bucket/forked.safetensors", (tmp_path / "served/model.safetensors").read_bytes()
             fsspec.filesystem("memory").pipe("/bucket/forked.safetensors", data)
         layout = open_layout(url)

@@ -1,7 +1,7 @@
 """Says what to call instead of other libraries' saves, which would write the shards of one rank.
 
-These are ``save_pretrained()`` of transformers, diffusers and peft, and what saves an optimizer in accelerate, Lightning and
-transformers' Trainer.
+These are ``save_pretrained()`` of transformers, diffusers and peft, and the saves of optimizers in accelerate, in
+Lightning Fabric, and in the Trainer of transformers.
 """
 
 from __future__ import annotations

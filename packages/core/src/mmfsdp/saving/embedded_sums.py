@@ -14,6 +14,7 @@ from typing import Any
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout
@@ -50,7 +51,8 @@ def embedded_sums(layout: Layout) -> dict[Path, FileEntry]:
     Raises:
         CorruptCheckpointError: They are damaged.
     """
-    if layout.format != "torch_zip":
+    kind = format_named(layout.format)
+    if kind is None or not kind.mappable:
         return {}
     with OpenFiles() as files:
         source = files.descriptor(layout.path)

@@ -12,6 +12,7 @@ import torch
 from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.opening import open_layout
+from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content, usual_optimizer
@@ -54,7 +55,7 @@ def read_checkpoint(
         FormatError: ``path`` is not a checkpoint of a known format.
     """
     source = _opened(place(path).absolute(), lambda: reference, verify)
-    if source.layout.format == "torch_zip":
+    if _is_mappable(source):
         return _mapped(source.path, safe_globals)
     return _content(source, safe_globals)
 
@@ -78,18 +79,18 @@ def read_verified(
         RankMismatchError: Ranks gave different paths.
         CheckpointError: See `read_checkpoint`; raised on every rank.
     """
-    source, format = check_shared(path, scope)
+    source, is_mappable = check_shared(path, scope)
 
     def read() -> dict[str, Any]:
         source.check_unchanged()
-        if format == "torch_zip":
+        if is_mappable:
             return _mapped(source.path, safe_globals)
         return read_checkpoint(source.path, safe_globals=safe_globals, reference=reference())
 
     return on_all_ranks(read, scope)
 
 
-def check_shared(path: str | Path, scope: Scope) -> tuple[Source, str]:
+def check_shared(path: str | Path, scope: Scope) -> tuple[Source, bool]:
     """Compare all of a checkpoint's data with its checksums, each rank a part of it. Collective: every rank.
 
     Args:
@@ -97,21 +98,21 @@ def check_shared(path: str | Path, scope: Scope) -> tuple[Source, str]:
         scope: The ranks that check.
 
     Returns:
-        The checkpoint that was opened, and its format.
+        The checkpoint that was opened, and whether torch can map it into memory.
 
     Raises:
         CheckpointError: The checkpoint is damaged or cannot be read; raised on every rank.
     """
     target = place(same_path(path, scope))
 
-    def first() -> tuple[Source, str]:
+    def first() -> tuple[Source, bool]:
         source = _opened(target, lambda: None, True)
-        return source, source.layout.format
+        return source, _is_mappable(source)
 
-    source, format = shared(lambda: first() if scope.is_first else None, scope)
+    source, is_mappable = shared(lambda: first() if scope.is_first else None, scope)
     own = scatter_objects(scope, source.parts(scope.size) if scope.is_first else None)
     on_all_ranks(lambda: source.check(own), scope)
-    return source, format
+    return source, is_mappable
 
 
 def open_shared(
@@ -236,12 +237,18 @@ def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> 
 
 def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
     layout = source.layout
-    if layout.format.startswith("safetensors"):
+    kind = format_named(layout.format)
+    if kind is not None and kind.tensors_only:
         return {"state_dict": dict(lazy_tensors(source))}
-    if layout.format == "dcp" and (layout.path / MANIFEST_NAME).exists():
+    if kind is not None and kind.of_dcp and (layout.path / MANIFEST_NAME).exists():
         # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
         check_manifest(layout.path)
     return _named(stored_content(source, safe_globals), layout.path)
+
+
+def _is_mappable(source: Source) -> bool:
+    kind = format_named(source.layout.format)
+    return kind is not None and kind.mappable
 
 
 def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class Format:
     """Whether it is a directory (or its index), which gets a manifest when it is written."""
     tensors_only: bool = False
     """Whether it holds nothing but tensors."""
+    mappable: bool = False
+    """Whether it is one archive of ``torch.save``, which torch maps into memory, and which may hold our checksums."""
     by_rank: bool = False
     """Whether it has a file per rank."""
     flat: bool = False

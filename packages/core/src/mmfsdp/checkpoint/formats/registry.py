@@ -79,6 +79,7 @@ FORMATS: tuple[Format, ...] = (
         writer=writers.torch_zip,
         aliases=("pth", "pt"),
         suffixes=(".pth", ".pt"),
+        mappable=True,
     ),
     Format(
         "rank_local",

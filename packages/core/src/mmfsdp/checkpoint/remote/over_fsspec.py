@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.installing import pip_install
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
+from mmfsdp.checkpoint.remote.pacing import call_within
 from mmfsdp.checkpoint.remote.transports import HEAD, DeniedError, Info, PassingError, changed
 from mmfsdp.checkpoint.remote.urls import Url
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
@@ -41,6 +42,7 @@ def fsspec_store(url: Url) -> tuple[Any, Callable[[str], str]]:
 
     Raises:
         ConfigError: fsspec, or the driver for the scheme, is not installed.
+        CheckpointError: The driver connects at once, and its server does not answer in time.
     """
     try:
         from fsspec.core import strip_protocol, url_to_fs  # type: ignore[import-untyped]
@@ -48,11 +50,13 @@ def fsspec_store(url: Url) -> tuple[Any, Callable[[str], str]]:
         needed = ["mmfsdp[remote]", *([_DRIVERS[url.scheme]] if url.scheme in _DRIVERS else [])]
         raise ConfigError(f"{url.scheme}:// needs fsspec. Install it with: {pip_install(*needed)}") from error
     try:
-        store, _ = url_to_fs(url.full)
+        store, _ = call_within(lambda: url_to_fs(url.full))  # SFTP connects here
     except ImportError as error:
         driver = _DRIVERS.get(url.scheme)
         install = f"Install it with: pip install {driver}" if driver else f"{mask_secrets(str(error))}"
         raise ConfigError(f"{url.scheme}:// needs a driver of fsspec. {install}") from hide_secrets(error)
+    except PassingError as error:
+        raise CheckpointError(f"{url.name} cannot be read: {error.reason}.", file=str(url)) from error
     except ValueError as error:
         raise ConfigError(
             f"{url.scheme}:// is not a scheme that can be read: {mask_secrets(str(error))}. Use https://, s3://, "
@@ -125,13 +129,16 @@ class FsspecTransport:
 
     def _part(self, url: Url, begin: int, end: int) -> bytes:
         path = self._path(url)
-        data: bytes = self._called(url, lambda: self._store.cat_file(path, start=begin, end=end, **self._options))
-        return data
 
-    def _called(self, url: Url, call: Callable[[], T]) -> T:
+        def read() -> bytes:
+            return self._store.cat_file(path, start=begin, end=end, **self._options)  # type: ignore[no-any-return]
+
+        return self._called(url, read, end - begin)
+
+    def _called(self, url: Url, call: Callable[[], T], size: int = 0) -> T:
         try:
-            return call()
-        except (FileNotFoundError, NotADirectoryError, MmfsdpError):
+            return call_within(call, size)
+        except (FileNotFoundError, NotADirectoryError, MmfsdpError, PassingError):
             raise
         except PermissionError as error:
             raise _denied(url, error) from hide_secrets(error)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import io
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from mmfsdp.basics.variables import seconds_of
 from mmfsdp.checkpoint.remote.transports import PassingError
 
-__all__ = ["LEAST", "PacedStream", "Pacer", "patience"]
+__all__ = ["LEAST", "PacedStream", "Pacer", "call_within", "patience"]
+
+T = TypeVar("T")
 
 _VARIABLE = "MMFSDP_REMOTE_TIMEOUT"
 
 LEAST = 1 << 15
 """Bytes that a server must send within the time that it is waited for."""
+
+_RATE = 1 << 16  # bytes per second that a store must at least send, of what a call asks for
 
 
 def patience() -> float:
@@ -61,6 +69,39 @@ class Pacer:
         """Return the error for a server that took too long."""
         what = f"sends less than {LEAST >> 10} KiB" if self._counts else "does not answer"
         return PassingError(f"its server {what} within {self._patience:g} s ({_VARIABLE} sets this time)")
+
+
+def call_within(call: Callable[[], T], size: int = 0) -> T:
+    """Call a driver that may wait without end, and give up after `patience` and a second for each 64 KiB.
+
+    The call runs in a thread of its own, which a driver that never returns keeps until the process ends.
+
+    Args:
+        call: What to call.
+        size: Bytes that it asks for.
+
+    Returns:
+        What it returned. Its errors are raised here.
+
+    Raises:
+        PassingError: It took longer.
+    """
+    seconds = patience() + size / _RATE
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mmfsdp-store", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # a time-out of the driver's own
+            raise
+        raise PassingError(f"its store does not answer within {seconds:.3g} s ({_VARIABLE} sets this time)") from None
 
 
 class PacedStream(io.RawIOBase):
