@@ -95,8 +95,8 @@ def plain(text: str) -> list[str]:
 def without_gloo(text: str) -> list[str]:
     """Return the lines of an output without gloo's: before torch 2.10 it prints how many peers it has, in parts.
 
-    Processes print between the parts of each other. A line then has two messages, and the number and the end of the first
-    one follow it.
+    Processes print between the parts of each other. A line then has two messages, and the end of one of them is on the
+    next line.
     """
     lines, unfinished = [], 0
     for line in text.splitlines():

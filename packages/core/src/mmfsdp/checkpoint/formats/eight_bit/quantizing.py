@@ -27,6 +27,7 @@ __all__ = [
     "LARGEST",
     "SCALE",
     "Rows",
+    "ScaledCodes",
     "is_linear",
     "is_matrix",
     "largest",
@@ -190,24 +191,38 @@ def _scales(stripe: Iterable[NDArray[np.float32]]) -> NDArray[np.float32]:
     return np.where(scales > 0, scales, np.float32(1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Codes(ComputedEntry):
-    """The quantised weight."""
+class ScaledCodes(ComputedEntry):
+    """A weight as 8-bit floats: its numbers are divided by scales, then rounded."""
+
+    __slots__ = ()
+
+    def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the weight's rows, some at a time, each with what its numbers are divided by."""
+        raise NotImplementedError
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        rows, lost = Rows(self.parts[0]), 0
+        rounding = Rounding(self.dtype, rows.elements)
+        for some, divisors in self.shares(files, rows):
+            data, count = rounding.of_shares(some, divisors)
+            lost += count
+            yield data
+        if lost:
+            self.overflow(lost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes(ScaledCodes):
+    """The quantised weight; a block has one scale."""
+
+    def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         import numpy as np
 
-        [source], lost = self.parts, 0
-        rows = Rows(source)
-        rounding = Rounding(self.dtype, rows.elements)
+        [source] = self.parts
         for stripe in _stripes(files, source):
             divisors = np.repeat(_scales(rows.within(stripe)), _SIDE)[: source.shape[1]]
             for some in rows.within(stripe):
-                data, count = rounding.of_shares(some, divisors)
-                lost += count
-                yield data
-        if lost:
-            self.overflow(lost)
+                yield some, divisors
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.formats.eight_bit.quantizing import LARGEST, Rows, is_matrix, largest, replaced
+from mmfsdp.checkpoint.formats.eight_bit.quantizing import LARGEST, Rows, ScaledCodes, is_matrix, largest, replaced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,23 +120,16 @@ class _Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes(ComputedEntry):
-    """The quantised weight."""
+class _Codes(ScaledCodes):
+    """The quantised weight; a row has one scale, or all of it."""
 
     scales: _Scales = field(kw_only=True, compare=False)
 
-    def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
-        scales, lost, row = self.scales.of(files), 0, 0
-        rows = Rows(self.parts[0])
-        rounding = Rounding(self.dtype, rows.elements)
+    def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        scales, row = self.scales.of(files), 0
         for some in rows.read(files):
-            divisors = scales[row : row + len(some), None] if scales.size > 1 else scales
+            yield some, scales[row : row + len(some), None] if scales.size > 1 else scales
             row += len(some)
-            data, count = rounding.of_shares(some, divisors)
-            lost += count
-            yield data
-        if lost:
-            self.overflow(lost)
 
 
 @dataclass(frozen=True, slots=True)
