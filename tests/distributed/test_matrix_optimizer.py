@@ -362,7 +362,7 @@ def test_any_function_of_a_matrix() -> None:
         assert difference(found, wanted) < 1e-5
 
 
-def plain() -> nn.Module:
+def plain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 6))
 
@@ -413,6 +413,59 @@ def test_torch_resumes_from_it_and_the_reverse() -> None:
     for found in run_ranks(taken_over, 3, weights, *before):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+OTHER_GROUPINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "moved": ({"exclude": ["1.weight"]}, "The state has optimizer='adamw' for '1.weight', but the optimizer has"),
+    "all moved": ({"muon": None}, "The state has optimizer='adamw' for '1.weight', '2.weight'"),
+    "swapped": ({"exclude": ["1.weight"], "muon": ["2.weight", "3.weight"]}, "for '1.weight', but the optimizer has"),
+    "fused": ({"fused": {"1.weight": 3}}, "The state has parts=3 for '1.weight', but the optimizer has parts=1."),
+    "missing": ({"frozen": "2.weight"}, "The optimizer updates '2.weight', which the state does not have."),
+}
+
+
+def of_other_groupings(rank: int, folder: str) -> dict[str, str]:
+    """Return the error of loading the state of each other grouping, saved in two ways."""
+    found = {}
+    for case, (settings, _) in OTHER_GROUPINGS.items():
+        theirs: nn.Module = nn.Sequential(*plain(), nn.Linear(6, 6, bias=False))
+        frozen = settings.get("frozen")
+        if frozen is not None:
+            theirs.get_parameter(frozen).requires_grad_(False)
+        rules = {key: value for key, value in settings.items() if key != "frozen"}
+        theirs = mmfsdp.shard(theirs, {"optimizer": {"lr": 0.02, "exclude": ["3.weight"], **rules}})
+        saved = mmfsdp.build_optimizer(theirs)
+        set_and_step(theirs, [saved], range(1))
+        mmfsdp.save_checkpoint(f"{folder}/{case}", theirs, saved)
+        model = mmfsdp.shard(
+            nn.Sequential(*plain(), nn.Linear(6, 6, bias=False)), {"optimizer": {"lr": 0.02, "exclude": ["3.weight"]}}
+        )
+        optimizer = mmfsdp.build_optimizer(model)
+        set_and_step(model, [optimizer], range(5, 6))
+        before = [mmfsdp.model_state_dict(model, rank0_only=False), whole_state(model, optimizer)]
+        for way in ("memory", "file"):
+            try:
+                if way == "memory":
+                    state = mmfsdp.optim_state_dict(theirs, saved, rank0_only=False, param_names=True)
+                    mmfsdp.load_optim_state_dict(model, optimizer, state)
+                else:
+                    mmfsdp.load_checkpoint(f"{folder}/{case}", model, optimizer)
+            except StateDictError as error:
+                found[f"{case} {way}"] = str(error)
+        after = [mmfsdp.model_state_dict(model, rank0_only=False), whole_state(model, optimizer)]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    return found
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"]
+
+
+def test_a_state_of_another_grouping_is_refused_whole(tmp_path: Any) -> None:
+    for found in run_ranks(of_other_groupings, 2, str(tmp_path)):
+        for case, (_, message) in OTHER_GROUPINGS.items():
+            for way in ("memory", "file"):
+                assert message in found.get(f"{case} {way}", "loaded"), (case, way)
 
 
 def test_a_state_of_another_optimizer() -> None:

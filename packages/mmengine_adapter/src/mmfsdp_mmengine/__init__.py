@@ -9,6 +9,7 @@ from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.first_steps import RehearsalHook
 from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
+from mmfsdp_mmengine.optimizers.muon import MuonConstructor
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
 from mmfsdp_mmengine.runners.patches import patch_mmengine
 from mmfsdp_mmengine.strategy import FSDPStrategy
@@ -25,6 +26,7 @@ __all__ = [
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
     "MissingMMEngineError",
+    "MuonConstructor",
     "RehearsalHook",
     "__version__",
 ]

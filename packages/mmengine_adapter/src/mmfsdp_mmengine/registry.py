@@ -10,6 +10,7 @@ import mmengine.model.wrappers
 from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
 from mmengine.registry import HOOKS as ROOT_HOOKS
 from mmengine.registry import MODEL_WRAPPERS as ROOT_MODEL_WRAPPERS
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as ROOT_OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from mmengine.registry import STRATEGIES as ROOT_STRATEGIES
 from mmengine.registry import Registry
@@ -21,6 +22,7 @@ __all__ = [
     "HOOKS",
     "MODEL_WRAPPERS",
     "OPTIM_WRAPPERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
     "STRATEGIES",
     "ours_for",
     "register",
@@ -37,6 +39,10 @@ MODEL_WRAPPERS = Registry("model wrapper", parent=ROOT_MODEL_WRAPPERS, scope=SCO
 """Model wrappers of this package."""
 OPTIM_WRAPPERS = Registry("optimizer wrapper", parent=ROOT_OPTIM_WRAPPERS, scope=SCOPE, locations=[SCOPE])
 """Optimizer wrappers of this package."""
+OPTIM_WRAPPER_CONSTRUCTORS = Registry(
+    "optimizer wrapper constructor", parent=ROOT_OPTIM_WRAPPER_CONSTRUCTORS, scope=SCOPE, locations=[SCOPE]
+)
+"""Constructors of optimizer wrappers of this package."""
 STRATEGIES = Registry("strategy", parent=ROOT_STRATEGIES, scope=SCOPE, locations=[SCOPE])
 """Strategies of this package."""
 

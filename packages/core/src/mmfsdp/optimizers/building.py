@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.optimizers.functions import MUON, MatrixFunction, UpdateMatrix
-from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer
+from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer, state_with_matrices
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
 __all__ = ["MuonWithAdamW", "build_optimizer", "matrix_optimizer"]
@@ -30,7 +30,9 @@ class MuonWithAdamW(MatrixOptimizer):
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         plain = [group for group in groups if group["optimizer"] == "adamw"]
         self._adamw = AdamW(plain) if plain else None  # it fills in the settings that a group lacks
-        super().__init__(groups, MUON, {}, **options)
+        # What MMEngine's OptimWrapper logs as the base learning rate.
+        defaults = {name: groups[0][name] for name in ("lr", "weight_decay")} if groups else {}
+        super().__init__(groups, MUON, defaults, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -135,11 +137,7 @@ def matrix_optimizer(
     ):
         if not is_right:
             raise ConfigError(f"{name}={value!r} of matrix_optimizer() is out of range.")
-    state = find_sharded_model(model)
-    if state.is_fsdp1:
-        raise ShardStateError(
-            "Engine 'fsdp1' shows pieces of flat parameters, which have no rows. Shard the model by engine 'fsdp2'."
-        )
+    state = state_with_matrices(model)
     names = {id(param): fqn for fqn, param in _params_of(state).items()}
     if params is None:
         params = [param for param in _params_of(state).values() if param.requires_grad]

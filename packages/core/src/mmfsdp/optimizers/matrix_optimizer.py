@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
 from mmfsdp.optimizers.exchange import Message
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.outcomes import NO_GRADIENT, UPDATED, Outcomes, updated_matrix
 from mmfsdp.optimizers.routes import Piece
 from mmfsdp.optimizers.shards import local_of
+from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
-__all__ = ["BUCKET_BYTES", "MatrixOptimizer"]
+__all__ = ["BUCKET_BYTES", "MatrixOptimizer", "state_with_matrices"]
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of the matrices that travel together, by default."""
@@ -96,6 +99,22 @@ class MatrixOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`. Every rank must add the same parameters before its next step."""
         super().add_param_group(param_group)
+
+    def bind(self, model: nn.Module) -> None:
+        """Take the mesh and the names of a sharded model whose parameters the param groups now hold. Not collective.
+
+        For an optimizer that was built before its model was sharded, as MMEngine builds it.
+
+        Args:
+            model: The sharded model.
+
+        Raises:
+            ShardStateError: The model is not sharded, or by engine ``fsdp1``, whose parameters have no matrices.
+        """
+        state = state_with_matrices(model)
+        self._mesh, self._names = state.mesh, {id(param): fqn for fqn, param in state.module.named_parameters()}
+        self._prepared_for = None
+        self._owned.clear()
 
     def matrix_groups(self) -> list[dict[str, Any]]:
         """Return the param groups whose matrices the function updates."""
@@ -185,6 +204,20 @@ class MatrixOptimizer(Optimizer):
                 update = torch.cat([found[place] for place in mine])
                 local.add_(update.to(local.device).view_as(local), alpha=-size)
         self._outcomes.note([member.name for member, _ in bucket.matrices], bucket.owners, codes)
+
+
+def state_with_matrices(model: nn.Module) -> ShardedModel:
+    """Return the state of a sharded model whose parameters are divided by rows. Not collective.
+
+    Raises:
+        ShardStateError: The model is not sharded, or by engine ``fsdp1``.
+    """
+    state = find_sharded_model(model)
+    if state.is_fsdp1:
+        raise ShardStateError(
+            "Engine 'fsdp1' shows pieces of flat parameters, which have no rows. Shard the model by engine 'fsdp2'."
+        )
+    return state
 
 
 def _names_in(groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:

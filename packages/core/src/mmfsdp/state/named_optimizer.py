@@ -11,6 +11,7 @@ from typing import Any
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import StateDictError, closest
+from mmfsdp.state.grouping import check_grouping
 
 __all__ = ["REBUILD", "by_name", "by_place", "renamed", "with_names"]
 
@@ -56,7 +57,8 @@ def by_place(
         settings: The optimizer's param groups; a setting that the state lacks keeps its value here.
 
     Raises:
-        StateDictError: The state has no known form, is for other parameters, or has contradictory settings in a group.
+        StateDictError: The state has no known form, is for other parameters, has contradictory settings in a group, or
+            divides parameters otherwise than an optimizer that sees whole matrices.
     """
     state_dict = unflattened(state_dict)
     for key in (GROUPS, STATE):
@@ -67,6 +69,7 @@ def by_place(
         isinstance(group, Mapping) and "params" in group for group in stored
     ):
         raise StateDictError("'param_groups' of an optimizer's state must be a list of dicts, each with 'params'.")
+    check_grouping(stored, groups, settings)
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
         placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
         named = [group.get(NAMES) for group in stored]

@@ -11,6 +11,7 @@ from mmengine.registry import OPTIMIZERS
 
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
+from mmfsdp.optimizers import MatrixOptimizer
 from mmfsdp_mmengine.optimizers.clipping import clip_globally
 
 __all__ = ["OptimizerBinding", "check_optimizer_named", "optim_wrappers_of", "waiting_gradients"]
@@ -100,6 +101,7 @@ class OptimizerBinding:
 
         Raises:
             ConfigError: A flat parameter (``use_orig_params=False``) would be in several param groups.
+            ShardStateError: An optimizer needs whole matrices, and the engine is ``fsdp1``.
         """
         params = dict(model.named_parameters())
         flat = _flat_names(plan, params)
@@ -108,6 +110,8 @@ class OptimizerBinding:
             for group, names in zip(wrapper.optimizer.param_groups, self._groups[key], strict=True):
                 group["params"][:] = [params[name] for name in dict.fromkeys(flat.get(name, name) for name in names)]
             wrapper.optimizer.state.clear()
+            if isinstance(wrapper.optimizer, MatrixOptimizer):
+                wrapper.optimizer.bind(model)
             if key in self._states:
                 load_optim_state_dict(model, wrapper.optimizer, self._states[key])
             clip_globally(wrapper, model)
