@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import mmfsdp
-from mmfsdp.checkpoint import latest_checkpoint, remove_old_checkpoints
 
 MODEL = LlamaConfig(
     vocab_size=128,  # one token per ASCII character
@@ -77,35 +76,23 @@ def train_step(
     return total / dist.get_world_size()
 
 
-def progress(step: int, scheduler: LambdaLR, generator: torch.Generator) -> dict[str, object]:
-    """Return what a checkpoint holds besides weights and optimizer state. Collective: every rank calls it."""
-    states: list[torch.Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, torch.get_rng_state())
-    return {
-        "step": step,
-        "scheduler": scheduler.state_dict(),
-        "data_rng": generator.get_state(),  # the same on every rank
-        "rank_rng": states,  # one per rank: dropout draws from it
-    }
+class Sums:
+    """The training data, whose position is the state of a generator: the same on every rank."""
 
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
 
-def resume(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR, data: torch.Generator
-) -> int:
-    """Load a checkpoint and return the number of steps it has done. Collective: every rank calls it."""
-    rest, _ = mmfsdp.load_checkpoint(path, model, optimizer)
-    scheduler.load_state_dict(rest["scheduler"])
-    data.set_state(rest["data_rng"])
-    if len(rest["rank_rng"]) == dist.get_world_size():
-        torch.set_rng_state(rest["rank_rng"][dist.get_rank()])
-    return rest["step"]
+    def next_batch(self) -> torch.Tensor:
+        """Return the tokens of the next step."""
+        return text_batch(self.generator)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the position."""
+        return {"generator": self.generator.get_state()}
 
-def newest(directory: Path) -> Path | None:
-    """Return the latest complete checkpoint, as the first rank sees it. Collective: every rank calls it."""
-    found = [latest_checkpoint(directory) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Go to a position."""
+        self.generator.set_state(state_dict["generator"])
 
 
 def main() -> None:
@@ -138,37 +125,29 @@ def main() -> None:
     model = mmfsdp.apply_plan(model, plan, param_init_fn=model._init_weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = LambdaLR(optimizer, learning_rate)
-    data = torch.Generator().manual_seed(0)
+    data = Sums()
 
-    done = 0
-    if checkpoint := newest(args.dir):
-        done = resume(checkpoint, model, optimizer, scheduler, data)
-        if is_first:
-            print(f"resumed from {checkpoint}; ranks: {dist.get_world_size()}", flush=True)
-
-    saving = None
     stop = min(args.steps, args.stop_after or args.steps)
-    for step in range(done + 1, stop + 1):
-        loss = train_step(model, optimizer, text_batch(data), device)
-        scheduler.step()
-        if is_first:
-            print(f"step {step}: loss {loss.item():.6f}", flush=True)
-        if step % args.save_every == 0 or step == stop:
-            finish(saving, args.dir)
-            extra = progress(step, scheduler, data)
-            saving = mmfsdp.save_checkpoint(
-                args.dir / f"step_{step}", model, optimizer, extra=extra, overwrite=True, blocking=False
-            )
-    finish(saving, args.dir)
+    with mmfsdp.CheckpointManager(
+        args.dir,
+        model,
+        optimizer,
+        every_steps=args.save_every,
+        max_to_keep=2,
+        schedulers=scheduler,
+        state={"data": data},
+    ) as manager:
+        done = manager.resume()
+        if is_first and done:
+            print(f"resumed after step {done}; ranks: {dist.get_world_size()}", flush=True)
+        for step in range(done + 1, stop + 1):
+            loss = train_step(model, optimizer, data.next_batch(), device)
+            scheduler.step()
+            if is_first:
+                print(f"step {step}: loss {loss.item():.6f}", flush=True)
+            manager.step(step)
+        manager.save(stop)
     dist.destroy_process_group()
-
-
-def finish(saving, directory: Path) -> None:
-    """Wait until a save is complete, then remove all checkpoints but the last two."""
-    if saving is not None:
-        saving.result()
-        if dist.get_rank() == 0:
-            remove_old_checkpoints(directory, keep=2)
 
 
 if __name__ == "__main__":

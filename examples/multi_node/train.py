@@ -55,25 +55,21 @@ def main() -> None:
     model = mmfsdp.shard(build(), {"sharding": {"strategy": strategy}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    done = 0
-    saved = sorted(args.dir.glob("step-*"), key=lambda path: int(path.stem.removeprefix("step-")))
-    if saved:
-        rest, _ = mmfsdp.load_checkpoint(saved[-1], model, optimizer)
-        done = rest["step"]
-    for step in range(done, done + args.steps):
-        inputs, labels = batch_of(step, rank, world_size)
-        loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
-        loss.backward()
-        mmfsdp.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        if rank == 0:
-            print(f"step {step}: loss {loss.item() / world_size:.6f}", flush=True)
-    last = done + args.steps
-    suffix = ".pth" if args.kind == "full" else ""
-    mmfsdp.save_checkpoint(args.dir / f"step-{last}{suffix}", model, optimizer, kind=args.kind, extra={"step": last})
+    with mmfsdp.CheckpointManager(args.dir, model, optimizer, every_minutes=30, kind=args.kind) as manager:
+        done = manager.resume()
+        for step in range(done, done + args.steps):
+            inputs, labels = batch_of(step, rank, world_size)
+            loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+            loss.backward()
+            mmfsdp.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            if rank == 0:
+                print(f"step {step}: loss {loss.item() / world_size:.6f}", flush=True)
+            manager.step(step + 1)
+        manager.save(done + args.steps)
     dist.destroy_process_group()
 
 

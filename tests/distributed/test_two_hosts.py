@@ -115,11 +115,11 @@ def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host
     found |= alone(here(standalone, run, per_node=1, kind="full"))
     assert sorted(found) == sorted(expected) == list(range(9))
     assert found == pytest.approx(expected, abs=2e-5)
-    last, reference = (torch.load(place / "step-9.pth", weights_only=True) for place in (run, folder / "reference"))
+    last, reference = (torch.load(place / "step_9.pth", weights_only=True) for place in (run, folder / "reference"))
     for name, weight in reference["state_dict"].items():
         torch.testing.assert_close(last["state_dict"][name], weight, rtol=1e-4, atol=1e-5)
-    assert all(verify(path).ok for path in run.iterdir())
-    assert sorted(path.name for path in run.iterdir()) == ["step-3", "step-6", "step-9.pth"]
+    assert sorted(path.name for path in run.iterdir()) == ["run.json", "step_3", "step_6", "step_9.pth"]
+    assert all(verify(path).ok for path in run.glob("step_*"))
 
 
 SCENARIOS: dict[str, tuple[str, str, int, float]] = {

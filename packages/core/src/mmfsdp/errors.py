@@ -26,6 +26,7 @@ __all__ = [
     "PolicyNotFoundError",
     "RankMismatchError",
     "RehearsalError",
+    "RunDirectoryError",
     "ShardStateError",
     "StateDictError",
     "UnknownTorchError",
@@ -166,6 +167,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class IncompleteCheckpointError(CheckpointError):
     """Parts of a checkpoint are missing: a rank's file, or a region of a tensor."""
+
+
+class RunDirectoryError(CheckpointError):
+    """The directory of a run belongs to another run or model, to a running job, or to a run that was not resumed."""
 
 
 class UnsafePickleError(CheckpointError):

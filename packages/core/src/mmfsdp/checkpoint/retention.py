@@ -15,7 +15,7 @@ from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.errors import CheckpointError, ConfigError
 
-__all__ = ["latest_checkpoint", "remove_old_checkpoints"]
+__all__ = ["check_complete", "latest_checkpoint", "remove_checkpoint", "remove_old_checkpoints", "remove_remains"]
 
 _NUMBER = re.compile(r"\d+")
 
@@ -73,13 +73,53 @@ def remove_old_checkpoints(
     found = list(_complete(directory, pattern or "*"))
     if pattern is None:
         found = [path for path in found if _series(path) == _series(found[0]) != path.name]
-    removed = tuple(path for path in found[keep:] if _taken_away(path))
+    removed = tuple(path for path in found[keep:] if remove_checkpoint(path))
+    remove_remains(directory)
+    return removed
+
+
+def check_complete(path: Path) -> None:
+    """Raise unless a checkpoint is complete, as `latest_checkpoint` understands it. Not collective.
+
+    Raises:
+        CheckpointError: It is not.
+        OSError: It cannot be read.
+    """
+    if (path / MANIFEST_NAME).exists():
+        check_manifest(path)
+    else:
+        open_layout(path, trust=True)
+
+
+def remove_checkpoint(path: Path) -> bool:
+    """Move a checkpoint away from its path, for `remove_remains` to remove. Not collective.
+
+    Returns:
+        Whether this process did; not if the checkpoint is being rewritten, or is already gone.
+    """
+    claim = Lease.take(claim_of(path))
+    if claim is None:
+        return False
+    try:
+        os.rename(path, sibling(path, new_token(), Kind.REMOVED))
+    except FileNotFoundError:
+        return False
+    finally:
+        claim.release()
+    return True
+
+
+def remove_remains(directory: Path) -> None:
+    """Remove the data of checkpoints that have left their paths, also if a killed process moved them. Not collective.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
     if directory.is_dir():
-        for entry in directory.iterdir():  # also what a killed process had begun to remove
+        for entry in directory.iterdir():
             while entry.name.endswith(f".{Kind.REMOVED}") and os.path.lexists(entry):
                 with contextlib.suppress(FileNotFoundError):  # another process is at it too
                     remove(entry)
-    return removed
 
 
 def _complete(directory: Path, pattern: str) -> Iterator[Path]:
@@ -107,24 +147,7 @@ def _series(path: Path) -> str:
 
 def _is_complete(path: Path) -> bool:
     try:
-        if (path / MANIFEST_NAME).exists():
-            check_manifest(path)
-        else:
-            open_layout(path, trust=True)
+        check_complete(path)
     except (CheckpointError, OSError):
         return False
-    return True
-
-
-def _taken_away(path: Path) -> bool:
-    """Move a checkpoint away from its path, unless it is being rewritten or is already gone."""
-    claim = Lease.take(claim_of(path))
-    if claim is None:
-        return False
-    try:
-        os.rename(path, sibling(path, new_token(), Kind.REMOVED))
-    except FileNotFoundError:
-        return False
-    finally:
-        claim.release()
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -109,7 +110,8 @@ class DirectorySave:
         try:
             step()
         except BaseException:
-            self.abandon()
+            with contextlib.suppress(OSError):  # why the save failed matters more: the directory may be lost, too
+                self.abandon()
             raise
 
     def _look(self, first_host: str) -> None:

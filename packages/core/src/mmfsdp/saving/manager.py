@@ -1,0 +1,360 @@
+"""Owns the checkpoints of a run in a training loop: when to save, which to keep, and where to resume."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from mmfsdp.checkpoint.files.atomic import TargetExistsError
+from mmfsdp.checkpoint.files.disk import refuse_empty
+from mmfsdp.collective.channels import GlooChannel
+from mmfsdp.collective.scopes import new_scope
+from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path, shared
+from mmfsdp.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    RunDirectoryError,
+)
+from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.saving.background import PendingSave
+from mmfsdp.saving.load import load_checkpoint
+from mmfsdp.saving.publishing import as_checkpoint_error
+from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
+from mmfsdp.saving.run_state import RunState, Stateful
+from mmfsdp.saving.save import save_checkpoint
+
+__all__ = ["CheckpointManager"]
+
+_LONGEST_PAUSE = 64  # steps between two attempts to save
+_log = logging.getLogger("mmfsdp.saving")
+
+
+class CheckpointManager:
+    """Saves a run while it trains, keeps the checkpoints that matter, and resumes from the newest complete one.
+
+    Use it as a context manager: leaving the block waits for the last save; after an exception it waits for nothing.
+    `resume`, `step`, `save`, `close` and making one are collective: every rank of the model's mesh.
+
+    Args:
+        directory: Where the checkpoints of this run go: ``step_100``, ``step_200``, ... The same on every rank.
+        model: A sharded model.
+        optimizer: Built from its parameters.
+        every_steps: Save every n steps.
+        every_minutes: Save once this many minutes have passed since the last save, by the clock of the first rank. The
+            ranks agree by a message of two bytes per step, so the save comes one step later.
+        max_to_keep: How many of the newest checkpoints to keep; all if ``None``.
+        keep_period: Also keep those of every n-th step.
+        keep_best: Also keep this many with the best metric, which `step` and `save` take.
+        best_mode: ``'min'`` if small metrics are good, ``'max'`` if large ones are.
+        kind: ``sharded``, ``local`` or ``full``: see `save_checkpoint`.
+        background: Write while training continues; by default if ``kind`` is ``sharded``.
+        schedulers: A learning rate scheduler, or several.
+        scaler: A gradient scaler.
+        averaged: A second sharded model with averaged weights.
+        state: More objects with ``state_dict()`` and ``load_state_dict()`` by name, such as a data loader. If a state
+            differs between ranks, which is logged at the first save, the run resumes only on as many ranks.
+        safe_globals: Classes that states may hold besides tensors and plain data.
+        run: The name of the run. A directory of a run with another name is refused.
+        raise_errors: Raise the error of a save that fails. By default it is logged, counted in `failed_saves`, and
+            the save is tried again after 1, 2, 4, ... steps, 64 at most.
+
+    Raises:
+        RunDirectoryError: The directory belongs to another run or model, or a running job uses it.
+        ConfigError: A setting has a wrong value.
+        RankMismatchError: Ranks gave different settings.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        keep_best: int = 0,
+        best_mode: Literal["min", "max"] = "min",
+        kind: Literal["full", "local", "sharded"] = "sharded",
+        background: bool | None = None,
+        schedulers: Stateful | Sequence[Stateful] = (),
+        scaler: Stateful | None = None,
+        averaged: nn.Module | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        safe_globals: Sequence[Any] = (),
+        run: str | None = None,
+        raise_errors: bool = False,
+    ) -> None:
+        refuse_empty(directory)
+        background = kind == "sharded" if background is None else background
+        _check_settings(every_steps, every_minutes, kind, background)
+        self._retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
+        sharded = find_sharded_model(model)
+        # Messages of the steps must not mix with those of saves, which may be running.
+        self._scope = new_scope(sharded.mesh)
+        listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+        named = {f"scheduler {number}": item for number, item in enumerate(listed)}
+        named |= {} if scaler is None else {"scaler": scaler}
+        self._state = RunState(named, dict(state or {}), averaged, sharded.mesh.device_type, safe_globals)
+        given = {
+            "every_steps": every_steps,
+            "every_minutes": every_minutes,
+            "retention": self._retention,
+            "kind": kind,
+            "background": background,
+            "state": sorted([*named, *(state or {})]),
+            "averaged": averaged is not None,
+            "raise_errors": raise_errors,
+        }
+        check_same_arguments(self._scope, "CheckpointManager()", given)
+        self.directory = Path(same_path(directory, self._scope))
+        self._model, self._optimizer = model, optimizer
+        self._every_steps, self._every_minutes = every_steps, every_minutes
+        self._kind, self._background, self._safe_globals = kind, background, safe_globals
+        self._raise_errors = raise_errors
+        self.failed_saves = 0
+        """How many saves have failed so far."""
+        self._in_row = 0  # failed saves since the last one that succeeded
+        self._retry_at: int | None = None
+        self._pending: tuple[int, PendingSave] | None = None
+        self._saved: int | None = None  # the newest step that is saved, or is being saved
+        self._message: tuple[dist.Work, torch.Tensor] | None = None
+        self._begun = time.monotonic()
+        shapes = repr(sorted((param.fqn, param.shape) for param in sharded.plan.all_params()))
+        identity = hashlib.sha256(shapes.encode()).hexdigest()
+
+        def open_directory() -> RunDirectory | None:
+            with as_checkpoint_error(self.directory):
+                return RunDirectory(self.directory, run=run, model=identity) if self._scope.is_first else None
+
+        self._files = on_all_ranks(open_directory, self._scope)
+        self._unread = shared(lambda: self._files and len(self._files.checkpoints()), self._scope)
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that is complete and undamaged; return how many steps it has done, or 0.
+
+        Checkpoints that are incomplete or damaged are skipped, with a line in the log of ``mmfsdp.saving``, and are
+        renamed once an older one is loaded: ``step_200.damaged``. Call it when everything that is saved exists, right
+        before the loop. Collective: every rank.
+
+        Raises:
+            IncompleteCheckpointError: There are checkpoints, and none of them can be loaded.
+            RunDirectoryError: The run has other objects than the one that saved, or it needs as many ranks.
+            StateDictError: Names or shapes do not fit the model or optimizer.
+        """
+        for step, path in shared(lambda: self._files.complete() if self._files else None, self._scope) or []:
+            try:
+                rest, _ = load_checkpoint(path, self._model, self._optimizer, safe_globals=self._safe_globals)
+            except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+                if self._scope.is_first:
+                    _log.warning("Skipped the checkpoint %r, which is damaged: %s", str(path), error)
+                continue
+            self._state.restore(rest, self._scope)
+            self._on_first(lambda files, step=step: files.set_aside(step), path)  # type: ignore[misc]
+            if self._scope.is_first:
+                _log.info("Resumed from %r, which has done %d steps.", str(path), step)
+            self._saved, self._unread, self._begun = step, 0, time.monotonic()
+            return step
+        if self._unread:
+            raise IncompleteCheckpointError(
+                f"None of the {self._unread} checkpoints in the directory can be loaded; the log names what is wrong "
+                "with each. Restore one of them, or start again in another directory.",
+                file=str(self.directory),
+            )
+        return 0
+
+    def step(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
+        """Save if it is time to, once a step is done. Collective: every rank.
+
+        Args:
+            step: How many steps are done, on every rank the same.
+            metric: How good the model is, by which ``keep_best`` chooses; the first rank's counts.
+
+        Returns:
+            Whether this step was saved, or is being saved.
+
+        Raises:
+            RunDirectoryError: The directory has checkpoints, and `resume` was not called.
+            CheckpointError: The save failed, or the one before it, and ``raise_errors`` is set.
+        """
+        self._refuse_unread()
+        due = self._every_steps is not None and step % self._every_steps == 0
+        due |= self._retry_at is not None and step >= self._retry_at
+        asked, ended = self._heard()
+        if ended:
+            self._finish()
+        saved = self.save(step, metric) if due or asked else False
+        self._ask()
+        return saved
+
+    def save(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
+        """Save now, unless this step is saved already. Collective: every rank.
+
+        A save that is still running in the background is waited for.
+
+        Args:
+            step: See `step`.
+            metric: See `step`.
+
+        Returns:
+            Whether this step is saved, or is being saved.
+
+        Raises:
+            TargetExistsError: There is a checkpoint of this step that this run has not made or loaded.
+            UnsafePickleError: At the first save: some state holds an object that could not be loaded.
+            RunDirectoryError: See `step`.
+            CheckpointError: See `step`.
+        """
+        self._refuse_unread()
+        self._finish()
+        if step == self._saved:
+            return True
+        value = None if metric is None else float(metric)
+        path = self.directory / (f"step_{step}.pth" if self._kind == "full" else f"step_{step}")
+        extra = self._state.content(step, self._scope, whole=self._kind == "full")
+        self._begun = time.monotonic()
+        try:
+            self._on_first(lambda files: files.announce(step, value), path)
+            blocking = not self._background
+            pending = save_checkpoint(
+                path, self._model, self._optimizer, kind=self._kind, extra=extra, blocking=blocking
+            )
+        except TargetExistsError:
+            raise
+        except CheckpointError as error:
+            self._failed(step, error)
+            return False
+        self._pending, self._saved = (step, pending), step
+        self._retry_at = None
+        if blocking:
+            self._finish()
+        return True
+
+    def wait(self) -> None:
+        """Wait until the save in the background is complete. Collective: every rank.
+
+        Raises:
+            CheckpointError: It failed, and ``raise_errors`` is set.
+        """
+        self._finish()
+
+    def close(self) -> None:
+        """Wait for the last save, and let other jobs use the directory. Collective: every rank.
+
+        Raises:
+            CheckpointError: The last save failed.
+        """
+        try:
+            self._heard()
+            self._finish(last=True)
+        finally:
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error other ranks may be anywhere, or dead: nothing may wait for them.
+        self.close() if kind is None else self._release()
+
+    def _release(self) -> None:
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
+
+    def _refuse_unread(self) -> None:
+        if self._unread:
+            raise RunDirectoryError(
+                "The directory has checkpoints already. Call resume() before the first step, or choose a new directory "
+                "for a new run.",
+                file=str(self.directory),
+            )
+
+    def _finish(self, *, last: bool = False) -> None:
+        """Take the outcome of the running save, and remove what need not be kept any more. Collective."""
+        if self._pending is not None:
+            (step, pending), self._pending = self._pending, None
+            try:
+                on_all_ranks(pending.settle, self._scope)
+            except CheckpointError as error:
+                self._saved = None
+                self._failed(step, error)
+            else:
+                self._in_row = 0
+                self._on_first(self._retain, self.directory)
+        if last and self._in_row:
+            raise CheckpointError(
+                f"The last {self._in_row} saves of this run failed; the log has the errors. Its newest steps are lost.",
+                file=str(self.directory),
+            )
+
+    def _on_first(self, step: Callable[[RunDirectory], None], path: Path) -> None:
+        """Do something with the directory on the first rank; if it fails, raise on all. Collective."""
+
+        def act() -> None:
+            if self._files is not None:
+                with as_checkpoint_error(path):
+                    step(self._files)
+
+        on_all_ranks(act, self._scope)
+
+    def _retain(self, files: RunDirectory) -> None:
+        try:
+            files.retain(self._retention)
+        except OSError as error:  # an old checkpoint too many does no harm
+            _log.warning("An old checkpoint cannot be removed: %s", error)
+
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        self.failed_saves += 1
+        if self._raise_errors:
+            raise error
+        pause = min(2**self._in_row, _LONGEST_PAUSE)
+        self._in_row += 1
+        self._retry_at = step + pause
+        if self._scope.is_first:
+            _log.error("Step %d was not saved; step %d will be, or the next one. %s", step, self._retry_at, error)
+
+    def _ask(self) -> None:
+        """Begin to tell the others whether this rank's part of a save has ended, and whether minutes have passed."""
+        if self._message is None and (self._every_minutes is not None or self._pending is not None):
+            passed = self._every_minutes is not None and time.monotonic() - self._begun >= 60 * self._every_minutes
+            running = self._pending is not None and not self._pending[1].done()
+            flags = torch.tensor([passed and self._scope.is_first, running], dtype=torch.uint8)
+            channel = self._scope.channel
+            assert isinstance(channel, GlooChannel)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=channel.group, async_op=True)
+            self._message = work, flags
+
+    def _heard(self) -> tuple[bool, bool]:
+        """Return whether minutes have passed, and whether the save has ended on all ranks, as of the step before."""
+        if self._message is None:
+            return False, False
+        (work, flags), self._message = self._message, None
+        work.wait()
+        return bool(flags[0]), not flags[1]
+
+
+def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, background: bool) -> None:
+    check_count("every_steps", every_steps)
+    if every_minutes is not None and not 0 < every_minutes < math.inf:
+        raise ConfigError(f"every_minutes={every_minutes!r} is not a positive number.")
+    if kind not in ("full", "local", "sharded"):
+        raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
+    if background and kind != "sharded":
+        raise ConfigError(f"background=True needs kind='sharded', got kind={kind!r}.")

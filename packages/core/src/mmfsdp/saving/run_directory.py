@@ -1,0 +1,199 @@
+"""Keeps the directory of a run: one job at a time, the checkpoints of one run only, and of these those to keep."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmfsdp.checkpoint.files.atomic import atomic_output
+from mmfsdp.checkpoint.files.siblings import Lease, targets_of, writer
+from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remove_remains
+from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
+
+__all__ = ["Retention", "RunDirectory", "check_count"]
+
+_NAME = re.compile(r"step_(\d+)(\.pth)?")
+_RECORD = "run.json"
+_ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
+_log = logging.getLogger("mmfsdp.saving")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run to keep; one that any of these rules keeps stays."""
+
+    max_to_keep: int | None = None
+    """The newest ones; all if ``None``."""
+    keep_period: int | None = None
+    """Those of every n-th step."""
+    keep_best: int = 0
+    """The best ones by their metric."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether small or large metrics are good."""
+
+    def __post_init__(self) -> None:
+        check_count("max_to_keep", self.max_to_keep)
+        check_count("keep_period", self.keep_period)
+        check_count("keep_best", self.keep_best, least=0)
+        if self.max_to_keep is None and (self.keep_best or self.keep_period is not None):
+            raise ConfigError("keep_best and keep_period add to max_to_keep, and without it every checkpoint is kept.")
+        if self.best_mode not in ("min", "max"):
+            raise ConfigError(f"best_mode must be 'min' or 'max', got {self.best_mode!r}.")
+
+    def to_remove(self, steps: Iterable[int], metrics: Mapping[int, float]) -> list[int]:
+        """Return the steps whose checkpoints no rule keeps. The newest one always stays."""
+        ordered = sorted(steps)
+        if self.max_to_keep is None:
+            return []
+        rated = [step for step in ordered if math.isfinite(metrics.get(step, math.nan))]
+        sign = 1 if self.best_mode == "min" else -1
+        best = sorted(rated, key=lambda step: (sign * metrics[step], -step))[: self.keep_best]
+        periodic = [step for step in ordered if self.keep_period and step % self.keep_period == 0]
+        kept = {*ordered[-self.max_to_keep :], *best, *periodic}
+        return [step for step in ordered if step not in kept]
+
+
+def check_count(name: str, value: int | None, *, least: int = 1) -> None:
+    """Raise a ``ConfigError`` unless a setting is ``None`` or a whole number that is large enough."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigError(f"{name}={value!r} is not a whole number of {least} or more.")
+
+
+class RunDirectory:
+    """The directory of a run, which one job holds until it closes it or ends. Not collective: for one rank.
+
+    Args:
+        path: The directory; it is created if it is missing.
+        run: The name of the run, or ``None`` for any.
+        model: Identifies the names and shapes of the model.
+
+    Raises:
+        RunDirectoryError: Another job holds the directory, or it belongs to another run or model.
+        CheckpointError: What it says about its run cannot be read.
+        OSError: It cannot be created.
+    """
+
+    def __init__(self, path: Path, *, run: str | None, model: str) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lease = _take(path / ".mmfsdp-run-lease")
+        try:
+            self._record = self._checked(run, model)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other jobs have the directory."""
+        self._lease.release()
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Return step and path of all checkpoints, complete or not, the newest first."""
+        names = {*os.listdir(self.path), *targets_of(self.path)}
+        found = [(int(match[1]), self.path / match[0]) for match in map(_NAME.fullmatch, names) if match]
+        return sorted(found, reverse=True)
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """Return step and path of the complete checkpoints, the newest first; log why others are skipped."""
+        found = []
+        for step, path in self.checkpoints():
+            try:
+                check_complete(path)
+            except (CheckpointError, OSError) as error:
+                _log.warning("Skipped the checkpoint %r, which is not complete: %s", str(path), error)
+            else:
+                found.append((step, path))
+        return found
+
+    def set_aside(self, after: int) -> None:
+        """Rename the checkpoints after a step, which could not be loaded: ``step_8.damaged``. Nothing is removed."""
+        for step, path in self.checkpoints():
+            if step > after and os.path.lexists(path):
+                number, target = 1, path.with_name(f"{path.name}.damaged")
+                while os.path.lexists(target):
+                    number, target = number + 1, path.with_name(f"{path.name}.damaged-{number + 1}")
+                os.rename(path, target)
+                _log.warning("Renamed %r, which could not be loaded, to %r.", str(path), target.name)
+
+    def announce(self, step: int, metric: float | None) -> None:
+        """Record that the run saves a step, and how good it is, before the checkpoint is written."""
+        metrics = {key: value for key, value in self._record["metrics"].items() if key != str(step)}
+        if metric is not None and math.isfinite(metric):
+            metrics[str(step)] = metric
+        changed = {**self._record, "metrics": metrics}
+        target = self.path / _RECORD
+        if changed != self._record or not target.exists():
+            self.path.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
+            with atomic_output(target, overwrite=True) as temporary:
+                temporary.write_text(json.dumps(changed), encoding="utf-8")
+            self._record = changed
+
+    def retain(self, retention: Retention) -> None:
+        """Remove the checkpoints that need not be kept."""
+        paths = dict(self.checkpoints())
+        metrics = {int(step): value for step, value in self._record["metrics"].items()}
+        for step in retention.to_remove(paths, metrics):
+            remove_checkpoint(paths[step])
+        remove_remains(self.path)
+
+    def _checked(self, run: str | None, model: str) -> dict[str, Any]:
+        file = self.path / _RECORD
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            stored, stored_run, _ = found["model"], found["run"], found["metrics"].items()
+        except FileNotFoundError:
+            return {"version": 1, "run": run, "model": model, "metrics": {}}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunDirectoryError(
+                f"{_RECORD} says to which run the directory belongs, and cannot be read: {error!r}. If the directory "
+                "is the right one, remove that file; only the metrics of its checkpoints are lost.",
+                file=str(file),
+            ) from error
+        if run is not None and stored_run is not None and run != stored_run:
+            raise RunDirectoryError(
+                f"The directory belongs to run {stored_run!r}, not to {run!r}. Choose another directory for this run.",
+                file=str(self.path),
+            )
+        if stored != model:
+            raise RunDirectoryError(
+                "The directory holds checkpoints of another model: its parameters have other names or shapes. Choose "
+                "another directory for this model, or load weights that fit with load_checkpoint(strict=False).",
+                file=str(self.path),
+            )
+        return {**found, "run": stored_run if run is None else run}
+
+
+def _take(path: Path) -> Lease:
+    """Hold the directory, or say which process does."""
+    deadline = time.monotonic() + _ORPHANS
+    while (lease := Lease.take(path)) is None:
+        holder = writer(path)
+        # The workers of a data loader have the lock of the process that they were forked from for a few seconds more.
+        if not _is_dead(holder) or time.monotonic() > deadline:
+            raise RunDirectoryError(
+                f"Process {holder.get('pid', '?')} on host {holder.get('host', '?')!r} is using the directory of this "
+                "run. Wait until it has ended, or end it; if it is another run, choose another directory.",
+                file=str(path.parent),
+            )
+        time.sleep(0.2)
+    return lease
+
+
+def _is_dead(holder: Mapping[str, Any]) -> bool:
+    if holder.get("host") != os.uname().nodename or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,383 @@
+"""CheckpointManager: a run that stops and resumes ends as one that did not, and nothing is lost or overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.forked_scripts import environ_alone
+from torch import nn
+
+import mmfsdp
+from mmfsdp import errors
+from mmfsdp.checkpoint import open_layout
+from mmfsdp.saving import manager as manager_module
+from mmfsdp.saving.run_directory import Retention, RunDirectory
+from mmfsdp.testing import run_ranks, single_rank
+
+BATCH = 12
+STEPS = 9
+
+
+class Counter:
+    """An object of a user, equal on every rank unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.seen: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "history": torch.arange(3.0)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+def build(width: int = 9) -> nn.Module:
+    torch.manual_seed(0)
+    return mmfsdp.shard(nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3)))
+
+
+def train(rank: int, folder: str | None, begin: int, end: int, noise: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Train from the newest checkpoint up to a step, or without a manager, and return all that the run is made of."""
+    model, averaged, counter = build(), build(), Counter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    manager, first = None, 0
+    if folder is not None:
+        manager = mmfsdp.CheckpointManager(
+            folder, model, optimizer, schedulers=scheduler, averaged=averaged, state={"counter": counter}, **options
+        )
+        first = manager.resume()
+        assert first == begin
+    for step in range(first, end):
+        rows = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))[rank :: dist.get_world_size()]
+        if noise:
+            rows = F.dropout(rows) + random.random()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        with torch.no_grad():
+            for ours, theirs in zip(averaged.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.1)
+        counter.seen += BATCH
+        if manager is not None:
+            manager.step(step + 1, metric=abs(step - 3.2))
+    if manager is not None:
+        manager.close()
+        assert manager.failed_saves == 0
+    return {
+        "weights": mmfsdp.model_state_dict(model, rank0_only=False),
+        "optimizer": mmfsdp.optim_state_dict(model, optimizer, rank0_only=False),
+        "averaged": mmfsdp.model_state_dict(averaged, rank0_only=False),
+        "rate": scheduler.get_last_lr(),
+        "seen": counter.seen,
+        "draws": (torch.rand(3), random.random()) if noise else None,
+    }
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local", "full"])
+def test_a_resumed_run_ends_as_one_that_never_stopped(kind: str, tmp_path: Path) -> None:
+    whole = run_ranks(train, 2, None, 0, STEPS, True, {})
+    options = {"every_steps": 2, "max_to_keep": 1, "kind": kind}
+    run_ranks(train, 2, str(tmp_path / "run"), 0, 5, True, options)
+    resumed = run_ranks(train, 2, str(tmp_path / "run"), 4, STEPS, True, options)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    assert kept(tmp_path / "run") == ["run.json", "step_8.pth" if kind == "full" else "step_8"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
+    whole = run_ranks(train, 2, None, 0, STEPS, False, {})[0]
+    run_ranks(train, 2, str(tmp_path), 0, 4, False, {"every_steps": 2})
+    resumed = run_ranks(train, ranks, str(tmp_path), 4, STEPS, False, {"every_steps": 2})[0]
+    torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_best_the_newest_and_periodic_ones_stay(tmp_path: Path) -> None:
+    options = {"every_steps": 1, "max_to_keep": 2, "keep_period": 4, "keep_best": 1}
+    run_ranks(train, 2, str(tmp_path), 0, 7, False, options)
+    # Step 4 (step 3 counted from 0) has the smallest metric, and is the fourth.
+    assert kept(tmp_path) == ["run.json", "step_4", "step_6", "step_7"]
+    run_ranks(train, 2, str(tmp_path), 7, STEPS, False, {**options, "keep_period": None})
+    assert kept(tmp_path) == ["run.json", "step_4", "step_8", "step_9"]
+
+
+@pytest.mark.parametrize(
+    ("retention", "removed"),
+    [
+        (Retention(), []),
+        (Retention(1), [1, 2, 3, 4]),
+        (Retention(1, keep_period=2), [1, 3]),
+        (Retention(2, keep_best=1), [1, 2]),
+        (Retention(2, keep_best=2), [2]),
+        (Retention(2, keep_best=1, best_mode="max"), [1, 3]),
+        (Retention(9), []),
+    ],
+)
+def test_what_is_removed(retention: Retention, removed: list[int]) -> None:
+    metrics = {1: 0.2, 2: 0.9, 3: 0.1, 4: float("nan")}
+    assert retention.to_remove([5, 3, 1, 2, 4], metrics) == removed
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit of a weight in a checkpoint."""
+    chunk = open_layout(path).tensors["state_dict/2.weight"].chunks()[-1]
+    with chunk.file.open("r+b") as file:
+        file.seek(chunk.offset)
+        [byte] = file.read(1)
+        file.seek(chunk.offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_damaged_and_incomplete_checkpoints_are_skipped(tmp_path: Path) -> None:
+    whole = run_ranks(train, 2, None, 0, STEPS, True, {})
+    run_ranks(train, 2, str(tmp_path), 0, 6, True, {"every_steps": 2})
+    flip_bit(tmp_path / "step_4")
+    next((tmp_path / "step_6").glob("__1_*")).unlink()
+    resumed = run_ranks(train, 2, str(tmp_path), 2, STEPS, True, {"every_steps": 2})
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    names = ["run.json", "step_2", "step_4", "step_4.damaged", "step_6", "step_6.damaged", "step_8"]
+    assert kept(tmp_path) == names
+
+
+def refusal(rank: int, folder: str, options: dict[str, Any], resume: bool) -> str:
+    model = build(options.pop("width", 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = None
+    try:
+        manager = mmfsdp.CheckpointManager(folder, model, optimizer, every_steps=1, **options)
+        if resume:
+            manager.resume()
+        manager.step(1)
+    except errors.MmfsdpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if manager is not None:
+            manager.__exit__(RuntimeError, None, None)
+    return "accepted"
+
+
+def test_foreign_directories_are_refused_on_every_rank(tmp_path: Path) -> None:
+    state = {"every_steps": 2, "run": "first"}
+    run_ranks(train, 2, str(tmp_path), 0, 2, False, state)
+    before = kept(tmp_path)
+    for options, resume, part in (
+        ({"run": "second"}, True, "belongs to run 'first', not to 'second'"),
+        ({"width": 8}, True, "checkpoints of another model"),
+        ({}, False, "Call resume() before the first step"),
+        ({}, True, "holds the state of 'averaged', 'counter', 'scheduler 0', and this run has none"),
+    ):
+        told = run_ranks(refusal, 2, str(tmp_path), options, resume)
+        assert all("RunDirectoryError" in text and part in text for text in told), told
+    assert kept(tmp_path) == before
+
+
+def test_no_checkpoint_that_loads_is_an_error(tmp_path: Path) -> None:
+    run_ranks(train, 2, str(tmp_path), 0, 2, False, {"every_steps": 2})
+    (tmp_path / "step_2" / ".metadata").unlink()
+    told = run_ranks(refusal, 2, str(tmp_path), {}, True)
+    assert all("None of the 1 checkpoints in the directory can be loaded" in text for text in told), told
+    assert (tmp_path / "step_2").is_dir()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from mmfsdp.saving.run_directory import RunDirectory
+held = RunDirectory(Path(sys.argv[1]), run=None, model="any")
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def test_one_job_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ_alone()) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "held\n"
+        with pytest.raises(errors.RunDirectoryError, match=f"Process {job.pid} on host '{os.uname().nodename}' is"):
+            RunDirectory(tmp_path, run=None, model="any")
+        job.kill()
+    RunDirectory(tmp_path, run=None, model="any").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def lose_the_directory(rank: int, folder: str, background: bool) -> tuple[int, int, bool]:
+    """Train while the directory is gone for a few steps."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    path, away = Path(folder, "run"), Path(folder, "away")
+    manager = mmfsdp.CheckpointManager(path, model, optimizer, every_steps=2, background=background)
+    failed = -1
+    for step in range(1, 8):
+        dist.barrier()
+        if rank == 0 and step == 3:
+            path.rename(away)
+            path.write_text("")
+        elif rank == 0 and step == 6:
+            path.unlink()
+            away.rename(path)
+        dist.barrier()
+        manager.step(step)
+        if step == 2:
+            manager.wait()
+        if step == 5:
+            failed = manager.failed_saves
+    manager.close()
+    # The failures were logged and counted; the first step that could be saved was.
+    return failed, manager.failed_saves, Path(path, "step_6").is_dir()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_save_is_counted_and_tried_again(background: bool, tmp_path: Path) -> None:
+    [(before, after, saved), other] = run_ranks(lose_the_directory, 2, str(tmp_path), background)
+    assert (before, after, saved) == other
+    assert before == after == 2  # at step 4, and again at step 5
+    assert saved
+
+
+def fail_if_asked(rank: int, folder: str) -> int:
+    model = build()
+    path = Path(folder, "run")
+    manager = mmfsdp.CheckpointManager(path, model, every_steps=1, raise_errors=True)
+    dist.barrier()
+    if rank == 0:
+        path.rename(Path(folder, "away"))
+        path.write_text("")
+    dist.barrier()
+    with pytest.raises(errors.CheckpointError):
+        manager.step(1)
+    manager.__exit__(RuntimeError, None, None)
+    return manager.failed_saves
+
+
+def test_a_failed_save_raises_if_asked(tmp_path: Path) -> None:
+    assert run_ranks(fail_if_asked, 2, str(tmp_path)) == [1, 1]
+
+
+class _Clock:
+    """A clock that runs at another speed on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.now = rank, 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.0 if self.rank else 6.0  # the clock of rank 1 stands still
+        return self.now + 1e6 * self.rank
+
+
+def save_by_minutes(rank: int, folder: str) -> list[int]:
+    model = build()
+    real, manager_module.time = manager_module.time, _Clock(rank)  # type: ignore[attr-defined, assignment]
+    try:
+        manager = mmfsdp.CheckpointManager(folder, model, every_minutes=0.4, background=False)
+        saved = [step for step in range(1, 16) if manager.step(step)]
+        manager.close()
+    finally:
+        manager_module.time = real  # type: ignore[attr-defined]
+    return saved
+
+
+def test_the_first_rank_decides_on_minutes(tmp_path: Path) -> None:
+    one, two = run_ranks(save_by_minutes, 2, str(tmp_path))
+    assert one == two
+    assert one == [5, 9, 13]  # every 24 seconds of 6 per step, and a step for the message
+
+
+class _Lines(logging.Handler):
+    """The warnings of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def states_that_differ(rank: int, folder: str, seen: Any) -> tuple[str, list[str]]:
+    log, handler = logging.getLogger("mmfsdp.saving"), _Lines()
+    log.addHandler(handler)
+    try:
+        return save_and_close(rank, folder, seen), handler.lines
+    finally:
+        log.removeHandler(handler)
+
+
+def save_and_close(rank: int, folder: str, seen: Any) -> str:
+    model, counter = build(), Counter()
+    counter.seen = rank if seen == "rank" else _Foreign() if seen == "foreign" else 0
+    manager = mmfsdp.CheckpointManager(folder, model, state={"counter": counter})
+    try:
+        manager.resume()
+        manager.save(1)
+        manager.close()
+    except errors.MmfsdpError as error:
+        manager.__exit__(RuntimeError, None, None)
+        return f"{type(error).__name__}: {error}"
+    return str(counter.seen)
+
+
+class _Foreign:
+    pass
+
+
+def test_what_cannot_be_resumed_is_reported_at_the_first_save(tmp_path: Path) -> None:
+    told = run_ranks(states_that_differ, 2, str(tmp_path / "foreign"), "foreign")
+    assert all("UnsafePickleError" in text and "_Foreign" in text for text, _ in told), told
+    assert kept(tmp_path / "foreign") == []
+    [(first, lines), (second, others)] = run_ranks(states_that_differ, 2, str(tmp_path / "run"), "rank")
+    warning = "The state of 'counter' differs between ranks. The run can only be resumed on 2 ranks."
+    assert (first, second, lines, others) == ("0", "1", [warning], [])
+    [(text, _)] = run_ranks(states_that_differ, 1, str(tmp_path / "run"), "none")
+    assert "differed between the 2 ranks that saved it, so it cannot be restored on 1 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"every_steps": 0}, "every_steps=0 is not a whole number"),
+        ({"every_minutes": -1}, "every_minutes=-1 is not a positive number"),
+        ({"keep_best": 1}, "without it every checkpoint is kept"),
+        ({"best_mode": "low"}, "best_mode must be 'min' or 'max'"),
+        ({"kind": "hf"}, "kind must be 'full', 'local' or 'sharded'"),
+        ({"kind": "full", "background": True}, "background=True needs kind='sharded'"),
+        ({"state": {"rate": 0.1}}, "'rate' is a float, which lacks state_dict"),
+    ],
+)
+def test_wrong_settings_are_named(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with single_rank(), pytest.raises(errors.ConfigError, match=message.replace("(", r"\(")):
+        mmfsdp.CheckpointManager(tmp_path, build(), **setting)
+
+
+def test_an_error_in_the_loop_frees_the_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mmfsdp.saving")
+    with single_rank():
+        model = build()
+        with contextlib.suppress(KeyError), mmfsdp.CheckpointManager(tmp_path, model, every_steps=1) as manager:
+            assert manager.step(1)
+            manager.wait()
+            raise KeyError
+        begun = time.monotonic()
+        with mmfsdp.CheckpointManager(tmp_path, model) as manager:
+            assert manager.resume() == 1
+        assert time.monotonic() - begun < 5
+    assert "which has done 1 steps" in caplog.text
