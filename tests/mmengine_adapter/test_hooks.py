@@ -10,9 +10,11 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
+from mmengine.hooks import Hook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook, build_runner_with_tta
 from mmengine.model import BaseModel, BaseTTAModel
 from mmengine.registry import DATASETS, MODELS, TRANSFORMS, VISUALIZERS
+from mmengine.registry import HOOKS as HOOKS_REGISTRY
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
@@ -271,3 +273,31 @@ class TestVisualization:
             first, second = run_ranks(drawn, 2, tmp_path, 2, made)
             assert len(first) == len(second) == 16
             assert {**first, **second} == expected
+
+
+@HOOKS_REGISTRY.register_module(force=True)
+class Spoil(Hook):
+    """Multiplies the images of one iteration."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == 12:
+            data_batch["inputs"].mul_(1e6)
+
+
+def watched(rank: int, folder: Path, engine: str) -> None:
+    hooks = [{"type": "Spoil"}, {"type": "WatchHook", "every": 2, "keep": 2}]
+    sgd = {"type": "SGD", "lr": 1e-3, "momentum": 0.9}  # torch saves a stateless one by taking a step of its own
+    wrapper = {"type": "OptimWrapper", "optimizer": sgd, "clip_grad": {"max_norm": 0.5}}
+    changes = {"custom_hooks": hooks, "optim_wrapper": wrapper, "strategy": strategy(engine=engine)}
+    changes["train_cfg"] = {"by_epoch": True, "max_epochs": 5, "val_interval": 5}
+    runner_of(config(folder, 2, **changes)).train()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_watch_names_where_the_norm_jumped(tmp_path: Path, engine: str) -> None:
+    run_ranks(watched, 2, tmp_path, engine)
+    [record] = (tmp_path / "watch").iterdir()
+    assert record.name == "step_000012"
+    assert len(list(record.iterdir())) == 2
+    steps = sorted({item.key.step for item in mmfsdp.compare(record, record).compared})
+    assert steps == [10, 12, 13, 14]

@@ -4,6 +4,7 @@ from mmfsdp.optimizers.building import matrix_optimizer as matrix_optimizer
 from mmfsdp.parity.comparing import compare as compare
 from mmfsdp.parity.proving import prove as prove
 from mmfsdp.parity.recorder import recording as recording
+from mmfsdp.parity.watcher import watching as watching
 from mmfsdp.planning import ShardPlan as ShardPlan
 from mmfsdp.planning import plan as plan
 from mmfsdp.rehearsal import fit as fit

@@ -8,6 +8,7 @@ from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.first_steps import RehearsalHook
 from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
+from mmfsdp_mmengine.hooks.watching import WatchHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.muon import MuonConstructor
 from mmfsdp_mmengine.registry import FSDP_WRAP_POLICIES
@@ -28,6 +29,7 @@ __all__ = [
     "MissingMMEngineError",
     "MuonConstructor",
     "RehearsalHook",
+    "WatchHook",
     "__version__",
 ]
 

@@ -5,4 +5,6 @@ from __future__ import annotations
 from mmfsdp.basics.lazy import lazy
 
 # The stub beside this file lists the public names.
-__getattr__, __dir__, __all__ = lazy(__name__, __file__, needs_torch={"Recording", "prove", "recording"})
+__getattr__, __dir__, __all__ = lazy(
+    __name__, __file__, needs_torch={"Recording", "Watch", "prove", "recording", "watching"}
+)

@@ -23,7 +23,7 @@ from mmfsdp.parity.records import Key, Spread
 from mmfsdp.parity.writing import Writer
 from mmfsdp.runtime.dtensors import box_of
 
-__all__ = ["Recording", "recording"]
+__all__ = ["Order", "Recording", "recording"]
 
 Order = Literal["blocks", "strided"]
 
@@ -105,7 +105,7 @@ class Recording:
         self._names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
         head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
         head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
-        self._writer = Writer(folder, self._rank, head)
+        self._writer = self._make_writer(folder, self._rank, head)
         self._step, self._calls = step, dict[tuple[str, str], int]()
         self._running = self._started = False
         self._samples = 0
@@ -145,6 +145,9 @@ class Recording:
         self._stack.close()
         self._running = False
         self._writer.close()
+
+    def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:
+        return Writer(folder, rank, head)
 
     @property
     def _is_on(self) -> bool:

@@ -11,7 +11,18 @@ from typing import Any, Literal
 from mmfsdp.errors import CheckpointNotFoundError, FormatError
 from mmfsdp.parity.figures import Figures
 
-__all__ = ["FORM", "Entry", "Key", "RankRecord", "Spread", "entries_by_key", "file_of", "line_of", "read_record"]
+__all__ = [
+    "FORM",
+    "Entry",
+    "Key",
+    "RankRecord",
+    "Spread",
+    "entries_by_key",
+    "entry_of",
+    "file_of",
+    "line_of",
+    "read_record",
+]
 
 FORM = 1
 """The version of the files."""
@@ -110,7 +121,7 @@ def _read(path: Path) -> RankRecord:
                 if isinstance(value, dict):
                     found.cut, ended = str(value.get("stopped", "")), True
                 else:
-                    found.entries.append(_entry(value))
+                    found.entries.append(entry_of(value))
             except (ValueError, TypeError, IndexError):
                 found.cut = f"line {number} is cut off or damaged; what follows was not read"
                 return found
@@ -119,7 +130,15 @@ def _read(path: Path) -> RankRecord:
     return found
 
 
-def _entry(value: Any) -> Entry:
+def entry_of(value: Any) -> Entry:
+    """Return the entry that `line_of` has written.
+
+    Args:
+        value: The line, as JSON reads it.
+
+    Raises:
+        ValueError: It is something else.
+    """
     step, kind, name, call, spread, shape, offsets, sizes, dtype, packed = value
     if spread not in ("box", "rows", "mean", "alike", "own") or not len(shape) == len(offsets) == len(sizes):
         raise ValueError("not an entry")

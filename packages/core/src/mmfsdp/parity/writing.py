@@ -36,12 +36,7 @@ class Writer:
         self._pending: list[_Pending] = []
         self._values: list[torch.Tensor] = []
         self._file: TextIO | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = file_of(folder, rank).open("w", encoding="utf-8")
-        except OSError as error:
-            self._stop(error)
-        self._write(json.dumps({"mmfsdp_record": FORM, "rank": rank, **head}) + "\n")
+        self._open(folder, rank, json.dumps({"mmfsdp_record": FORM, "rank": rank, **head}) + "\n")
 
     def add(
         self,
@@ -102,6 +97,14 @@ class Writer:
         if place is not None and not self.odd:
             self.odd = f"{self._pending[place][0]} is the first with infinite or NaN elements: {rows[place][_ODD]:.0f}"
             _log.error("%s.", self.odd)
+
+    def _open(self, folder: Path, rank: int, head: str) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = file_of(folder, rank).open("w", encoding="utf-8")
+        except OSError as error:
+            self._stop(error)
+        self._write(head)
 
     def _write(self, text: str) -> None:
         if self._file is None or self.stopped:

@@ -53,7 +53,7 @@ def clip_globally(wrapper: Any, model: nn.Module) -> None:
     if is_fsdp1 and type(wrapper)._clip_grad is OptimWrapper._clip_grad:
         # MMEngine clips only if there are gradients. With FSDP1 a rank may have none, and the others would wait for it.
         def clip_grad() -> None:
-            norm = clip([], **wrapper.clip_grad_kwargs)
+            norm = wrapper.clip_func([], **wrapper.clip_grad_kwargs)
             wrapper.message_hub.update_scalar(f"train/{wrapper.grad_name}", float(norm))
 
         wrapper._clip_grad = clip_grad

@@ -1,0 +1,177 @@
+"""Watches a training loop, and writes a record of the steps around a jump or a number that is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmfsdp.errors import ConfigError
+from mmfsdp.parity.recorder import Order, Recording
+from mmfsdp.parity.rings import Ring
+
+__all__ = ["Watch", "watching"]
+
+_log = logging.getLogger("mmfsdp.parity")
+_USUAL = 50  # norms that a new one is compared with
+_FEWEST = 5  # before that many, none is a jump
+
+
+@contextmanager
+def watching(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    every: int = 10,
+    jump: float = 10.0,
+    keep: int = 4,
+    alarms: int = 3,
+    depth: int = 2,
+    order: Order = "blocks",
+    first_step: int = 0,
+) -> Iterator[Watch]:
+    """Watch a training loop for a jump of the norm and for numbers that are not finite. Call it on every rank.
+
+    Every n-th step is recorded as by `mmfsdp.recording`, but kept in memory. At the end of such a step the norms of all
+    steps since the last one are looked at. If one is not finite, or many times the median of the last 50, or if a
+    recorded tensor has such elements, there is an alarm, one until all is well again: the log names the tensor where it
+    began; the steps in memory, and as many after them, each of them now, are written to ``folder/step_N``, which
+    `mmfsdp.compare` reads. Nothing is sent: all ranks see the same norm, so all write.
+
+    Args:
+        folder: Where records are written; it is made at the first alarm.
+        model: See `mmfsdp.recording`.
+        optimizer: See `mmfsdp.recording`.
+        every: Record each step whose number it divides.
+        jump: How many times the median a norm must be.
+        keep: How many recorded steps to keep in memory: about 600 bytes for each tensor and step.
+        alarms: After so many, no more records are written.
+        depth: See `mmfsdp.recording`.
+        order: See `mmfsdp.recording`.
+        first_step: See `mmfsdp.recording`.
+
+    Yields:
+        The watch. Its ``alarms`` are sentences. Tell it the norm with ``norm(value)`` if the loop does not call
+        ``clip_grad_norm_`` by the names that `mmfsdp.recording` knows.
+
+    Raises:
+        ConfigError: An argument has an unknown value.
+    """
+    made = Watch(
+        folder, model, optimizer,
+        every=every, jump=jump, keep=keep, alarms=alarms, depth=depth, order=order, first_step=first_step,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Watch(Recording):
+    """A watch that runs; `watching` makes it, and has its arguments. Who makes one calls ``close()`` at the end.
+
+    Attributes:
+        alarms: What has gone wrong, a sentence each.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int = 10,
+        jump: float = 10.0,
+        keep: int = 4,
+        alarms: int = 3,
+        depth: int = 2,
+        order: Order = "blocks",
+        first_step: int = 0,
+    ) -> None:
+        if depth < 0 or every < 1 or keep < 2 or alarms < 1 or not jump > 1 or order not in ("blocks", "strided"):
+            raise ConfigError(
+                "watching() needs every >= 1, jump > 1, keep >= 2, alarms >= 1, depth >= 0 and order 'blocks' or "
+                f"'strided', got {every=}, {jump=}, {keep=}, {alarms=}, {depth=}, {order=}."
+            )
+        self.alarms: list[str] = []
+        self._folder, self._jump, self._keep, self._most = Path(folder), jump, keep, alarms
+        self._norms: list[tuple[int, torch.Tensor | float]] = []
+        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._until = -1  # until this step all are recorded
+        self._is_wrong = False
+        super().__init__(
+            Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=None, step=first_step
+        )
+
+    def norm(self, value: torch.Tensor | float) -> None:
+        """Tell the norm of all gradients, which is the same on all ranks. Not collective."""
+        self._norms.append((self._step, value.detach() if isinstance(value, torch.Tensor) else value))
+        super().norm(value)
+
+    def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Ring:
+        self._ring = Ring(folder, rank, head, self._keep)
+        return self._ring
+
+    @property
+    def _is_on(self) -> bool:
+        return super()._is_on or (self._step <= self._until and not self._writer.stopped)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step, judge = self._step, self._is_on
+        super()._after_step(optimizer, args, kwargs)
+        if judge:
+            self._judge(step)
+
+    def _judge(self, step: int) -> None:
+        why = self._strange_norm()
+        if self._ring.is_dumping:
+            if step >= self._until:
+                self._ring.finish()
+            return
+        if self._ring.odd:
+            why = why or f"Step {step} has numbers that are not finite"
+        known, self._is_wrong = self._is_wrong, bool(why)
+        if why and not known and len(self.alarms) < self._most:
+            target = self._folder / f"step_{step:06}"
+            self._ring.dump(target)
+            self._until = step + self._keep
+            self.alarms.append(f"{why}. {self._began()} The record: {target}")
+            if self._rank == 0 or self._ring.odd:
+                _log.error("%s", self.alarms[-1])
+        self._ring.odd = ""
+
+    def _began(self) -> str:
+        if self._ring.odd:
+            return f"On rank {self._rank}, {self._ring.odd}."
+        found = self._ring.origin(self._jump)
+        if found is None:
+            return "No tensor of the last recorded step has grown by as much: it ended before, or grew slowly."
+        key, norm, usual = found
+        return f"On rank {self._rank} it began at {key}: its norm is {norm:.4g}, and {usual:.4g} in the steps before."
+
+    def _strange_norm(self) -> str:
+        """Return what is wrong with the first strange norm since it was last called; empty if none is."""
+        why = ""
+        for step, value in self._norms:
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            norm = float(value)
+            usual = statistics.median(self._usual) if len(self._usual) >= _FEWEST else math.inf
+            if not math.isfinite(norm):
+                why = why or f"The norm of step {step} is {norm}"
+            elif norm > self._jump * usual:
+                why = why or f"The norm of step {step} is {norm:.4g}, {norm / usual:.0f} times as much as before"
+            else:
+                self._usual.append(norm)
+        self._norms.clear()
+        return why
