@@ -362,6 +362,83 @@ def test_any_function_of_a_matrix() -> None:
         assert difference(found, wanted) < 1e-5
 
 
+def soap(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
+    """Adam in the eigenbasis of Shampoo's preconditioner: tensors of several shapes, a count, and a list."""
+    gram = matrix @ matrix.T
+    state["left"] = state["left"].lerp(gram, 0.1) if "left" in state else gram
+    state["step"] = state.get("step", 0) + 1
+    basis = torch.linalg.qr(state["left"] + torch.eye(len(gram)))[0]
+    turned = basis.T @ matrix
+    squares = state.get("squares", [torch.zeros_like(turned)])
+    state["squares"] = [squares[0].lerp(turned.square(), 0.1)]
+    corrected = state["squares"][0] / (1 - 0.9 ** state["step"])
+    return basis @ (turned / (corrected.sqrt() + 1e-3))
+
+
+def dion(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
+    """A power iteration of low rank that starts from the right factor of the step before, which is kept in float64."""
+    rank = min(2, *matrix.shape)
+    right = state.get("right", torch.eye(matrix.shape[1], rank, dtype=torch.float64))
+    left = torch.linalg.qr(matrix.double() @ right)[0]
+    state["right"] = (matrix.double().T @ left).clone()
+    state["right"] /= state["right"].norm(dim=0, keepdim=True).clamp(min=1e-9)
+    return (left @ state["right"].T).to(matrix.dtype)
+
+
+FUNCTIONS = {"shampoo": shampoo, "soap": soap, "dion": dion}
+
+
+def continued(rank: int, folder: str, first: int, last: int, kind: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Train with each function from a step to another; a checkpoint lies in between."""
+    found = {}
+    for name, function in FUNCTIONS.items():
+        model = mmfsdp.shard(Net())
+        optimizer = mmfsdp.matrix_optimizer(model, function, lr=0.02, damping=1e-3)
+        path = f"{folder}/{name}.{kind}{'.pth' if kind == 'full' else ''}"
+        if first:
+            mmfsdp.load_checkpoint(path, model, optimizer)
+        set_and_step(model, [optimizer], range(first, last))
+        if not first and last < 4:
+            mmfsdp.save_checkpoint(path, model, optimizer, kind=kind)
+            wanted = {"shampoo": ["left"], "soap": ["left", "squares", "step"], "dion": ["right"]}[name]
+            state = mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"]
+            assert [sorted(state[place]["matrices"]["0"]) for place in range(6)] == [wanted] * 6
+        found[name] = mmfsdp.model_state_dict(model, rank0_only=False)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local", "full"])
+def test_the_state_of_a_function_resumes_on_any_ranks(kind: str, tmp_path: Any) -> None:
+    run_ranks(continued, 2, str(tmp_path), 0, 2, kind)
+    [wanted] = run_ranks(continued, 1, "", 0, 4, kind)
+    for ranks in (3, 1) if kind == "sharded" else (3,):
+        for found in run_ranks(continued, ranks, str(tmp_path), 2, 4, kind):
+            for name in FUNCTIONS:
+                assert difference(found[name], wanted[name]) < 1e-5, name
+
+
+def unsavable(rank: int) -> str:
+    model = mmfsdp.shard(Net())
+
+    def update(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
+        if matrix.shape == (7, 24):
+            state["made by"] = object()
+        return matrix
+
+    optimizer = mmfsdp.matrix_optimizer(model, update)
+    set_and_step(model, [optimizer], range(1))
+    try:
+        mmfsdp.optim_state_dict(model, optimizer)
+    except StateDictError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_no_checkpoint_holds_is_named() -> None:
+    for text in run_ranks(unsavable, 2):
+        assert "The matrix function keeps 'made by' of 'layers.1.weight' as a builtins.object" in text
+
+
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 6))

@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["GROUPS", "NAMES", "STATE", "numbered", "unflattened"]
+__all__ = ["GROUPS", "MATRICES", "NAMES", "STATE", "numbered", "unflattened"]
 
 STATE, GROUPS = "state", "param_groups"
 NAMES = "param_names"
 """The key under which a param group of state by position holds the names of its parameters."""
+
+MATRICES = "matrices"
+"""The entry of a parameter's state in which a matrix optimizer has a dict per matrix, whole on every rank, under the
+number of the matrix's first element in the parameter."""
 
 
 def unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

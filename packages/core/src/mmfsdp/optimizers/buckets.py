@@ -46,6 +46,8 @@ class Bucket:
     matrices: list[tuple[Member, Matrix]]
     owners: list[int]
     """The owner of each matrix: a place in the row-major order of the mesh."""
+    rank: int
+    """This rank's place in it."""
     route: Route
     group: dist.ProcessGroup | None
     dtype: torch.dtype
@@ -127,5 +129,5 @@ def _on_mesh(
             loads[owner] += cost
         divisions = [member.division for member, _ in matrices]
         route = route_of([matrix for _, matrix in matrices], owners, divisions, rank, ranks)
-        buckets.append(Bucket(chosen, matrices, owners, route, group, dtype, device))
+        buckets.append(Bucket(chosen, matrices, owners, rank, route, group, dtype, device))
     return buckets

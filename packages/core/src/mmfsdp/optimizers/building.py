@@ -113,7 +113,8 @@ def matrix_optimizer(
         model: A sharded model.
         update: ``(matrix, state, settings)``, returns the update of a matrix: a tensor of its shape. It runs on the
             rank that owns the matrix. ``matrix`` is the gradient with momentum, ``state`` a dict that the owner keeps
-            for it, which no checkpoint holds, and ``settings`` the param group.
+            for it, of tensors, numbers, text and lists or dicts of these, which checkpoints hold, and ``settings`` the
+            param group.
         params: Parameters or param groups. Default: all that are trained.
         lr: The learning rate; updates are multiplied by it.
         momentum: The part of the momentum that each step keeps.

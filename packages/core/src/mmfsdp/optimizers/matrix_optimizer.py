@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
 from mmfsdp.optimizers.exchange import Message
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.outcomes import NO_GRADIENT, UPDATED, Outcomes, updated_matrix
+from mmfsdp.optimizers.owned_states import OwnedStates
 from mmfsdp.optimizers.routes import Piece
 from mmfsdp.optimizers.shards import local_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -62,7 +65,7 @@ class MatrixOptimizer(Optimizer):
         self._function, self._mesh, self._names, self._bucket_bytes = function, mesh, dict(names or {}), bucket_bytes
         self._buckets: list[Bucket] = []
         self._prepared_for: Any = None
-        self._owned: dict[tuple[int, int], dict[str, Any]] = {}
+        self._owned = OwnedStates()
         self._outcomes = Outcomes()
 
     @torch.no_grad()
@@ -114,7 +117,29 @@ class MatrixOptimizer(Optimizer):
         state = state_with_matrices(model)
         self._mesh, self._names = state.mesh, {id(param): fqn for fqn, param in state.module.named_parameters()}
         self._prepared_for = None
-        self._owned.clear()
+        self._owned = OwnedStates()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`, with what the function keeps for each matrix that this rank owns.
+
+        `mmfsdp.optim_state_dict` returns what the function keeps on all ranks.
+        """
+        return self._owned.add_to(super().state_dict(), self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `torch.optim.Optimizer.load_state_dict`; what the function keeps has the dtypes that it was saved in."""
+        rest, self._owned = OwnedStates.taken_from(state_dict, self.param_groups)
+        super().load_state_dict(rest)
+        self._prepared_for = None
+
+    def share_state(self, scope: Scope) -> AbstractContextManager[None]:
+        """Let `state_dict` return what functions keep on all ranks. Collective: every rank of the scope.
+
+        Raises:
+            StateDictError: A function keeps what no checkpoint can bring back; raised on every rank.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return self._owned.shared(scope, params, {**_names_in(self.param_groups), **self._names})
 
     def matrix_groups(self) -> list[dict[str, Any]]:
         """Return the param groups whose matrices the function updates."""
@@ -128,6 +153,14 @@ class MatrixOptimizer(Optimizer):
             names = {**_names_in(groups), **self._names}
             self._buckets = buckets_of(groups, names, self._function, self._mesh, self._bucket_bytes)
             self._prepared_for = key, settings
+            self._owned.keep(
+                {
+                    (id(member.param), matrix.start): bucket.device
+                    for bucket in self._buckets
+                    for owner, (member, matrix) in zip(bucket.owners, bucket.matrices, strict=True)
+                    if owner == bucket.rank
+                }
+            )
         return self._buckets
 
     def _give(self, bucket: Bucket) -> Message:
@@ -170,7 +203,7 @@ class MatrixOptimizer(Optimizer):
         for place, found in parts.items():
             member, matrix = bucket.matrices[place]
             whole = torch.cat(found).view(matrix.rows, matrix.columns)
-            own = self._owned.setdefault((id(member.param), matrix.start), {})
+            own = self._owned.of(id(member.param), matrix.start)
             has_gradient = member.param.grad is not None
             updates[place] = updated_matrix(
                 self._function, whole, own, member, torch.stack(heads[place]), has_gradient, self._outcomes

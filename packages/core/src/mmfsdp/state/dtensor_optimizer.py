@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.basics.nested import map_values, nested_values
+from mmfsdp.basics.optimizer_forms import MATRICES
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box, box_of
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.compressed import COMPRESSED, first_state, names_of_compressed, recompress
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, whole_box, whole_value
-from mmfsdp.state.nested import map_values, nested_values
 
 __all__ = ["boxes_to_read", "names_in_groups", "placed_state", "stored_values"]
 
@@ -38,9 +40,12 @@ def stored_values(fitting: Mapping[str, Any]) -> list[tuple[Any, LazyTensor]]:
 def boxes_to_read(optimizer: Optimizer, fitting: Mapping[str, Any]) -> Iterator[tuple[LazyTensor, Box]]:
     """Yield the lazy tensors of a fitting state, each with the box that this rank reads of it. Not collective."""
     at = _params_by_place(optimizer, fitting)
-    for place, value in stored_values(fitting):
-        is_like = place in at and value.shape == at[place].shape
-        yield value, box_of(at[place]) if is_like else whole_box(value)
+    for place, entries in fitting["state"].items():
+        for name, entry in entries.items():
+            for _, value in nested_values("", entry):
+                if isinstance(value, LazyTensor):
+                    is_like = name != MATRICES and place in at and value.shape == at[place].shape
+                    yield value, box_of(at[place]) if is_like else whole_box(value)
 
 
 def placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +55,10 @@ def placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str
     compressed = names_of_compressed(fitting)
 
     def place_entries(param: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-        placed = {name: map_values(lambda leaf: _placed(leaf, param), value) for name, value in entries.items()}
+        placed = {
+            name: map_values(partial(_placed, param=None if name == MATRICES else param), value)
+            for name, value in entries.items()
+        }
         names = [name for name in compressed if isinstance(placed.get(name), torch.Tensor)]
         first = first_state(optimizer, group_of[id(param)], param) if names else {}
         return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
@@ -70,7 +78,7 @@ def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[A
     return dict(zip(places, params, strict=True))
 
 
-def _placed(value: Any, param: torch.Tensor) -> Any:
+def _placed(value: Any, param: torch.Tensor | None) -> Any:
     """Turn a whole tensor of the parameter's shape into a DTensor placed like it; return other values as they are."""
     if not isinstance(value, (torch.Tensor, LazyTensor)):
         return value

@@ -8,6 +8,7 @@ torch's ``get_optimizer_state_dict``: it advances the step count of a fresh Adam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from mmfsdp.basics.nested import map_values, nested_values
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
@@ -26,7 +28,6 @@ from mmfsdp.state.compressed import COMPRESSED, compressed_names, plain_value
 from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
 from mmfsdp.state.named_optimizer import REBUILD
-from mmfsdp.state.nested import map_values, nested_values
 from mmfsdp.state.optimizer_engines import optimizer_engine
 from mmfsdp.state.savable import check_savable, may_belong
 from mmfsdp.state.sending import send_optim_state
@@ -73,6 +74,19 @@ def optim_state_dict(
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
     state = find_sharded_model(model)
     _check_own(state, optimizer)
+    with _shared(state, optimizer):
+        return _state_dict(state, optimizer, kind, rank0_only, cpu_offload, by_name, param_names)
+
+
+def _state_dict(
+    state: ShardedModel,
+    optimizer: Optimizer,
+    kind: str,
+    rank0_only: bool,
+    cpu_offload: bool,
+    by_name: bool,
+    param_names: bool,
+) -> dict[str, Any]:
     compressed = _compressed(state, optimizer)
     engine = optimizer_engine(state, optimizer)
     # Gathering needs them on the device, one at a time; the rest is done with them in CPU memory.
@@ -102,7 +116,8 @@ def sharded_by_name(
         ShardStateError: See `optim_state_dict`.
     """
     _check_own(state, optimizer)
-    return optimizer_engine(state, optimizer).by_name(own_form)
+    with _shared(state, optimizer):
+        return optimizer_engine(state, optimizer).by_name(own_form)
 
 
 def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_offload: bool) -> dict[str, Any]:
@@ -200,6 +215,13 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         return map_values(whole_value, fitting["param_groups"])
 
     return {**fitting, "param_groups": on_all_ranks(read_settings, state.scope)}
+
+
+def _shared(state: ShardedModel, optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Let an optimizer whose ranks keep different states return all of them. Collective: every rank."""
+    share = getattr(optimizer, "share_state", None)  # of a MatrixOptimizer
+    found: AbstractContextManager[None] = nullcontext() if share is None else share(state.scope)
+    return found
 
 
 def _compressed(state: ShardedModel, optimizer: Optimizer) -> dict[str, str]:

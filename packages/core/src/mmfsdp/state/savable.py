@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.basics.nested import nested_values
 from mmfsdp.errors import StateDictError
 from mmfsdp.state.compressed import is_compressed, plain_value
-from mmfsdp.state.nested import nested_values
 
 __all__ = ["check_savable", "may_belong"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.basics.nested import map_values
 from mmfsdp.basics.optimizer_forms import STATE, unflattened
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import LazyTensor, whole_value
-from mmfsdp.state.nested import map_values
 
 __all__ = ["check_whole", "send_optim_state"]
 

@@ -1,4 +1,4 @@
-"""Walks and maps what an optimizer keeps for a parameter: dicts, lists and tuples of values."""
+"""Walks and maps nested content: dicts, lists and tuples of values, as an optimizer keeps for a parameter."""
 
 from __future__ import annotations
 
