@@ -41,6 +41,16 @@ class Dropping(nn.Module):
         return self.layer(x)
 
 
+def summing() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+
+
+def test_gradients_that_are_sums_of_equal_terms_are_proven() -> None:
+    """That of the norm's bias does not depend on inputs, but on the order in which ranks add."""
+    proof = mmfsdp.prove(summing, torch.empty(32, 64, 8), steps=1)
+    assert proof.proven, str(proof)
+
+
 def test_a_model_with_tied_weights_is_proven() -> None:
     proof = mmfsdp.prove("tests.distributed.models:Tied", BATCH, config=BLOCKS, steps=1, accumulate=2)
     assert proof.proven, str(proof)
