@@ -17,11 +17,13 @@ UNCLIPPED = "gradient before clipping"
 HEAD, QUERY = "head.weight", "layers.0.attend.q.weight"
 
 
-def fault(kind: str, name: str, *, how: str = "fully_shard", before: bool = False, only: str = "") -> Any:
+def fault(
+    kind: str | tuple[str, ...], name: str, *, how: str = "fully_shard", before: bool = False, only: str = ""
+) -> Any:
     """Register a fault.
 
     Args:
-        kind: The kind of the first tensor that must differ.
+        kind: The kind of the first tensor that must differ, or some of which each is right.
         name: How its name begins.
         how: How the loop trains.
         before: Inject it before the model is sharded.
@@ -29,7 +31,8 @@ def fault(kind: str, name: str, *, how: str = "fully_shard", before: bool = Fals
     """
 
     def register(inject: Callable[[Loop], None]) -> Callable[[Loop], None]:
-        inject.kind, inject.place, inject.how, inject.only = kind, name, how, only  # type: ignore[attr-defined]
+        kinds = (kind,) if isinstance(kind, str) else kind
+        inject.kinds, inject.place, inject.how, inject.only = kinds, name, how, only  # type: ignore[attr-defined]
         inject.is_before = before  # type: ignore[attr-defined]
         FAULTS[inject.__name__] = inject
         return inject
@@ -432,37 +435,37 @@ def gradients_are_clipped_twice(loop: Loop) -> None:
     loop.after_clip = lambda: [local(param.grad).mul_(0.5) for param in loop.params().values()]
 
 
-@fault("update", "embed")
+@fault("setting", "embed")
 def the_learning_rate_is_scaled(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["lr"] *= loop.world
 
 
-@fault("update", "embed")
+@fault("setting", "embed")
 def a_step_is_skipped(loop: Loop) -> None:
     loop.after_step = lambda: loop.optimizer.param_groups[0].update(lr=0.0)
 
 
-@fault("update", "embed")
+@fault("setting", "embed")
 def the_schedule_is_a_step_ahead(loop: Loop) -> None:
     loop.after_step = lambda: loop.optimizer.param_groups[0].update(lr=5e-3)
 
 
-@fault("update", "")
+@fault("setting", "embed")
 def another_epsilon(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["eps"] = 1.0
 
 
-@fault("state", "embed")
+@fault("setting", "embed")
 def another_beta(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
 
 
-@fault("update", "embed")
+@fault(("update", "state"), "embed")
 def the_state_is_lost(loop: Loop) -> None:
     loop.after_step = lambda: loop.optimizer.state.clear()
 
 
-@fault("update", "embed")
+@fault(("update", "state"), "embed")
 def momentum_is_zeroed(loop: Loop) -> None:
     loop.after_step = lambda: [local(state["exp_avg"]).zero_() for state in loop.optimizer.state.values()]
 

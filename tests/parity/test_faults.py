@@ -1,4 +1,4 @@
-"""Each fault is found, on two and four ranks, in float32 at the tensor where it begins: `nox -s parity`."""
+"""Faults are found at the tensor where they begin, on two and four ranks: `nox -s parity`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.distributed.recorded import compared, recorded, reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-BELOW_BFLOAT16 = {"one_rank_computes_something_else", "a_stale_average_is_copied_back", "one_replica_drifts"}
-"""They change less than ten times what rounding does."""
+BELOW_BFLOAT16 = {"a_stale_average_is_copied_back"}
+"""It changes less than what rounding may do."""
+LATER_IN_BFLOAT16 = {"labels_are_shifted", "one_replica_drifts"}
+"""They are noticed at a later tensor than in float32."""
 
 Run = tuple[Path, list[Path]]
 
@@ -29,7 +31,8 @@ def test_float32(name: str, ranks: int, references: dict[str, Run], tmp_path: Pa
     fault = FAULTS[name]
     first = compared(references["float32"], recorded(tmp_path / name, fault.how, ranks, fault)).first
     assert first is not None
-    assert (first.key.kind, first.key.name.startswith(fault.place)) == (fault.kind, True), str(first)
+    assert first.key.kind in fault.kinds, str(first)
+    assert first.key.name.startswith(fault.place), str(first)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -37,4 +40,8 @@ def test_float32(name: str, ranks: int, references: dict[str, Run], tmp_path: Pa
 def test_bfloat16(name: str, ranks: int, references: dict[str, Run], tmp_path: Path) -> None:
     fault = FAULTS[name]
     run = recorded(tmp_path / name, fault.how, ranks, fault, dtype=torch.bfloat16)
-    assert not compared(references["bfloat16"], run).same
+    first = compared(references["bfloat16"], run).first
+    assert first is not None
+    if name not in LATER_IN_BFLOAT16:
+        assert first.key.kind in fault.kinds, str(first)
+        assert first.key.name.startswith(fault.place), str(first)

@@ -45,7 +45,7 @@ def kinds(folder: Path) -> list[str]:
 def test_what_is_recorded_in_order(tmp_path: Path) -> None:
     assert kinds(train(tmp_path / "a", steps=1)) == [
         "initial parameter", "input", "output", "loss", "gradient of output", "gradient before clipping", "norm",
-        "gradient", "update", "state", "parameter", "buffer",
+        "gradient", "setting", "update", "state", "parameter", "buffer",
     ]  # fmt: skip
 
 
@@ -80,11 +80,13 @@ def test_the_first_difference(tmp_path: Path) -> None:
     found = mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2))
     assert not found.same
     assert found.first is not None
-    assert found.first.key == Key(0, "update", "0.weight", 0)
-    assert found.first.why == "a factor of 3, as of 3 micro-batches that are summed, or divided twice"
+    assert found.first.key == Key(0, "setting", "0.weight[lr]", 0)
+    assert found.first.why == "the optimizer is set to 0.03, and to 0.01 in the reference"
+    update = next(difference for difference in found.differences if difference.key.kind == "update")
+    assert update.why == "a factor of 3, as of 3 micro-batches that are summed, or divided twice"
     assert found.first.equal_before == Key(0, "gradient", "2.bias", 0)
-    assert "The first difference: update of 0.weight (step 0)" in str(found)
-    assert json.loads(json.dumps(found.describe()))["differences"][0]["name"] == "0.weight"
+    assert "The first difference: setting of 0.weight[lr] (step 0)" in str(found)
+    assert json.loads(json.dumps(found.describe()))["differences"][0]["name"] == "0.weight[lr]"
 
 
 def test_perturbed_runs_are_the_yardstick(tmp_path: Path) -> None:

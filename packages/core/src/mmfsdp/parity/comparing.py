@@ -152,5 +152,6 @@ def _notes(
         if steps:
             notes.append(f"Only {name} has {len(steps)} of its steps, from step {min(steps)} on.")
         only = Counter(key.kind for key in mine if key not in yours and key.step not in steps)
+        only.pop("setting", None)  # the same parameters may be in other groups
         notes += [f"Only {name} has {count} tensors of kind {kind!r}." for kind, count in only.items()]
     return notes

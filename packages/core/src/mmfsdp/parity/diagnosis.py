@@ -35,6 +35,10 @@ def diagnose(
     assert a is not None
     assert b is not None
     ranks = _wrong_ranks(a, two, limit)
+    if key.kind == "setting":
+        mean = " on average" if math.prod(one.shape) > 1 else ""
+        b_mean, a_mean = b.total / math.prod(two.shape), a.total / math.prod(one.shape)
+        return f"the optimizer is set to {b_mean:.6g}{mean}, and to {a_mean:.6g} in the reference", ()
     if b.odd != a.odd:
         return f"{b.odd} elements are infinite or NaN, {a.odd} in the reference", ranks
     if ranks and len(ranks) < len(two.held):

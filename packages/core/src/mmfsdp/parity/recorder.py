@@ -20,7 +20,7 @@ from mmfsdp.parity.clipping import watch_clipping
 from mmfsdp.parity.naming import plain_name, units_of, unwrapped
 from mmfsdp.parity.perturbing import perturb_inputs
 from mmfsdp.parity.records import Key, Spread
-from mmfsdp.parity.writing import Writer
+from mmfsdp.parity.writing import Part, Writer
 from mmfsdp.runtime.dtensors import box_of
 
 __all__ = ["Order", "Recording", "recording"]
@@ -43,10 +43,10 @@ def recording(
     """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
 
     A step ends with the optimizer's step. In the order of computation it records the inputs and outputs of modules, the
-    gradients of these outputs, the norm, the gradients of parameters before and after clipping, updates, the
-    optimizer's state, parameters and buffers. What is kept of a tensor is about 600 bytes: sums, extremes, and a sketch
-    that tells how far two tensors are apart. Each rank writes a file of its own. While the optimizer steps, the rank's
-    part of the parameters is held twice.
+    gradients of these outputs, the norm, the gradients of parameters before and after clipping, the numbers in the
+    optimizer's groups, updates, the optimizer's state, parameters and buffers. What is kept of a tensor is about 600
+    bytes: sums, extremes, and a sketch that tells how far two tensors are apart. Each rank writes a file of its own.
+    While the optimizer steps, the rank's part of the parameters is held twice.
 
     The model may be sharded by mmfsdp (engine ``fsdp2`` or ``replicate``) or by ``fully_shard``, wrapped by DDP, or
     plain. Only forwards of the whole model in training mode are recorded. Gradients before clipping and the norm are
@@ -174,8 +174,7 @@ class Recording:
             return
         if not self._started:
             self._started = True
-            for param, name in self._params():
-                self._shard("initial parameter", name, param)
+            self._writer.add_boxes([self._part("initial parameter", name, param) for param, name in self._params()])
         leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
         self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
@@ -222,16 +221,13 @@ class Recording:
             number = number.full_tensor() if isinstance(number, DTensor) else number
             self._writer.add(self._key(kind, ""), spread, number, (0,) * number.dim(), tuple(number.shape))
 
-    def _shard(self, kind: str, name: str, value: torch.Tensor) -> None:
+    def _part(self, kind: str, name: str, value: torch.Tensor) -> Part:
+        key, held = self._key(kind, name), _local(value)
         try:
             box = box_of(value)
         except StateDictError:  # a placement that is no box: only this rank's part is known
-            held = value.to_local() if isinstance(value, DTensor) else value
-            self._writer.add(self._key(kind, name), "own", held, (0,) * held.dim(), tuple(held.shape))
-            return
-        held = value.to_local() if isinstance(value, DTensor) else value
-        held = held.reshape(box.sizes)
-        self._writer.add(self._key(kind, name), "box", held, box.offsets, tuple(value.shape))
+            return key, "own", held, (0,) * held.dim(), tuple(held.shape)
+        return key, "box", held.reshape(box.sizes), box.offsets, tuple(value.shape)
 
     def _params(self) -> Iterator[tuple[torch.Tensor, str]]:
         for group in () if self._is_flat else self._optimizer.param_groups:
@@ -240,34 +236,50 @@ class Recording:
                     yield param, self._names[id(param)]
 
     def _gradients(self, kind: str) -> None:
-        for param, name in self._params():
-            if param.grad is not None and param.grad.layout == torch.strided:
-                self._shard(kind, name, param.grad)
+        grads = [(name, param.grad) for param, name in self._params()]
+        self._writer.add_boxes(
+            [self._part(kind, name, grad) for name, grad in grads if grad is not None and grad.layout == torch.strided]
+        )
 
     def before_clipping(self) -> None:
         """Record gradients before a loop clips them in its own way. Not collective."""
         if self._is_on:
             self._gradients("gradient before clipping")
 
+    def _settings(self) -> None:
+        """Record the numbers in each group of the optimizer, under the name of the group's first parameter."""
+        parts: list[Part] = []
+        for group in () if self._is_flat else self._optimizer.param_groups:
+            first = next((self._names[id(param)] for param in group["params"] if id(param) in self._names), None)
+            for setting, value in group.items() if first is not None else ():
+                numbers = [*value] if isinstance(value, tuple | list) else [value]
+                is_used = setting != "params" and not setting.startswith("initial_")
+                if is_used and numbers and all(map(_is_number, numbers)):
+                    held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+                    parts.append((self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)))
+        self._writer.add_boxes(parts)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
             self._gradients("gradient")
+            self._settings()
             self._before = {id(param): _local(param).clone() for param, _ in self._params()}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
+            parts = []
             for param, name in self._params():
-                held, old = _local(param), self._before.pop(id(param), None)
-                if old is not None:
-                    update = torch.sub(held, old)
-                    self._shard("update", name, _like(update, param))
+                if (old := self._before.get(id(param))) is not None:
+                    update = old.neg_().add_(_local(param))
+                    parts.append(self._part("update", name, _like(update, param)))
                 for entry, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
-                        self._shard("state", f"{name}[{entry}]", value)
-                self._shard("parameter", name, param)
+                        parts.append(self._part("state", f"{name}[{entry}]", value))
+                parts.append(self._part("parameter", name, param))
             for name, buffer in self._model.named_buffers():
                 if not isinstance(buffer, DTensor) and buffer.layout == torch.strided:
-                    self._shard("buffer", plain_name(name), buffer)
+                    parts.append(self._part("buffer", plain_name(name), buffer))
+            self._writer.add_boxes(parts)
             self._writer.flush()
         self._before.clear()
         self._calls.clear()
@@ -282,6 +294,13 @@ class Recording:
 def _plain(tree: Any) -> Any:
     """Return outputs such as those of transformers, which are dicts too, as plain dicts."""
     return dict(tree) if isinstance(tree, dict) else tree
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a setting is a number that the processor holds; reading others would wait for their device."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.device.type == "cpu"
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

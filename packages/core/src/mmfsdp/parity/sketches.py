@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mmfsdp.parity.figures import BITS
 
-__all__ = ["sketch_of"]
+__all__ = ["sketch_of", "sketches_of"]
 
 _FLAT = 256  # columns that a tensor of one dimension is folded into
-_MOST = 64 << 20  # bytes of signs to keep
+_MOST = 64 << 20  # bytes of signs and places to keep
 _kept: dict[tuple[object, ...], torch.Tensor] = {}
 
-_Axis = Sequence[tuple[int, int, int]]
+_Axis = tuple[tuple[int, int, int], ...]
 """For some dimensions, the first index, the number of indices, and the size of the whole dimension."""
 
 
-@torch.no_grad()
 def sketch_of(local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], *, leading: int = 1) -> torch.Tensor:
     """Return the figures of one box of a tensor. Not collective.
 
@@ -35,61 +34,92 @@ def sketch_of(local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int],
     Returns:
         A vector of float64 on the device of ``local``, in the order of `mmfsdp.parity.figures.Figures`.
     """
-    value = local.detach()
+    return sketches_of(local.detach()[None], offsets, shape, leading=leading)[0]
+
+
+@torch.no_grad()
+def sketches_of(
+    locals_: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], *, leading: int = 1
+) -> torch.Tensor:
+    """Return the figures of the same box of several tensors of equal shape, one row each. Not collective.
+
+    Args:
+        locals_: The elements, with a dimension in front that counts tensors.
+        offsets: As for `sketch_of`.
+        shape: As for `sketch_of`.
+        leading: As for `sketch_of`.
+    """
+    value = locals_
     if value.is_complex():
         value = torch.view_as_real(value)
         offsets, shape = [*offsets, 0], [*shape, 2]
-    sharded_columns = any(have != whole for have, whole in zip(value.shape[leading:], shape[leading:], strict=True))
+    inner = value.shape[1 + leading :]
+    sharded_columns = any(have != whole for have, whole in zip(inner, shape[leading:], strict=True))
     wide = value.dtype == torch.float64 or not value.is_floating_point() or sharded_columns
     value = value.to(torch.float64 if wide else torch.float32)
+    count = len(value)
     if value.numel() == 0:
-        empty = torch.zeros(6 + 2 * BITS, dtype=torch.float64, device=value.device)
-        empty[3], empty[4] = math.inf, -math.inf
+        empty = torch.zeros(count, 6 + 2 * BITS, dtype=torch.float64, device=value.device)
+        empty[:, 3], empty[:, 4] = math.inf, -math.inf
         return empty
-    low, high = torch.aminmax(value)
-    norm = torch.linalg.vector_norm(value)
-    if value.device.type == "cpu" and bool(norm.isfinite()):  # elsewhere, asking would wait for the device
-        odd = torch.zeros((), dtype=torch.int64)
+    flat = value.reshape(count, -1)
+    if count == 1:  # faster on a whole tensor than along a dimension
+        low, high = (extreme[None] for extreme in torch.aminmax(flat))
     else:
-        odd = value.numel() - value.isfinite().sum()
+        low, high = flat.amin(1), flat.amax(1)
+    norm = torch.linalg.vector_norm(flat, dim=1)
+    if value.device.type == "cpu" and bool(norm.isfinite().all()):  # elsewhere, asking would wait for the device
+        odd = torch.zeros(count, dtype=torch.int64)
+    else:
+        odd = flat.shape[1] - flat.isfinite().sum(1)
     rows, columns, matrix = _matrix(value, offsets, shape, leading)
     row_signs, column_signs = _signs(rows, 1, value), _signs(columns, 2, value)
     products = (matrix @ column_signs).mul_(row_signs)
-    place = _places(rows, value, leading)
-    first = [matrix.sum(), norm.square(), torch.maximum(low.abs(), high.abs()), low, high, odd]
-    head = torch.stack([figure.to(torch.float64) for figure in first])
-    return torch.cat([head, products.sum(0, dtype=torch.float64), (place @ products).to(torch.float64)])
+    first = [flat.sum(1), norm.square(), torch.maximum(low.abs(), high.abs()), low, high, odd]
+    head = torch.stack([figure.to(torch.float64) for figure in first], 1)
+    placed = _places(rows, value, leading) @ products
+    return torch.cat([head, products.sum(1, dtype=torch.float64), placed.to(torch.float64)], 1)
 
 
 def _matrix(
     value: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], leading: int
 ) -> tuple[_Axis, _Axis, torch.Tensor]:
-    """Return the rows, the columns and the elements of a box as a matrix."""
+    """Return the rows, the columns and the elements of boxes as matrices."""
+    count = len(value)
     if len(shape) <= 1:
         length, start = (shape[0], offsets[0]) if shape else (1, 0)
-        before, after = start % _FLAT, -(start + value.numel()) % _FLAT
-        folded = torch.nn.functional.pad(value.reshape(-1), (before, after)).view(-1, _FLAT)
-        rows = [((start - before) // _FLAT, folded.shape[0], -(-length // _FLAT))]
-        return rows, [(0, _FLAT, _FLAT)], folded
-    axes = list(zip(offsets, value.shape, shape, strict=True))
+        before, after = start % _FLAT, -(start + value[0].numel()) % _FLAT
+        folded = torch.nn.functional.pad(value.reshape(count, -1), (before, after)).view(count, -1, _FLAT)
+        rows = ((start - before) // _FLAT, folded.shape[1], -(-length // _FLAT))
+        return (rows,), ((0, _FLAT, _FLAT),), folded
+    axes = tuple(zip(offsets, value.shape[1:], shape, strict=True))
     split = min(range(leading, len(shape)), key=lambda place: math.prod(shape[:place]) + math.prod(shape[place:]))
-    matrix = value.reshape(math.prod(value.shape[:split]), -1)
+    matrix = value.reshape(count, math.prod(value.shape[1 : 1 + split]), -1)
     return axes[:split], axes[split:], matrix
 
 
 def _places(rows: _Axis, like: torch.Tensor, leading: int) -> torch.Tensor:
     """Return for each row of the matrix where it is along the first dimension, from 0 to 1."""
-    whole = math.prod(size for _, _, size in rows[:leading])
-    places = (_indices(rows[:leading], like.device).to(like.dtype) + 0.5) / whole
-    return places.repeat_interleave(math.prod(count for _, count, _ in rows[leading:]))
+
+    def make() -> torch.Tensor:
+        whole = math.prod(size for _, _, size in rows[:leading])
+        places = (_indices(rows[:leading], like.device).to(like.dtype) + 0.5) / whole
+        return places.repeat_interleave(math.prod(count for _, count, _ in rows[leading:]))
+
+    return _keep((*rows, "places", leading, like.device, like.dtype), make)
 
 
 def _signs(axis: _Axis, salt: int, like: torch.Tensor) -> torch.Tensor:
-    key = (*axis, salt, like.device, like.dtype)
+    key = (*axis, "signs", salt, like.device, like.dtype)
+    return _keep(key, lambda: _hashed(_indices(axis, like.device), salt, like.dtype))
+
+
+def _keep(key: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what was made for a key, or make it."""
     if (found := _kept.get(key)) is None:
-        if sum(signs.nbytes for signs in _kept.values()) > _MOST:
+        if sum(kept.nbytes for kept in _kept.values()) > _MOST:
             _kept.clear()
-        found = _kept[key] = _hashed(_indices(axis, like.device), salt, like.dtype)
+        found = _kept[key] = make()
     return found
 
 

@@ -16,11 +16,18 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 """The distance from 1 to the next number of a dtype."""
 
 _FACTOR = 10.0
+_COARSE_FACTOR = 2.5
+"""For dtypes such as bfloat16, where a unit in the last place is much. Right runs stay below the yardstick itself."""
+_COARSE = 2.0**-16
+_ALIKE = 8 * EPS["float32"]
+"""Sketches of equal tensors are equal but for the order of their sums, whatever the dtype."""
 _UPDATES = 3.0
 """Adam divides by small numbers where gradients are small: updates and their consequences vary more."""
 _SUMMED = ("gradient before clipping", "gradient", "update", "state")
 """Gradients of biases are sums over all samples in single precision, and ranks add in another order. Perturbed inputs
 do not show that where the gradient does not depend on them. Sums of 2,048 equal terms were 3e-5 apart."""
+_SETTINGS = 1e-12
+"""Settings of the optimizer are not computed on devices."""
 _SMALL = 1e-2
 """Smaller tensors are measured by this share of the usual size of their kind: they may be zero but for rounding."""
 
@@ -47,6 +54,7 @@ class Tolerances:
             tensor.dtype for run in (reference, other) for tensor in run.values() if "output" in tensor.key.kind
         ]
         self._eps = max((EPS[dtype] for dtype in computed if dtype in EPS), default=EPS["float32"])
+        self._factor = _COARSE_FACTOR if self._eps > _COARSE else _FACTOR
         self._usual = _usual_sizes(reference)
         self._moved: dict[Key, float] = {}
         for run in perturbed:
@@ -63,6 +71,8 @@ class Tolerances:
     def size(self, tensor: Assembled) -> float:
         """Return what a difference from a tensor of the reference is measured by: its norm, if it is not tiny."""
         assert tensor.figures is not None
+        if tensor.key.kind == "setting":
+            return max(tensor.figures.norm, 1e-300)
         usual = self._usual.get((tensor.key.step, tensor.key.kind), 0.0)
         norm = tensor.figures.norm
         return max(norm if math.isfinite(norm) else 0.0, _SMALL * usual * size_of(tensor.shape), 1e-300)
@@ -72,6 +82,8 @@ class Tolerances:
         key = tensor.key
         if not tensor.is_float:
             return 0.0
+        if key.kind == "setting":
+            return _SETTINGS
         if self._rtol is not None:
             return self._rtol
         wide = _UPDATES if key.kind in ("update", "state") else 1.0
@@ -80,11 +92,11 @@ class Tolerances:
         typical = self._typical.get((key.step, key.kind), 0.0)
         summed = key.kind in _SUMMED and len(tensor.shape) < 2
         least = math.sqrt(min(self._eps, EPS["float32"])) if summed else 0.0
-        return wide * max(_FACTOR * max(self._moved.get(key, 0.0), typical, self._eps), least)
+        return wide * max(self._factor * max(self._moved.get(key, 0.0), typical, self._eps), least)
 
     def between_ranks(self, tensor: Assembled) -> float:
         """Return how far ranks may be apart that must be equal."""
-        return 8 * EPS.get(tensor.dtype, 0.0)
+        return 8 * EPS["float64"] if tensor.dtype == "float64" else _ALIKE if tensor.is_float else 0.0
 
 
 def size_of(shape: Sequence[int]) -> float:

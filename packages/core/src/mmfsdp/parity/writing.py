@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,13 +12,18 @@ import torch
 
 from mmfsdp.parity.figures import pack
 from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
-from mmfsdp.parity.sketches import sketch_of
+from mmfsdp.parity.sketches import sketch_of, sketches_of
 
-__all__ = ["Writer"]
+__all__ = ["Part", "Writer"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _ODD = 5  # where `Figures` has the number of elements that are not finite
 _Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
+_SMALL = 1 << 16
+"""Elements up to which copying boxes together costs less than another call."""
+
+Part = tuple[Key, Spread, torch.Tensor, tuple[int, ...], tuple[int, ...]]
+"""The key of a tensor, how ranks share it, this rank's part, where that begins, and the shape of the whole."""
 
 
 class Writer:
@@ -69,6 +74,30 @@ class Writer:
         else:
             sizes = tuple(local.shape)
         self._pending.append((key, spread, shape, offsets, sizes, dtype))
+
+    def add_boxes(self, parts: Sequence[Part]) -> None:
+        """Sketch this rank's boxes of tensors; small ones of equal shape are sketched together.
+
+        Args:
+            parts: The boxes, in the order of the record.
+        """
+        if self.stopped:
+            return
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for place, (_, _, local, offsets, shape) in enumerate(parts):
+            alone = place if local.numel() > _SMALL else -1
+            group = (alone, offsets, shape, local.shape, local.dtype, local.device)
+            groups.setdefault(group, []).append(place)
+        found: dict[int, torch.Tensor] = {}
+        for places in groups.values():
+            _, _, local, offsets, shape = parts[places[0]]
+            held = [parts[place][2].detach() for place in places]
+            stacked = torch.stack(held) if len(held) > 1 else local.detach()[None]
+            found.update(zip(places, sketches_of(stacked, offsets, shape), strict=True))
+        for place, (key, spread, local, offsets, shape) in enumerate(parts):
+            self._values.append(found[place])
+            dtype = str(local.dtype).removeprefix("torch.")
+            self._pending.append((key, spread, shape, offsets, tuple(local.shape), dtype))
 
     def flush(self) -> None:
         """Write what was added."""

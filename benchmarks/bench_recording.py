@@ -1,0 +1,80 @@
+"""Cost of `mmfsdp.recording`: processor time of a training step with it over one without, and bytes written."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import mmfsdp
+from benchmarks.measuring import sized, spread
+from benchmarks.models import Transformer, global_batch
+
+__all__ = ["main"]
+
+WIDTH, DEPTH, BATCH, TOKENS, PAIRS = sized((256, 6, 16, 32, 40), (32, 2, 4, 8, 2))
+UNWATCHED = nn.utils.clip_grad_norm_  # a recording replaces this name, and would see the other loop clip
+
+
+def main() -> dict[str, Any]:
+    """Measure in one process with one thread, and return the ratios."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for every in (1, 10):
+        with tempfile.TemporaryDirectory() as folder:
+            model, optimizer = build()
+            with mmfsdp.recording(folder, model, optimizer, every=every):
+                recorded = steps(model, optimizer, every, nn.utils.clip_grad_norm_)
+                plain = steps(*build(), every, UNWATCHED)
+                ratio = spread(in_turn(recorded, plain, max(2, PAIRS // every)))
+            lines = (Path(folder) / "rank00000.jsonl").read_bytes().splitlines()
+        each = statistics.mean(map(len, lines))
+        results[f"every {every}"] = {"ratio": asdict(ratio), "bytes of a tensor": each}
+        print(f"every {every:2} steps: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
+    return results
+
+
+def in_turn(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> list[float]:
+    """Return the ratios of the processor times of two functions that are called in turn, after two calls of each."""
+
+    def seconds(function: Callable[[], object]) -> float:
+        began = time.process_time()
+        function()
+        return time.process_time() - began
+
+    return [seconds(ours) / seconds(theirs) for _ in range(pairs + 2)][2:]
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model with the weights of seed 0, and its optimizer."""
+    torch.manual_seed(0)
+    model = Transformer(WIDTH, DEPTH)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int, clip: Callable[..., object]
+) -> Callable[[], None]:
+    """Return a function that takes some training steps."""
+    inputs, labels = global_batch(0, BATCH, TOKENS)
+
+    def run() -> None:
+        for _ in range(count):
+            F.cross_entropy(model(inputs), labels).backward()
+            clip(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
