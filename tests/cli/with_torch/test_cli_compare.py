@@ -30,14 +30,14 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 def test_equal_runs(runs: tuple[Path, Path]) -> None:
     result = invoke("compare", runs[0], runs[0], "--perturbed", runs[0])
     assert result.exit_code == 0
-    assert result.output.startswith("Equal: 11 tensors of 1 step, 1 and 1 ranks.")
+    assert result.output.startswith("Equal: 15 tensors of 1 step, 1 and 1 ranks.")
 
 
 def test_different_runs(runs: tuple[Path, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = invoke("compare", *runs, "--html", page)
     assert result.exit_code == 1
-    assert "The first difference: update of weight (step 0): " in result.output
+    assert "The first difference: setting of weight[lr] (step 0): " in result.output
     assert "update of weight (step 0)" in page.read_text()
     assert invoke("compare", *runs, "--html", page).exit_code == 2
     assert invoke("compare", *runs, "--html", page, "--force").exit_code == 1
@@ -46,7 +46,7 @@ def test_different_runs(runs: tuple[Path, Path], tmp_path: Path) -> None:
 def test_json(runs: tuple[Path, Path]) -> None:
     result = invoke("compare", *runs, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.output)["differences"][0]["kind"] == "update"
+    assert [item["kind"] for item in json.loads(result.output)["differences"]][:2] == ["setting", "update"]
 
 
 def test_no_record(tmp_path: Path) -> None:
