@@ -198,6 +198,62 @@ def test_no_checkpoint_that_loads_is_an_error(tmp_path: Path) -> None:
     assert (tmp_path / "step_2").is_dir()
 
 
+def other_objects(rank: int, folder: str, averaged_width: int | None) -> tuple[str, bool]:
+    """Resume with objects that do not fit, and return the error and whether weights and counter are untouched."""
+    model, counter = build(), Counter()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    before = mmfsdp.model_state_dict(model, rank0_only=False)
+    manager = mmfsdp.CheckpointManager(
+        folder,
+        model,
+        optimizer,
+        schedulers=scheduler,
+        state={"counter": counter},
+        averaged=None if averaged_width is None else build(averaged_width),
+    )
+    with pytest.raises(errors.MmfsdpError) as caught:
+        manager.resume()
+    manager.__exit__(RuntimeError, None, None)
+    after = mmfsdp.model_state_dict(model, rank0_only=False)
+    untouched = all(torch.equal(after[name], value) for name, value in before.items())
+    return str(caught.value), untouched and counter.seen == 0 and not optimizer.state
+
+
+def test_nothing_is_loaded_if_an_object_does_not_fit(tmp_path: Path) -> None:
+    run_ranks(train, 2, str(tmp_path), 0, 2, False, {"every_steps": 2})
+    for width, part in ((None, "and this run has 'counter', 'scheduler 0'"), (8, "do not fit the averaged model")):
+        told = run_ranks(other_objects, 2, str(tmp_path), width)
+        assert all(part in text and untouched for text, untouched in told), told
+
+
+def scale(rank: int, folder: str | None, end: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Train with a gradient scaler whose scale grows every third step, and shrinks where a loss is infinite."""
+    model, scaler = build(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = None if folder is None else mmfsdp.CheckpointManager(folder, model, optimizer, scaler=scaler)
+    for step in range(0 if manager is None else manager.resume(), end):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(rows).square().mean()
+        scaler.scale(loss * (float("inf") if step == 1 and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if manager is not None:
+        manager.save(end)
+        manager.close()
+    return scaler.get_scale(), scaler.state_dict(), mmfsdp.model_state_dict(model, rank0_only=False)
+
+
+def test_a_gradient_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = run_ranks(scale, 2, None, 8)
+    assert whole[0][0] == 16.0  # halved in the second step, doubled in the fifth and eighth
+    run_ranks(scale, 2, str(tmp_path), 4)
+    assert torch.equal(torch.tensor(run_ranks(scale, 2, str(tmp_path), 4)[0][0]), torch.tensor(4.0))
+    resumed = run_ranks(scale, 2, str(tmp_path), 8)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -244,6 +300,39 @@ def lose_the_directory(rank: int, folder: str, background: bool) -> tuple[int, i
     manager.close()
     # The failures were logged and counted; the first step that could be saved was.
     return failed, manager.failed_saves, Path(path, "step_6").is_dir()
+
+
+def fail_at_the_end(rank: int, folder: str, returns: bool) -> tuple[int, str]:
+    """Lose the directory before the last save, and perhaps find it again before the manager is closed."""
+    model = build()
+    path, away = Path(folder, "run"), Path(folder, "away")
+    manager = mmfsdp.CheckpointManager(path, model, every_steps=2, background=False)
+    manager.step(1)
+    dist.barrier()
+    if rank == 0:
+        path.rename(away)
+        path.write_text("")
+    dist.barrier()
+    manager.step(2)
+    manager.step(3)
+    dist.barrier()
+    if rank == 0 and returns:
+        path.unlink()
+        away.rename(path)
+    dist.barrier()
+    try:
+        manager.close()
+    except errors.CheckpointError as error:
+        return manager.failed_saves, str(error)
+    return manager.failed_saves, ""
+
+
+def test_closing_tries_the_last_failed_save_once_more(tmp_path: Path) -> None:
+    assert run_ranks(fail_at_the_end, 2, str(tmp_path / "one"), True) == [(2, "")] * 2
+    assert kept(tmp_path / "one" / "run") == ["run.json", "step_3"]
+    for failed, text in run_ranks(fail_at_the_end, 2, str(tmp_path / "two"), False):
+        assert failed == 3
+        assert "The last 3 saves of this run failed" in text
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import FormatError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading import open_shared, read_whole
+from mmfsdp.saving.source import Source
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.named_optimizer import renamed
 from mmfsdp.state.optimizer import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 
-__all__ = ["load_checkpoint", "reference_of", "under_tied_names"]
+__all__ = ["load_checkpoint", "load_with_rest", "reference_of", "under_tied_names"]
 
 """The prefix that DistributedDataParallel and other wrappers add to every name."""
 
@@ -70,6 +71,48 @@ def load_checkpoint(
         StateDictError: The checkpoint does not fit the model or the optimizer; raised on every rank, and nothing is
             changed.
     """
+    rest, report, source = load_with_rest(
+        path, model, optimizer, strict=strict, verify=verify, safe_globals=safe_globals, reference=reference
+    )
+    scope = find_sharded_model(model).scope
+    on_disk = {key: rest.pop(key) for key in ("optimizer",) if key in rest}
+    rest = {**read_whole(rest, scope), **on_disk}
+    on_all_ranks(source.check_unchanged, scope)
+    return rest, report
+
+
+def load_with_rest(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    safe_globals: Iterable[Any] = (),
+    reference: str | Path | Layout | None = None,
+    lazy: Collection[str] = (),
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
+) -> tuple[dict[str, Any], LoadReport, Source]:
+    """Load as `load_checkpoint` does, and leave tensors of the rest on disk. Collective: every rank.
+
+    Args:
+        path: See `load_checkpoint`.
+        model: See `load_checkpoint`.
+        optimizer: See `load_checkpoint`.
+        strict: See `load_checkpoint`.
+        verify: See `load_checkpoint`.
+        safe_globals: See `load_checkpoint`.
+        reference: See `load_checkpoint`.
+        lazy: Keys of the content whose tensors the first rank does not read, besides weights and optimizer state.
+        prepare: Called on the first rank with the content, before anything is loaded; every rank receives what it
+            returns. Its errors are raised on every rank.
+
+    Returns:
+        The rest of the content, with tensors that stay on disk; a report; and where the tensors are read from.
+
+    Raises:
+        MmfsdpError: See `load_checkpoint`.
+    """
     state = find_sharded_model(model)
     scope = state.scope
     loaded = None if optimizer is None else type(optimizer).__name__
@@ -91,7 +134,7 @@ def load_checkpoint(
                 file=str(path),
             )
         content = _without_prefix(content, own)
-        return {**content, "state_dict": under_tied_names(content["state_dict"], state)}
+        return prepare({**content, "state_dict": under_tied_names(content["state_dict"], state)})
 
     source, content = open_shared(
         path,
@@ -100,6 +143,7 @@ def load_checkpoint(
         safe_globals=safe_globals,
         reference=lambda: reference or reference_of(model),
         change=checked,
+        lazy=lazy,
     )
     weights = content.pop("state_dict")
     # Check that everything fits before anything is changed.
@@ -107,10 +151,7 @@ def load_checkpoint(
     report = load_model_state_dict(model, weights, strict=strict)
     if finish is not None:
         finish()
-    on_disk = {key: content.pop(key) for key in ("optimizer",) if key in content}
-    rest = {**read_whole(content, scope), **on_disk}
-    on_all_ranks(source.check_unchanged, scope)
-    return rest, report
+    return content, report, source
 
 
 def _elsewhere(path: str | Path, key: str) -> str:

@@ -30,7 +30,7 @@ from mmfsdp.errors import (
 )
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import PendingSave
-from mmfsdp.saving.load import load_checkpoint
+from mmfsdp.saving.load import load_with_rest
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
 from mmfsdp.saving.run_state import RunState, Stateful
@@ -109,7 +109,7 @@ class CheckpointManager:
         listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}
         named |= {} if scaler is None else {"scaler": scaler}
-        self._state = RunState(named, dict(state or {}), averaged, sharded.mesh.device_type, safe_globals)
+        self._state = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals)
         given = {
             "every_steps": every_steps,
             "every_minutes": every_minutes,
@@ -131,6 +131,7 @@ class CheckpointManager:
         self._in_row = 0  # failed saves since the last one that succeeded
         self._retry_at: int | None = None
         self._pending: tuple[int, PendingSave] | None = None
+        self._newest: tuple[int, float | torch.Tensor | None] | None = None  # the newest step that was told
         self._saved: int | None = None  # the newest step that is saved, or is being saved
         self._message: tuple[dist.Work, torch.Tensor] | None = None
         self._begun = time.monotonic()
@@ -153,17 +154,26 @@ class CheckpointManager:
 
         Raises:
             IncompleteCheckpointError: There are checkpoints, and none of them can be loaded.
-            RunDirectoryError: The run has other objects than the one that saved, or it needs as many ranks.
+            RunDirectoryError: The run has other objects than the one that saved, or it needs as many ranks. As the
+                next one, raised before anything is loaded.
             StateDictError: Names or shapes do not fit the model or optimizer.
         """
         for step, path in shared(lambda: self._files.complete() if self._files else None, self._scope) or []:
             try:
-                rest, _ = load_checkpoint(path, self._model, self._optimizer, safe_globals=self._safe_globals)
+                rest, _, source = load_with_rest(
+                    path,
+                    self._model,
+                    self._optimizer,
+                    safe_globals=self._safe_globals,
+                    lazy=("run", "averaged"),
+                    prepare=lambda content: self._state.examined(content, self._scope.size),
+                )
+                self._state.restore(rest, self._scope)
+                on_all_ranks(source.check_unchanged, self._scope)
             except (CorruptCheckpointError, IncompleteCheckpointError) as error:
                 if self._scope.is_first:
                     _log.warning("Skipped the checkpoint %r, which is damaged: %s", str(path), error)
                 continue
-            self._state.restore(rest, self._scope)
             self._on_first(lambda files, step=step: files.set_aside(step), path)  # type: ignore[misc]
             if self._scope.is_first:
                 _log.info("Resumed from %r, which has done %d steps.", str(path), step)
@@ -192,6 +202,7 @@ class CheckpointManager:
             CheckpointError: The save failed, or the one before it, and ``raise_errors`` is set.
         """
         self._refuse_unread()
+        self._newest = step, metric
         due = self._every_steps is not None and step % self._every_steps == 0
         due |= self._retry_at is not None and step >= self._retry_at
         asked, ended = self._heard()
@@ -220,6 +231,7 @@ class CheckpointManager:
             CheckpointError: See `step`.
         """
         self._refuse_unread()
+        self._newest = step, metric
         self._finish()
         if step == self._saved:
             return True
@@ -255,11 +267,16 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the last save, and let other jobs use the directory. Collective: every rank.
 
+        If the last save failed, the newest step is saved once more.
+
         Raises:
-            CheckpointError: The last save failed.
+            CheckpointError: That failed, too.
         """
         try:
             self._heard()
+            self._finish()
+            if self._in_row and self._newest is not None:
+                self.save(*self._newest)
             self._finish(last=True)
         finally:
             self._release()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["pack_random_states", "random_state", "restore_random_state"]
+__all__ = ["random_state", "restore_random_state"]
 
 
 def random_state(device_type: str) -> bytes:
@@ -43,13 +43,6 @@ def restore_random_state(packed: bytes, device_type: str) -> None:
 
         name, words, *rest = state["numpy"]
         np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))
-
-
-def pack_random_states(states: list[bytes]) -> torch.Tensor:
-    """Return the states of all ranks as one tensor, uint8, (ranks, bytes): one entry of a checkpoint for any number."""
-    length = max(map(len, states))
-    padded = bytearray(b"".join(state.ljust(length) for state in states))  # JSON ignores spaces at its end
-    return torch.frombuffer(padded, dtype=torch.uint8).reshape(len(states), length)
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mmfsdp.saving.content import restricted_load, stored_content
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 
-__all__ = ["check_shared", "open_shared", "open_weights", "read_checkpoint", "read_verified", "read_whole"]
+__all__ = ["check_shared", "open_shared", "open_weights", "read_checkpoint", "read_now", "read_verified", "read_whole"]
 
 
 def read_checkpoint(
@@ -123,6 +123,7 @@ def open_shared(
     safe_globals: Iterable[Any] = (),
     reference: Callable[[], str | Path | Layout | None] = lambda: None,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
+    lazy: Collection[str] = (),
 ) -> tuple[Source, dict[str, Any]]:
     """Return what `read_checkpoint` returns on every rank; only the first rank reads it. Collective: every rank.
 
@@ -133,6 +134,7 @@ def open_shared(
         safe_globals: See `load_checkpoint`.
         reference: Returns what `read_checkpoint` takes; called on the ranks that open the checkpoint.
         change: Called on the first rank with the content; every rank receives what it returns.
+        lazy: Keys of the content whose tensors stay on disk, too.
 
     Returns:
         The source that the tensors are read from, and the content.
@@ -145,7 +147,7 @@ def open_shared(
         path,
         scope,
         lambda found: _opener(found, reference),
-        lambda source: change(_content(source, safe_globals)),
+        lambda source: change(_content(source, safe_globals, lazy)),
         verify,
     )
 
@@ -222,7 +224,7 @@ def read_whole(content: Any, scope: Scope) -> Any:
     """
     stored = [leaf for _, leaf in leaves(content) if isinstance(leaf, LazyTensor)]
     locate([(value, whole_box(value)) for value in stored], scope)
-    return on_all_ranks(lambda: _read_now(content), scope)
+    return on_all_ranks(lambda: read_now(content), scope)
 
 
 def _opened(path: Path, reference: Callable[[], str | Path | Layout | None], verify: bool) -> Source:
@@ -235,7 +237,7 @@ def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> 
     return lambda: open_layout(path, trust=True, reference=reference(), look_up=False)
 
 
-def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
+def _content(source: Source, safe_globals: Iterable[Any], lazy: Collection[str] = ()) -> dict[str, Any]:
     layout = source.layout
     kind = format_named(layout.format)
     if kind is not None and kind.tensors_only:
@@ -243,7 +245,7 @@ def _content(source: Source, safe_globals: Iterable[Any]) -> dict[str, Any]:
     if kind is not None and kind.of_dcp and (layout.path / MANIFEST_NAME).exists():
         # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
         check_manifest(layout.path)
-    return _named(stored_content(source, safe_globals), layout.path)
+    return _named(stored_content(source, safe_globals), layout.path, lazy)
 
 
 def _is_mappable(source: Source) -> bool:
@@ -255,11 +257,11 @@ def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:
     return _named(restricted_load(path, str(path), safe_globals), path)
 
 
-def _named(content: Any, path: Path) -> dict[str, Any]:
+def _named(content: Any, path: Path, lazy: Collection[str] = ()) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(f"{path.name} holds a {type(content).__name__}, not a state dict.", file=str(path))
     content = usual_content(content, _is_tensor) or usual_optimizer(content)
-    return {key: value if _stays_on_disk(key) else _read_now(value) for key, value in content.items()}
+    return {key: value if key in lazy or _stays_on_disk(key) else read_now(value) for key, value in content.items()}
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -270,5 +272,6 @@ def _stays_on_disk(key: str) -> bool:
     return key == "optimizer" or str(key).endswith("state_dict")
 
 
-def _read_now(value: Any) -> Any:
+def read_now(value: Any) -> Any:
+    """Return content with its tensors read whole into CPU memory. Not collective."""
     return map_leaves(value, lambda _, leaf: whole_value(leaf))

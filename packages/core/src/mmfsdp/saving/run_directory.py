@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,9 +118,7 @@ class RunDirectory:
         """Rename the checkpoints after a step, which could not be loaded: ``step_8.damaged``. Nothing is removed."""
         for step, path in self.checkpoints():
             if step > after and os.path.lexists(path):
-                number, target = 1, path.with_name(f"{path.name}.damaged")
-                while os.path.lexists(target):
-                    number, target = number + 1, path.with_name(f"{path.name}.damaged-{number + 1}")
+                target = next(name for name in _names_of_damaged(path) if not os.path.lexists(name))
                 os.rename(path, target)
                 _log.warning("Renamed %r, which could not be loaded, to %r.", str(path), target.name)
 
@@ -169,6 +168,13 @@ class RunDirectory:
                 file=str(self.path),
             )
         return {**found, "run": stored_run if run is None else run}
+
+
+def _names_of_damaged(path: Path) -> Iterator[Path]:
+    """Yield ``step_8.damaged``, ``step_8.damaged-2``, ``step_8.damaged-3``, ..."""
+    yield path.with_name(f"{path.name}.damaged")
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}.damaged-{number}")
 
 
 def _take(path: Path) -> Lease:

@@ -11,18 +11,25 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.collective.steps import all_equal, gather_to_first, on_all_ranks
-from mmfsdp.errors import ConfigError, FormatError, RunDirectoryError
+from mmfsdp.collective.steps import all_equal, on_all_ranks
+from mmfsdp.errors import ConfigError, FormatError, RunDirectoryError, StateDictError
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.content import restricted_load
-from mmfsdp.saving.random_states import pack_random_states, random_state, restore_random_state
+from mmfsdp.saving.random_states import random_state, restore_random_state
+from mmfsdp.saving.rank_rows import own_row, row_box, rows_of_ranks
+from mmfsdp.saving.reading import read_now
+from mmfsdp.state.lazy_tensors import locate
 from mmfsdp.state.model import load_model_state_dict, model_state_dict
+from mmfsdp.state.report import compare_shapes
 
 __all__ = ["RunState", "Stateful"]
 
+_VERSION = 2
 _log = logging.getLogger("mmfsdp.saving")
 
 
@@ -46,7 +53,8 @@ class RunState:
     """The user's objects, whose state may differ between ranks."""
     averaged: nn.Module | None
     """Averaged weights: a sharded model."""
-    device_type: str
+    mesh: DeviceMesh
+    """The ranks."""
     safe_globals: Sequence[Any] = ()
     """Classes that states may hold besides plain data."""
     _checked: bool = field(default=False, init=False)
@@ -72,10 +80,7 @@ class RunState:
         """
         shared = {name: item.state_dict() for name, item in self.shared.items()}
         own = {name: item.state_dict() for name, item in self.own.items()}
-        by_rank: dict[str, Any] = {}
-        for name in list(own):
-            if not all_equal(scope, _digest(own[name])):
-                by_rank[name] = gather_to_first(scope, own.pop(name))
+        by_rank = {name: own.pop(name) for name in list(own) if not all_equal(scope, _digest(own[name]))}
         if not self._checked:
             on_all_ranks(lambda: _check_loadable({**shared, **own, **by_rank}, self.safe_globals), scope)
             if by_rank and scope.is_first:
@@ -85,45 +90,88 @@ class RunState:
                     scope.size,
                 )
             self._checked = True
-        states = gather_to_first(scope, random_state(self.device_type))
+
+        def rows(data: bytes) -> torch.Tensor:
+            return rows_of_ranks(data, self.mesh, scope, whole=whole)
+
         run = {
-            "version": 1,
+            "version": _VERSION,
             "step": step,
             "ranks": scope.size,
             "shared": shared,
             "own": own,
-            "by_rank": by_rank,
-            "random": None if states is None else pack_random_states(states),
+            "by_rank": {name: rows(_saved(state)) for name, state in by_rank.items()},
+            "random": rows(random_state(self.mesh.device_type)),
         }
         if self.averaged is None:
             return {"run": run}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
 
+    def examined(self, content: dict[str, Any], ranks: int) -> dict[str, Any]:
+        """Return a checkpoint's content if it fits this run; what all ranks share is read. Not collective.
+
+        Args:
+            content: The content, with tensors that are still on disk. Not changed.
+            ranks: How many ranks this run has.
+
+        Raises:
+            FormatError: The checkpoint was not written by a `CheckpointManager`.
+            RunDirectoryError: It holds the states of other objects; or it needs as many ranks as saved it.
+            StateDictError: The averaged weights do not fit.
+        """
+        run = content.get("run")
+        if not isinstance(run, Mapping) or run.get("version") != _VERSION:
+            raise FormatError(
+                "The checkpoint was not saved by a CheckpointManager of this version. Load it with load_checkpoint(), "
+                "and give the CheckpointManager a new directory."
+            )
+        stored = {*run["shared"], *run["own"], *run["by_rank"], *(["averaged"] if "averaged" in content else [])}
+        given = {*self.shared, *self.own, *(["averaged"] if self.averaged is not None else [])}
+        if stored != given:
+            raise RunDirectoryError(
+                f"The checkpoint holds the state of {name_list(sorted(stored)) or 'no objects'}, and this run has "
+                f"{name_list(sorted(given)) or 'none'}. Pass the same objects as in the run that saved it."
+            )
+        if run["by_rank"] and run["ranks"] != ranks:
+            raise RunDirectoryError(
+                f"The state of {name_list(sorted(run['by_rank']))} differed between the {run['ranks']} ranks that "
+                f"saved it, so it cannot be restored on {ranks} ranks. Resume on {run['ranks']} ranks, or let "
+                "its state_dict() hold what is the same on every rank, such as the number of samples consumed."
+            )
+        if self.averaged is not None:
+            params = find_sharded_model(self.averaged).plan.all_params()
+            wanted = {name: param.shape for param in params for name in (param.fqn, *param.aliases)}
+            held = {name: tuple(value.shape) for name, value in content["averaged"].items() if name in wanted}
+            if (found := compare_shapes(wanted, held)).missing or found.mismatched:
+                raise StateDictError(f"The averaged weights of the checkpoint do not fit the averaged model: {found}.")
+        return {**content, "run": {**run, **{name: read_now(run[name]) for name in ("shared", "own")}}}
+
     def restore(self, rest: Mapping[str, Any], scope: Scope) -> None:
         """Give all objects and generators the state that a checkpoint holds. Collective: every rank.
 
         Args:
-            rest: What `load_checkpoint` returned.
+            rest: What `examined` returned. Each rank reads its own row of what differs between ranks.
             scope: The ranks.
 
         Raises:
-            FormatError: The checkpoint was not written by a `CheckpointManager`. As the next one, raised before any
-                object is changed.
-            RunDirectoryError: It holds the states of other objects; or it needs as many ranks as saved it.
+            CheckpointError: A rank cannot read its part; raised on every rank.
         """
-        on_all_ranks(lambda: self._check(rest, scope), scope)
         run = rest["run"]
         if self.averaged is not None:
             load_model_state_dict(self.averaged, rest["averaged"])
+        on_as_many = run["ranks"] == scope.size
+        rows = [*run["by_rank"].values(), run["random"]] if on_as_many else []
+        locate([(tensor, row_box(tensor, scope.place)) for tensor in rows], scope)
 
         def own_part() -> None:
             for name, item in {**self.shared, **self.own}.items():
                 if name in run["by_rank"]:
-                    item.load_state_dict(run["by_rank"][name][scope.place])
+                    state = _loaded(own_row(run["by_rank"][name], scope.place), name, self.safe_globals)
                 else:
-                    item.load_state_dict(run["shared" if name in self.shared else "own"][name])
-            if run["ranks"] == scope.size:
-                restore_random_state(bytes(run["random"][scope.place].tolist()), self.device_type)
+                    state = run["shared" if name in self.shared else "own"][name]
+                item.load_state_dict(state)
+            if on_as_many:
+                restore_random_state(own_row(run["random"], scope.place), self.mesh.device_type)
             elif scope.is_first:
                 _log.warning(
                     "The random numbers of each rank continue only on as many ranks as saved them: %d, not %d. They "
@@ -133,27 +181,6 @@ class RunState:
                 )
 
         on_all_ranks(own_part, scope)
-
-    def _check(self, rest: Mapping[str, Any], scope: Scope) -> None:
-        run = rest.get("run")
-        if not isinstance(run, Mapping) or "by_rank" not in run:
-            raise FormatError(
-                "The checkpoint was not saved by a CheckpointManager. Load it with load_checkpoint(), and give the "
-                "CheckpointManager a new directory."
-            )
-        stored = {*run["shared"], *run["own"], *run["by_rank"], *(["averaged"] if "averaged" in rest else [])}
-        given = {*self.shared, *self.own, *(["averaged"] if self.averaged is not None else [])}
-        if stored != given:
-            raise RunDirectoryError(
-                f"The checkpoint holds the state of {name_list(sorted(stored)) or 'no objects'}, and this run has "
-                f"{name_list(sorted(given)) or 'none'}. Pass the same objects as in the run that saved it."
-            )
-        if run["by_rank"] and run["ranks"] != scope.size:
-            raise RunDirectoryError(
-                f"The state of {name_list(sorted(run['by_rank']))} differed between the {run['ranks']} ranks that "
-                f"saved it, so it cannot be restored on {scope.size} ranks. Resume on {run['ranks']} ranks, or let "
-                "its state_dict() hold what is the same on every rank, such as the number of samples consumed."
-            )
 
 
 def _digest(state: Any) -> str:
@@ -170,7 +197,14 @@ def _digest(state: Any) -> str:
 
 def _check_loadable(states: Mapping[str, Any], safe_globals: Iterable[Any]) -> None:
     for name, state in states.items():
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        restricted_load(file, f"The state of {name!r}", safe_globals)
+        _loaded(_saved(state), name, safe_globals)
+
+
+def _saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _loaded(data: bytes, name: str, safe_globals: Iterable[Any]) -> Any:
+    return restricted_load(io.BytesIO(data), f"The state of {name!r}", safe_globals)
