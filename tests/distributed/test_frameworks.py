@@ -23,7 +23,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.checkpoint import convert
 from mmfsdp.errors import UnsupportedCallError
-from mmfsdp.testing import run_ranks
+from mmfsdp.testing import RankError, run_ranks
 
 SECONDS = 280
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS)]
@@ -124,6 +124,34 @@ def saved_by_accelerate(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+def loaded_and_saved_by_accelerate(rank: int, folder: str) -> str:
+    accelerate = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = mmfsdp.shard(nn.Linear(4, 4))
+    trained = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    trained.step()
+    state = mmfsdp.optim_state_dict(model, trained)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    mmfsdp.load_optim_state_dict(model, optimizer, state, from_rank0=True)  # it never took a step
+    with pytest.raises(UnsupportedCallError) as caught:
+        accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def saved_by_trainer(rank: int, folder: str) -> None:
+    transformers = importlib.import_module("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = mmfsdp.shard(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes)))
+    model._is_accelerate_prepared = True
+    settings = {"save_only_model": False, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    args = transformers.TrainingArguments(f"{folder}/{rank}", max_steps=1, max_grad_norm=0, **settings)
+    tokens = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(32)]
+    trainer = transformers.Trainer(model, args, train_dataset=tokens)
+    trainer.save_model = lambda *_, **__: None  # the step before it, for which save_pretrained() has its own error
+    trainer.train()
+
+
 def saved_by_fabric(rank: int, folder: str) -> str:
     fabric_of = importlib.import_module("lightning_fabric").Fabric
     fabric = fabric_of(accelerator="cpu", devices=1)
@@ -140,6 +168,7 @@ def saved_by_fabric(rank: int, folder: str) -> str:
     ("save", "module", "named"),
     [
         (saved_by_accelerate, "accelerate", "accelerator.save_state()"),
+        (loaded_and_saved_by_accelerate, "accelerate", "accelerator.save_state()"),
         (saved_by_fabric, "lightning_fabric", "Fabric.save()"),
     ],
 )
@@ -149,6 +178,14 @@ def test_saves_of_one_ranks_shards_raise(
     pytest.importorskip(module)
     for said in run_ranks(save, 2, str(tmp_path)):
         assert said.startswith(f"{named} would write this AdamW from the first rank, which has only its own shards.")
+
+
+def test_a_trainers_save_of_one_ranks_shards_raises(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    with pytest.raises(RankError, match=r"Trainer would write this AdamW from the first rank") as caught:
+        run_ranks(saved_by_trainer, 2, str(tmp_path))  # the other rank waits for the first, until the launcher ends it
+    assert isinstance(caught.value.errors[0], UnsupportedCallError)
 
 
 def built(example: str) -> nn.Module:

@@ -28,6 +28,8 @@ _FIRST_RANK_SAVES = {
 }
 """Functions that write what an optimizer returns on the first rank: package and name, and what a user calls."""
 
+_guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
 
 def guard_save_pretrained(module: nn.Module) -> None:
     """Make ``save_pretrained()`` of a sharded model raise, unless it is given a state dict. Not collective.
@@ -58,9 +60,12 @@ def guard_optimizer_saves(optimizer: Optimizer) -> None:
     """Make saves of an optimizer by frameworks that write from the first rank alone raise. Not collective.
 
     Args:
-        optimizer: One of a sharded model, whose state on a rank is that of its shards.
+        optimizer: One of a sharded model, whose state on a rank is that of its shards. One that is guarded stays so.
     """
-    optimizer.register_state_dict_pre_hook(_check_saver)
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper is an Optimizer without hooks
+    if optimizer not in _guarded:
+        _guarded.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_check_saver)
 
 
 def _check_saver(optimizer: Optimizer) -> None:

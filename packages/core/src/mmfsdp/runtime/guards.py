@@ -69,9 +69,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != count:
-        is_new, known = known is None, _learn(optimizer, count)
-        _known[optimizer] = known
-        if is_new and any(model.plan.mesh.shard > 1 for reference in known.models if (model := reference())):
+        known = _known[optimizer] = _learn(optimizer, count)
+        if any(model.plan.mesh.shard > 1 for reference in known.models if (model := reference())):
             guard_optimizer_saves(optimizer)
     for reference in known.models:
         if (state := reference()) is not None:

@@ -20,6 +20,7 @@ from mmfsdp.basics.nested import map_values, nested_values
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
+from mmfsdp.runtime.foreign_saves import guard_optimizer_saves
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state import named_optimizer
@@ -168,6 +169,8 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     """
     state = find_sharded_model(model)
     fitting = _fitting(state, optimizer, state_dict)
+    if state.plan.mesh.shard > 1:
+        guard_optimizer_saves(optimizer)  # it may be saved before its first step
     return partial(optimizer_engine(state, optimizer).load, fitting)
 
 
