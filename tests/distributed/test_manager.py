@@ -23,6 +23,7 @@ import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.saving import manager as manager_module
+from mmfsdp.saving import step_messages
 from mmfsdp.saving.run_directory import Retention, RunDirectory
 from mmfsdp.testing import run_ranks, single_rank
 
@@ -363,25 +364,27 @@ def test_a_failed_save_raises_if_asked(tmp_path: Path) -> None:
 
 
 class _Clock:
-    """A clock that runs at another speed on each rank."""
+    """A clock that goes on by so many seconds whenever it is read."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.now = rank, 0.0
+    def __init__(self, pace: float, now: float = 0.0) -> None:
+        self.pace, self.now = pace, now
 
     def monotonic(self) -> float:
-        self.now += 0.0 if self.rank else 6.0  # the clock of rank 1 stands still
-        return self.now + 1e6 * self.rank
+        self.now += self.pace
+        return self.now
 
 
 def save_by_minutes(rank: int, folder: str) -> list[int]:
     model = build()
-    real, manager_module.time = manager_module.time, _Clock(rank)  # type: ignore[attr-defined, assignment]
+    real = manager_module.time  # type: ignore[attr-defined]
+    manager_module.time = _Clock(0.0, 1e6) if rank else _Clock(6.0)  # type: ignore[attr-defined, assignment]
+    step_messages.time = _Clock(0.3)  # type: ignore[attr-defined, assignment] # steps that send a message each
     try:
         manager = mmfsdp.CheckpointManager(folder, model, every_minutes=0.4, background=False)
         saved = [step for step in range(1, 16) if manager.step(step)]
         manager.close()
     finally:
-        manager_module.time = real  # type: ignore[attr-defined]
+        manager_module.time = step_messages.time = real  # type: ignore[attr-defined]
     return saved
 
 

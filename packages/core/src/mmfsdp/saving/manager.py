@@ -12,13 +12,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.disk import refuse_empty
-from mmfsdp.collective.channels import GlooChannel
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path, shared
 from mmfsdp.errors import (
@@ -35,6 +33,8 @@ from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
 from mmfsdp.saving.run_state import RunState, Stateful
 from mmfsdp.saving.save import save_checkpoint
+from mmfsdp.saving.step_messages import Notice, StepMessages
+from mmfsdp.saving.stop_signals import StopSignals
 
 __all__ = ["CheckpointManager"]
 
@@ -54,7 +54,7 @@ class CheckpointManager:
         optimizer: Built from its parameters.
         every_steps: Save every n steps.
         every_minutes: Save once this many minutes have passed since the last save, by the clock of the first rank. The
-            ranks agree by a message of two bytes per step, so the save comes one step later.
+            ranks agree by a message, so the save comes a step later, or up to a quarter of a second if steps are fast.
         max_to_keep: How many of the newest checkpoints to keep; all if ``None``.
         keep_period: Also keep those of every n-th step.
         keep_best: Also keep this many with the best metric, which `step` and `save` take.
@@ -70,6 +70,9 @@ class CheckpointManager:
         run: The name of the run. A directory of a run with another name is refused.
         raise_errors: Raise the error of a save that fails. By default it is logged, counted in `failed_saves`, and
             the save is tried again after 1, 2, 4, ... steps, 64 at most.
+        grace_seconds: How long the process may live after SIGTERM or SIGUSR1, which schedulers send before they kill
+            it: all ranks save after the same step, and leave. ``None`` leaves signals alone.
+        exit_code: The exit code of ranks that leave so. Launchers start the job again unless it is 0.
 
     Raises:
         RunDirectoryError: The directory belongs to another run or model, or a running job uses it.
@@ -98,10 +101,13 @@ class CheckpointManager:
         safe_globals: Sequence[Any] = (),
         run: str | None = None,
         raise_errors: bool = False,
+        grace_seconds: float | None = 30.0,
+        exit_code: int = 75,
     ) -> None:
         refuse_empty(directory)
         background = kind == "sharded" if background is None else background
         _check_settings(every_steps, every_minutes, kind, background)
+        _check_stopping(grace_seconds, exit_code)
         self._retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
         sharded = find_sharded_model(model)
         # Messages of the steps must not mix with those of saves, which may be running.
@@ -119,6 +125,8 @@ class CheckpointManager:
             "state": sorted([*named, *(state or {})]),
             "averaged": averaged is not None,
             "raise_errors": raise_errors,
+            "grace_seconds": grace_seconds,
+            "exit_code": exit_code,
         }
         check_same_arguments(self._scope, "CheckpointManager()", given)
         self.directory = Path(same_path(directory, self._scope))
@@ -133,7 +141,11 @@ class CheckpointManager:
         self._pending: tuple[int, PendingSave] | None = None
         self._newest: tuple[int, float | torch.Tensor | None] | None = None  # the newest step that was told
         self._saved: int | None = None  # the newest step that is saved, or is being saved
-        self._message: tuple[dist.Work, torch.Tensor] | None = None
+        self._complete: int | None = None  # the newest step that is on disk
+        self._messages = StepMessages(self._scope)
+        self._asked_about: PendingSave | None = None  # the save that the message under way is about
+        self._exit_code = exit_code
+        self._signals: StopSignals | None = None
         self._begun = time.monotonic()
         shapes = repr(sorted((param.fqn, param.shape) for param in sharded.plan.all_params()))
         identity = hashlib.sha256(shapes.encode()).hexdigest()
@@ -144,6 +156,8 @@ class CheckpointManager:
 
         self._files = on_all_ranks(open_directory, self._scope)
         self._unread = shared(lambda: self._files and len(self._files.checkpoints()), self._scope)
+        if grace_seconds is not None:
+            self._signals = StopSignals(grace_seconds, exit_code, self._what_is_kept)
 
     def resume(self) -> int:
         """Load the newest checkpoint that is complete and undamaged; return how many steps it has done, or 0.
@@ -177,7 +191,8 @@ class CheckpointManager:
             self._on_first(lambda files, step=step: files.set_aside(step), path)  # type: ignore[misc]
             if self._scope.is_first:
                 _log.info("Resumed from %r, which has done %d steps.", str(path), step)
-            self._saved, self._unread, self._begun = step, 0, time.monotonic()
+            self._saved = self._complete = step
+            self._unread, self._begun = 0, time.monotonic()
             return step
         if self._unread:
             raise IncompleteCheckpointError(
@@ -188,7 +203,7 @@ class CheckpointManager:
         return 0
 
     def step(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
-        """Save if it is time to, once a step is done. Collective: every rank.
+        """Save if it is time to, once a step is done; after a signal save and leave. Collective: every rank.
 
         Args:
             step: How many steps are done, on every rank the same.
@@ -200,17 +215,48 @@ class CheckpointManager:
         Raises:
             RunDirectoryError: The directory has checkpoints, and `resume` was not called.
             CheckpointError: The save failed, or the one before it, and ``raise_errors`` is set.
+            LostRankError: Another rank is gone.
+            SystemExit: Some rank got a signal or called `request_stop`, and all ranks have saved.
         """
         self._refuse_unread()
         self._newest = step, metric
         due = self._every_steps is not None and step % self._every_steps == 0
         due |= self._retry_at is not None and step >= self._retry_at
-        asked, ended = self._heard()
-        if ended:
-            self._finish()
-        saved = self.save(step, metric) if due or asked else False
-        self._ask()
+        heard = self._hear()
+        if heard.stop:
+            self._stop(step, metric, heard)
+        saved = self.save(step, metric) if due or heard.due else False
+        self._tell()
         return saved
+
+    def leave_if_asked(self, step: int) -> None:
+        """After a signal save and leave, as `step` does; call it between the batches of an evaluation. Collective.
+
+        Args:
+            step: How many steps are done. The weights must be those after this step.
+
+        Raises:
+            LostRankError: Another rank is gone.
+            SystemExit: See `step`.
+        """
+        self._refuse_unread()
+        self._newest = step, None
+        heard = self._hear()
+        if heard.stop:
+            self._stop(step, None, heard)
+        self._tell()
+
+    def request_stop(self) -> None:
+        """Make all ranks save and leave after their step, as SIGTERM does. Not collective: any rank, thread or handler.
+
+        Use it where the notice comes by other ways than a signal, such as the metadata server of a cloud.
+
+        Raises:
+            ConfigError: ``grace_seconds`` is ``None``.
+        """
+        if self._signals is None:
+            raise ConfigError("request_stop() needs grace_seconds, the time that ranks have to save and leave.")
+        self._signals.ask()
 
     def save(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
         """Save now, unless this step is saved already. Collective: every rank.
@@ -273,7 +319,7 @@ class CheckpointManager:
             CheckpointError: That failed, too.
         """
         try:
-            self._heard()
+            self._messages.receive()
             self._finish()
             if self._in_row and self._newest is not None:
                 self.save(*self._newest)
@@ -294,6 +340,9 @@ class CheckpointManager:
         files, self._files = self._files, None
         if files is not None:
             files.close()
+        if self._signals is not None and not self._signals.asked:  # else it ends the process, if nothing else does
+            self._signals.close()
+            self._signals = None
 
     def _refuse_unread(self) -> None:
         if self._unread:
@@ -313,7 +362,7 @@ class CheckpointManager:
                 self._saved = None
                 self._failed(step, error)
             else:
-                self._in_row = 0
+                self._in_row, self._complete = 0, step
                 self._on_first(self._retain, self.directory)
         if last and self._in_row:
             raise CheckpointError(
@@ -347,24 +396,47 @@ class CheckpointManager:
         if self._scope.is_first:
             _log.error("Step %d was not saved; step %d will be, or the next one. %s", step, self._retry_at, error)
 
-    def _ask(self) -> None:
-        """Begin to tell the others whether this rank's part of a save has ended, and whether minutes have passed."""
-        if self._message is None and (self._every_minutes is not None or self._pending is not None):
-            passed = self._every_minutes is not None and time.monotonic() - self._begun >= 60 * self._every_minutes
-            running = self._pending is not None and not self._pending[1].done()
-            flags = torch.tensor([passed and self._scope.is_first, running], dtype=torch.uint8)
-            channel = self._scope.channel
-            assert isinstance(channel, GlooChannel)
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=channel.group, async_op=True)
-            self._message = work, flags
+    def _notice(self) -> Notice:
+        """Return what this rank can tell the others at the end of a step."""
+        passed = self._every_minutes is not None and time.monotonic() - self._begun >= 60 * self._every_minutes
+        self._asked_about = None if self._pending is None else self._pending[1]
+        running = self._asked_about is not None and not self._asked_about.done()
+        return Notice(passed and self._scope.is_first, running, self._signals is not None and self._signals.asked)
 
-    def _heard(self) -> tuple[bool, bool]:
-        """Return whether minutes have passed, and whether the save has ended on all ranks, as of the step before."""
-        if self._message is None:
-            return False, False
-        (work, flags), self._message = self._message, None
-        work.wait()
-        return bool(flags[0]), not flags[1]
+    def _tell(self) -> None:
+        if self._every_minutes is not None or self._pending is not None or self._signals is not None:
+            self._messages.send(self._notice)
+
+    def _hear(self) -> Notice:
+        """Return what ranks know as of a step before; take the outcome of a save that has ended on all. Collective."""
+        heard = self._messages.read(self._notice)
+        if heard is None:
+            return Notice()
+        if self._pending is not None and self._pending[1] is self._asked_about and not heard.running:
+            self._finish()
+        return heard
+
+    def _stop(self, step: int, metric: float | torch.Tensor | None, heard: Notice) -> None:
+        """Save, and leave. Collective."""
+        assert self._signals is not None
+        self._signals.ask()  # a rank that got no signal has as little time as the others
+        self.save(step, metric)
+        self._finish()
+        if self._scope.is_first:
+            _log.warning(
+                "Leaving with exit code %d, as rank %d was asked to. %s",
+                self._exit_code,
+                heard.sender,
+                self._what_is_kept(),
+            )
+        raise SystemExit(self._exit_code)
+
+    def _what_is_kept(self) -> str:
+        """Say what is on disk, for a process that is about to end."""
+        complete = self._complete or 0
+        lost = 0 if self._newest is None else self._newest[0] - complete
+        kept = "Nothing is saved" if self._complete is None else f"Step {self._complete} is complete on disk"
+        return f"{kept}; {'no step' if not lost else 'one step' if lost == 1 else f'{lost} steps'} done since."
 
 
 def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, background: bool) -> None:
@@ -375,3 +447,10 @@ def _check_settings(every_steps: int | None, every_minutes: float | None, kind: 
         raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
     if background and kind != "sharded":
         raise ConfigError(f"background=True needs kind='sharded', got kind={kind!r}.")
+
+
+def _check_stopping(grace_seconds: float | None, exit_code: int) -> None:
+    if grace_seconds is not None and not 0 < grace_seconds < math.inf:
+        raise ConfigError(f"grace_seconds={grace_seconds!r} is not a positive number; None leaves signals alone.")
+    if isinstance(exit_code, bool) or not isinstance(exit_code, int) or not 0 <= exit_code < 256:
+        raise ConfigError(f"exit_code={exit_code!r} is not a whole number from 0 to 255.")

@@ -1,0 +1,112 @@
+"""Notices signals by which a scheduler ends a job, at once, and sees to it that the process leaves in time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["StopSignals"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LAST_WORDS = 1.0  # seconds before the end of the grace period at which a process leaves, a tenth of it at most
+_log = logging.getLogger("mmfsdp.saving")
+
+
+class StopSignals:
+    """Takes SIGTERM and SIGUSR1, where the program has no handler for them, until it is closed. Not collective.
+
+    Python runs handlers only between two instructions of the main thread, which may be minutes apart: in a collective,
+    a compiler, a save. So a thread of its own reads the signals from a pipe.
+
+    Args:
+        grace: Seconds between the first signal and the end of the process.
+        code: The exit code of a process that has not left by then.
+        kept: Says what is on disk, and what is lost. Called by another thread.
+    """
+
+    def __init__(self, grace: float, code: int, kept: Callable[[], str]) -> None:
+        self.asked = False
+        """Whether a signal came, or `ask` was called."""
+        self._grace, self._code, self._kept = grace, code, kept
+        self._deadline: float | None = None
+        self._taken: dict[signal.Signals, Any] = {}  # and the handlers before
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._former = -1
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._taken = {number: handler for number, handler in found.items() if handler in (signal.SIG_DFL, _note)}
+            if self._taken:
+                self._former = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+            for number in self._taken:
+                signal.signal(number, _note)
+        else:
+            _log.warning(
+                "This CheckpointManager is made outside of the main thread, where Python cannot take signals. Call its "
+                "request_stop() from a handler of your own."
+            )
+        self._thread = threading.Thread(target=self._listen, name="mmfsdp stop signals", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Begin to stop as if a signal had come, unless one has. Any thread, and any handler, may call this."""
+        if not self.asked:
+            self.asked = True
+            self._theirs.send(bytes([0]))
+
+    def close(self) -> None:
+        """Give the signals back. In another thread than the main one, which cannot do so, they stay taken."""
+        if self._taken and threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._taken.items():
+            if signal.getsignal(number) is _note:
+                signal.signal(number, handler)
+        if self._taken:
+            signal.set_wakeup_fd(self._former)
+        self._taken = {}
+        self._theirs.close()  # the thread reads the end, and ends
+        self._thread.join()
+        self._ours.close()
+
+    def _listen(self) -> None:
+        while True:
+            left = None if self._deadline is None else self._deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._leave()
+            self._ours.settimeout(left)
+            try:
+                numbers = self._ours.recv(64)
+            except TimeoutError:
+                continue
+            if not numbers:
+                return
+            for number in numbers:
+                if self._former != -1 and number:
+                    os.write(self._former, bytes([number]))  # for whoever had the pipe before, such as an event loop
+                if number in self._taken or not number:
+                    self._came(signal.Signals(number).name if number else "A request to stop")
+
+    def _came(self, name: str) -> None:
+        if self._deadline is None:
+            self.asked = True
+            self._deadline = time.monotonic() + self._grace - min(_LAST_WORDS, self._grace / 10)
+            _log.warning("%s: this rank saves after its step, and leaves within %g s.", name, self._grace)
+        else:
+            _log.warning("%s, again: this rank is about to leave. %s", name, self._kept())
+
+    def _leave(self) -> None:
+        """End the process; the main thread may be anywhere, and hold any lock, that of the log included."""
+        text = f"mmfsdp: the step or save did not end within {self._grace:g} s of the signal. {self._kept()}\n"
+        os.write(2, text.encode())
+        os._exit(self._code)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: that Python has a handler is what makes it write to the pipe."""
