@@ -437,10 +437,10 @@ def test_what_cannot_be_resumed_is_reported_at_the_first_save(tmp_path: Path) ->
     assert all("UnsafePickleError" in text and "_Foreign" in text for text, _ in told), told
     assert kept(tmp_path / "foreign") == []
     [(first, lines), (second, others)] = run_ranks(states_that_differ, 2, str(tmp_path / "run"), "rank")
-    warning = "The state of 'counter' differs between ranks. The run can only be resumed on 2 ranks."
+    warning = "Each rank has its own state of 'counter'. The run can only be resumed on 2 ranks."
     assert (first, second, lines, others) == ("0", "1", [warning], [])
     [(text, _)] = run_ranks(states_that_differ, 1, str(tmp_path / "run"), "none")
-    assert "differed between the 2 ranks that saved it, so it cannot be restored on 1 ranks" in text
+    assert "had its own state of 'counter', so it cannot be restored on 1 ranks" in text
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.registry import LOOPS as TRAIN_LOOPS
 from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
+from torch.utils.data import RandomSampler
 
 import mmfsdp
 from mmfsdp import model_state_dict
@@ -222,6 +223,16 @@ def by_iteration(**changes: Any) -> dict[str, Any]:
     return {"strategy": strategy("local"), "default_hooks": {"checkpoint": checkpoint}, **changes}
 
 
+def unseeded(dataset: Any, seed: int | None) -> RandomSampler:
+    return RandomSampler(dataset)
+
+
+def train_noisily(rank: int, folder: Path, world_size: int, changes: dict[str, Any]) -> Any:
+    """Train with what this module registers, and with a sampler of torch."""
+    DATA_SAMPLERS.register_module("unseeded", module=unseeded, force=True)
+    return train(rank, folder, world_size, changes)
+
+
 class TestOtherWorldSize:
     def test_in_the_middle_of_an_epoch(self, tmp_path: Path) -> None:
         whole = run_ranks(train, 2, tmp_path / "2", 2, by_iteration())[0]
@@ -234,6 +245,22 @@ class TestOtherWorldSize:
             assert resumed["losses"] == pytest.approx(whole["losses"][step:], rel=1e-5)
         [log] = (tmp_path / "1").glob("*/*.log")
         assert log.read_text().count("saved by 2 ranks and is resumed by 1: everything is restored except the") == 1
+
+    def test_what_is_not_exact_is_reported(self, tmp_path: Path) -> None:
+        """At the first save: a sampler without a seed. At the restart: a batch of another size."""
+        data = {**loader(1, 0, "unseeded"), "sampler": {"type": "unseeded"}}
+        [first, second] = (tmp_path / "first", tmp_path / "second")
+        run_ranks(train_noisily, 1, first, 1, by_iteration(train_dataloader=data, log_level="INFO"))
+        [log] = first.glob("*/*.log")
+        assert (
+            log.read_text().count("The order in which a RandomSampler gives samples does not follow from a seed") == 1
+        )
+        data = {**data, "batch_size": 6, "sampler": {"type": "DefaultSampler", "shuffle": True}}
+        saved = {"load_from": str(first / "iter_2.pth"), "resume": True, "log_level": "INFO"}
+        run_ranks(train_noisily, 1, second, 1, by_iteration(train_dataloader=data, **saved))
+        [log] = second.glob("*/*.log")
+        assert "after 16 samples of its epoch" in log.read_text()
+        assert "4 samples are seen a second time" in log.read_text()
 
 
 @TRAIN_LOOPS.register_module(force=True)

@@ -14,6 +14,7 @@ from mmfsdp.runtime.sharded_params import sharded_params as sharded_params
 from mmfsdp.runtime.training import clip_grad_norm_ as clip_grad_norm_
 from mmfsdp.runtime.training import no_sync as no_sync
 from mmfsdp.runtime.whole_params import full_params as full_params
+from mmfsdp.saving.data_position import DataPosition as DataPosition
 from mmfsdp.saving.load import load_checkpoint as load_checkpoint
 from mmfsdp.saving.manager import CheckpointManager as CheckpointManager
 from mmfsdp.saving.pretrained import load_pretrained as load_pretrained

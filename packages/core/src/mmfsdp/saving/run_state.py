@@ -80,15 +80,15 @@ class RunState:
         """
         shared = {name: item.state_dict() for name, item in self.shared.items()}
         own = {name: item.state_dict() for name, item in self.own.items()}
-        by_rank = {name: own.pop(name) for name in list(own) if not all_equal(scope, _digest(own[name]))}
+        by_rank = {
+            name: own.pop(name)
+            for name in list(own)
+            if not all_equal(scope, _digest(own[name])) or _is_of_rank(self.own[name])
+        }
         if not self._checked:
             on_all_ranks(lambda: _check_loadable({**shared, **own, **by_rank}, self.safe_globals), scope)
-            if by_rank and scope.is_first:
-                _log.warning(
-                    "The state of %s differs between ranks. The run can only be resumed on %d ranks.",
-                    name_list(sorted(by_rank)),
-                    scope.size,
-                )
+            if scope.is_first:
+                self._report(by_rank, scope.size)
             self._checked = True
 
         def rows(data: bytes) -> torch.Tensor:
@@ -106,6 +106,16 @@ class RunState:
         if self.averaged is None:
             return {"run": run}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
+
+    def _report(self, by_rank: Iterable[str], ranks: int) -> None:
+        """Log what could not be resumed exactly."""
+        if names := sorted(by_rank):
+            _log.warning(
+                "Each rank has its own state of %s. The run can only be resumed on %d ranks.", name_list(names), ranks
+            )
+        for name, item in self.own.items():
+            if (sentence := getattr(item, "inexact", None)) is not None:
+                _log.warning("%r: %s", name, sentence)
 
     def examined(self, content: dict[str, Any], ranks: int) -> dict[str, Any]:
         """Return a checkpoint's content if it fits this run; what all ranks share is read. Not collective.
@@ -134,9 +144,9 @@ class RunState:
             )
         if run["by_rank"] and run["ranks"] != ranks:
             raise RunDirectoryError(
-                f"The state of {name_list(sorted(run['by_rank']))} differed between the {run['ranks']} ranks that "
-                f"saved it, so it cannot be restored on {ranks} ranks. Resume on {run['ranks']} ranks, or let "
-                "its state_dict() hold what is the same on every rank, such as the number of samples consumed."
+                f"Each of the {run['ranks']} ranks that saved the checkpoint had its own state of "
+                f"{name_list(sorted(run['by_rank']))}, so it cannot be restored on {ranks} ranks. Resume on "
+                f"{run['ranks']} ranks, or let its state_dict() hold what all ranks share, as DataPosition does."
             )
         if self.averaged is not None:
             params = find_sharded_model(self.averaged).plan.all_params()
@@ -181,6 +191,14 @@ class RunState:
                 )
 
         on_all_ranks(own_part, scope)
+
+
+def _is_of_rank(item: Stateful) -> bool:
+    """Tell whether the state of an object belongs to one rank, even if it happens to be the same on all.
+
+    Whatever can be iterated over is a source of data, and counts the samples of its own rank unless it says otherwise.
+    """
+    return hasattr(item, "__iter__") and not getattr(item, "is_elastic", False)
 
 
 def _digest(state: Any) -> str:

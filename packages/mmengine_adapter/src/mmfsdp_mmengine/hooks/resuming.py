@@ -8,7 +8,7 @@ from typing import Any
 
 import mmengine.hooks
 from mmengine.runner import EpochBasedTrainLoop
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from mmfsdp_mmengine.checkpoints.randomness import restore_random_state
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
@@ -26,6 +26,7 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
     def __init__(self) -> None:
         self._skip = 0
         self._began = (0, 0)
+        self._told = False
 
     def before_train(self, runner: Any) -> None:
         """Prepare the training loop if the model was resumed."""
@@ -77,6 +78,9 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
         """Record the position in the data."""
         if "progress" in checkpoint:
             loader = runner.train_loop.dataloader
+            if not self._told and (warning := _inexact(loader)) is not None:
+                runner.logger.warning(warning)
+            self._told = True
             checkpoint["progress"] |= {
                 "epoch": self._began[0],
                 "epoch_began_at": self._began[1],
@@ -95,6 +99,23 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     return own if hasattr(own, "set_epoch") else getattr(loader.batch_sampler, "sampler", own)
 
 
+def _inexact(loader: DataLoader[Any]) -> str | None:
+    """Return a warning if the position in the data could not be resumed exactly, else None."""
+    sampler = _sampler_of(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            f"The data set {type(loader.dataset).__name__} is iterable: after a resume the batches that were trained "
+            "on are loaded and skipped. That is exact on as many ranks, if the data set yields the same samples again."
+        )
+    if not all(hasattr(sampler, name) for name in ("seed", "set_epoch")):
+        return (
+            f"The order in which a {type(sampler).__name__} gives samples does not follow from a seed and the epoch, "
+            "so it cannot be resumed within an epoch: some samples would be seen twice, and others not at all. Use "
+            "DefaultSampler or InfiniteSampler, or save at the end of epochs."
+        )
+    return None
+
+
 def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
     """Return how many batches of the current epoch were trained on, counted in batches of the current size."""
     if progress.get("epoch") != runner.epoch:
@@ -102,7 +123,14 @@ def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
     loader = runner.train_loop.dataloader
     done: int = runner.iter - progress["epoch_began_at"]
     before, now = progress["batch_size"], (loader.batch_size or 1) * runner.world_size
-    return min(done if before == now else done * before // now, len(loader))
+    if again := done * before % now:
+        runner.logger.warning(
+            f"The checkpoint was saved after {done * before} samples of its epoch, which is within a batch: all ranks "
+            f"together take {now} samples per iteration, and took {before}. {again} samples are seen a second time. "
+            f"Let batch_size times the number of ranks be {before} to go on exactly."
+        )
+    batches: int = min(done * before // now, len(loader))
+    return batches
 
 
 def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> bool:
