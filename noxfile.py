@@ -152,6 +152,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def false_alarms(session: nox.Session) -> None:
+    """Prove plans that are right, of twenty families of models, and write docs/proven_models.md."""
+    install(session, CORE_WITH_TORCH)
+    session.run("python", "-m", "tests.parity.false_alarms", *session.posargs)
+
+
+@nox.session(default=False)
 @nox.parametrize("extra", ["mmengine", "onedl"])
 def configs(session: nox.Session, extra: str) -> None:
     """Run doctor and plan over every config of mmpretrain, mmdet and mmsegmentation; ``-- --sample 50 --rehearse``."""

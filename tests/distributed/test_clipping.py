@@ -12,6 +12,7 @@ from tests.distributed.models import BLOCKS, build
 from torch import nn
 
 import mmfsdp
+from mmfsdp.runtime.clipping import global_norm
 from mmfsdp.testing import run_ranks
 
 X = torch.arange(8)
@@ -120,3 +121,16 @@ def test_edges() -> None:
         assert nothing == 0
         assert 1e16 < huge < math.inf
         assert 0 < single < 1.01
+
+
+def test_large_gradients() -> None:
+    """torch's own norm of so many numbers in float32, on the CPU with one thread, is wrong by 3e-4."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in ((2**23 + 7,), (300, 1001), (5,))]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for norm_type in (2.0, 1.0, math.inf):
+        parts = [torch.linalg.vector_norm(parameter.grad.double(), norm_type) for parameter in parameters]
+        exact = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        found = global_norm(parameters, norm_type, None)
+        assert abs(float(found) / float(exact) - 1) < 2e-6, norm_type

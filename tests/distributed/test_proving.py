@@ -15,6 +15,7 @@ import torch.nn as nn
 from tests.console_blocks import without_gloo
 from tests.distributed.models import Tied
 from tests.forked_scripts import environ_with_commands
+from tests.parity.false_alarms import proofs
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
@@ -39,6 +40,14 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
+
+
+class Drawing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand_like(x)
 
 
 def summing() -> nn.Module:
@@ -80,9 +89,27 @@ def test_a_model_that_computes_something_else_is_not_proven() -> None:
     assert str(proof).startswith("Not proven: Wrong differs on 2 ranks from one process.")
 
 
+def test_random_numbers_of_a_forward_are_named() -> None:
+    proof = mmfsdp.prove(Drawing, torch.empty(2, 4), steps=1)
+    assert not proof.proven
+    assert "a forward draws random numbers, of which each rank has others" in str(proof)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "plan"),
+    [("efficientnet", "fp32", "`FULL_SHARD`"), ("lstm", "fp32", "accumulation"), ("moe", "bf16", "`HYBRID_SHARD`")],
+)
+def test_plans_that_are_right_are_proven(family: str, precision: str, plan: str) -> None:
+    """A sample of `nox -s false_alarms`."""
+    [(_, proof)] = proofs(family, precision, (plan,))
+    assert proof.proven, str(proof)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="ranks >= 2"):
         mmfsdp.prove(Tied, BATCH, ranks=1)
+    with pytest.raises(ConfigError, match="cannot be divided among 3"):
+        mmfsdp.prove(Tied, BATCH, resume_on=3)
 
 
 def launch(count: int, *words: str) -> list[tuple[int, str, str]]:

@@ -8,6 +8,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from mmfsdp.planning.compiled import is_compiled, is_compiled_wrapper
+
 __all__ = ["plain_name", "units_of", "unwrapped"]
 
 _INSERTED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -29,13 +31,15 @@ def plain_name(name: str) -> str:
 def units_of(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model, under the name "", and its modules down to a depth, with their names; each module once.
 
-    Containers such as ``ModuleList``, and wrappers, do not count.
+    Containers such as ``ModuleList``, and wrappers, do not count. Modules in one that is compiled are left out: to see
+    what is within would divide its graph.
 
     Args:
         model: The module, without DDP around it.
         depth: How many modules below the model.
     """
     seen = {id(model)}
+    depth = 0 if is_compiled_wrapper(model) else depth
     yield "", model
     yield from _below(model, "", depth, seen)
 
@@ -50,4 +54,5 @@ def _below(module: nn.Module, name: str, depth: int, seen: set[int]) -> Iterator
         passed = isinstance(child, _CONTAINERS)
         if not passed and not inserted:
             yield plain_name(full), child
-        yield from _below(child, full, depth - (0 if passed or inserted else 1), seen)
+        if not is_compiled(child):
+            yield from _below(child, full, depth - (0 if passed or inserted else 1), seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from mmfsdp.parity.comparing import compare
 from mmfsdp.parity.comparison import Comparison
 from mmfsdp.parity.launched import Launched, Local, are_launched
 from mmfsdp.parity.proof import Proof
-from mmfsdp.parity.proof_runs import Task, is_alone, run_reference, run_sharded
+from mmfsdp.parity.proof_runs import run_reference, run_sharded
+from mmfsdp.parity.proof_task import Task, parts_of
 from mmfsdp.rehearsal.step import default_loss
 
-__all__ = ["prove"]
+__all__ = ["Reference", "prove", "prove_beside", "train_reference"]
 
 _SEEDS = (None, 1, 2, 3)
 
@@ -44,10 +46,11 @@ def prove(
 ) -> Proof:
     """Train a model in one process and sharded on several, and compare everything that both compute.
 
-    Both begin with the same weights and get the same samples. The sharded run saves a checkpoint; training goes on from
-    it on another number of ranks. Everything is recorded and compared, see `compare`. Three runs of the reference with
-    perturbed inputs are the yardstick. With mixed precision, or an optimizer in the plan, the reference is the plan on
-    one rank; otherwise it is the plain model.
+    Both begin with the same weights and get the same samples. The one process computes the ranks' batches in turn, and
+    averages their gradients. The sharded run saves a checkpoint; training goes on from it on another number of ranks.
+    Everything is recorded and compared, see `compare`. Three runs of the reference with perturbed inputs are the
+    yardstick. With mixed precision, or an optimizer in the plan, the reference is the plan on one rank; otherwise it is
+    the plain model.
 
     Under torchrun every rank calls this, before it makes a process group, and all get the proof; they compute on their
     accelerators if there are any. Otherwise the ranks are new processes on this machine, which compute on the CPU and
@@ -73,7 +76,8 @@ def prove(
             several machines, one that they share.
 
     Raises:
-        ConfigError: A number is too small, or there is no such factory or optimizer.
+        ConfigError: A number is too small, samples cannot be divided evenly among ``resume_on`` ranks, or there is no
+            such factory or optimizer.
         ShardStateError: Under torchrun there is a process group already.
         RankError: A rank failed; the message has its traceback. Under torchrun that rank raises its own error.
     """
@@ -92,19 +96,60 @@ def prove(
     factory = partial(_made, model) if isinstance(model, str) else model
     settings = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(dict(config or {}))
     shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
-    task = Task(factory, shapes, ranks, settings, loss or default_loss, optimizer, max_norm, accumulate, found.device)
+    task = Task(
+        factory, shapes, ranks, parts_of(shapes, ranks, again), settings, loss or default_loss, optimizer, max_norm,
+        accumulate, found.device,
+    )  # fmt: skip
     with found.folder(folder) as home:
-        reference, trained, resumed, saved = (home / name for name in ("reference", "ranks", "resumed", "checkpoint"))
-        jobs = [(task, str(_perturbed(reference, seed)), 2 * steps, seed) for seed in _SEEDS]
-        name, dropout = found.alone(run_reference, jobs)[0]
-        found.together(run_sharded, ranks, task, str(trained), 0, steps, None, str(saved))
-        found.together(run_sharded, again, task, str(resumed), steps, steps, str(saved), None)
-        both = found.decide(lambda: (_compared(reference, trained), _compared(reference, resumed)))
+        return prove_beside(found, task, train_reference(found, task, home, 2 * steps), home, steps, again)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The runs in one process."""
+
+    record: Path
+    """The record; those with perturbed inputs are beside it."""
+    model: str
+    """The name of the model."""
+    known: tuple[str, ...]
+    """What must be known of the runs."""
+
+
+def train_reference(found: Launched | Local, task: Task, home: Path, steps: int) -> Reference:
+    """Train in one process, with and without perturbed inputs. Collective.
+
+    Args:
+        found: The processes.
+        task: What to train; strategy, recomputation and offload of its plan make no difference.
+        home: Where to keep the records.
+        steps: Number of steps.
+    """
+    record = home / "reference"
+    jobs = [(task, str(_perturbed(record, seed)), steps, seed) for seed in _SEEDS]
+    name, known = found.alone(run_reference, jobs)[0]
+    return Reference(record, name, tuple(known))
+
+
+def prove_beside(
+    found: Launched | Local, task: Task, reference: Reference, home: Path, steps: int, again: int
+) -> Proof:
+    """Train with the plan, resume on other ranks, and compare both with the reference. Collective.
+
+    Args:
+        found: The processes.
+        task: What to train.
+        reference: The runs in one process, of twice as many steps.
+        home: Where to keep records and the checkpoint.
+        steps: Steps before the checkpoint, and after it.
+        again: On how many ranks to go on.
+    """
+    trained, resumed, saved = (home / name for name in ("ranks", "resumed", "checkpoint"))
+    found.together(run_sharded, task.ranks, task, str(trained), 0, steps, None, str(saved))
+    found.together(run_sharded, again, task, str(resumed), steps, steps, str(saved), None)
+    both = found.decide(lambda: (_compared(reference.record, trained), _compared(reference.record, resumed)))
     versions = {"mmfsdp": __version__, "torch": torch.__version__, "Python": platform.python_version()}
-    assumed = ["with dropout set to 0"] if dropout else []
-    if why := is_alone(task):
-        assumed.append(f"for {why}, the one process runs the plan too")
-    return Proof(name, ranks, steps, again, *both, versions, tuple(assumed), found.device)
+    return Proof(reference.model, task.ranks, steps, again, *both, versions, reference.known, found.device)
 
 
 def _perturbed(reference: Path, seed: int | None) -> Path:

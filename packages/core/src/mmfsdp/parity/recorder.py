@@ -21,6 +21,7 @@ from mmfsdp.parity.naming import plain_name, units_of, unwrapped
 from mmfsdp.parity.perturbing import perturb_inputs
 from mmfsdp.parity.records import Key, Spread
 from mmfsdp.parity.writing import Part, Writer
+from mmfsdp.planning.compiled import is_compiled
 from mmfsdp.runtime.dtensors import box_of
 
 __all__ = ["Order", "Recording", "recording"]
@@ -100,7 +101,7 @@ class Recording:
         step: int,
     ) -> None:
         self._model, self._optimizer, self._every, self._order = unwrapped(model), optimizer, every, order
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._rank, self._world = self._place()
         self._is_flat = isinstance(model, FullyShardedDataParallel)
         self._names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
         head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
@@ -113,8 +114,10 @@ class Recording:
         with ExitStack() as hooks:
             if perturb is not None:
                 hooks.enter_context(perturb_inputs(self._model, perturb))
+            # The import of the compiler takes seconds.
+            hidden = torch.compiler.disable if any(map(is_compiled, self._model.modules())) else _itself
             for name, module in units_of(self._model, depth):
-                before, after = self._hooks(name)
+                before, after = map(hidden, self._hooks(name))
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after).remove)
             hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -145,6 +148,10 @@ class Recording:
         self._stack.close()
         self._running = False
         self._writer.close()
+
+    def _place(self) -> tuple[int, int]:
+        """Return this rank, and how many there are."""
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:
         return Writer(folder, rank, head)
@@ -276,19 +283,30 @@ class Recording:
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
                         parts.append(self._part("state", f"{name}[{entry}]", value))
                 parts.append(self._part("parameter", name, param))
-            for name, buffer in self._model.named_buffers():
-                if not isinstance(buffer, DTensor) and buffer.layout == torch.strided:
-                    parts.append(self._part("buffer", plain_name(name), buffer))
             self._writer.add_boxes(parts)
+            self._buffers()
             self._writer.flush()
         self._before.clear()
         self._calls.clear()
         self._step += 1
 
+    def _buffers(self) -> None:
+        self._writer.add_boxes(
+            [
+                self._part("buffer", plain_name(name), buffer)
+                for name, buffer in self._model.named_buffers()
+                if not isinstance(buffer, DTensor) and buffer.layout == torch.strided
+            ]
+        )
+
     def _key(self, kind: str, name: str) -> Key:
         call = self._calls.get((kind, name), 0)
         self._calls[kind, name] = call + 1
         return Key(self._step, kind, name, call)
+
+
+def _itself(function: Callable[..., None]) -> Callable[..., None]:
+    return function
 
 
 def _plain(tree: Any) -> Any:

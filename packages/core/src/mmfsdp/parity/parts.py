@@ -1,0 +1,84 @@
+"""Lets one process compute the parts of a batch in turn, and records each part as a rank of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from mmfsdp.parity.naming import unwrapped
+from mmfsdp.parity.recorder import Recording
+from mmfsdp.parity.writing import Writer
+
+__all__ = ["PartedRecording"]
+
+
+class PartedRecording(Recording):
+    """A recording of a process that plays several ranks, one after the other. Who makes one calls ``close()``.
+
+    Each part has buffers of its own, as each rank has, and a file in which it is one of ``world * parts`` ranks. What
+    follows from all parts, such as gradients, is in the file of the first one. The first part is played at first.
+
+    Args:
+        folder: See `mmfsdp.recording`.
+        model: See `mmfsdp.recording`.
+        optimizer: See `mmfsdp.recording`.
+        parts: How many ranks this process plays.
+        perturb: See `mmfsdp.recording`.
+        first_step: See `mmfsdp.recording`.
+    """
+
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer: Optimizer, *, parts: int, perturb: int | None, first_step: int
+    ) -> None:
+        self._parts, self._playing = parts, 0
+        self._writers: list[Writer] = []
+        self._calls_of: list[dict[tuple[str, str], int]] = [{} for _ in range(parts)]
+        self._own_buffers = [*unwrapped(model).buffers()] if parts > 1 else []
+        self._values = [[buffer.clone() for buffer in self._own_buffers] for _ in range(parts)]
+        super().__init__(folder, model, optimizer, depth=2, every=1, order="blocks", perturb=perturb, step=first_step)
+        self._calls = self._calls_of[0]
+
+    def play(self, part: int) -> None:
+        """Compute and record as another part from now on, with its buffers. Not collective."""
+        if part == self._playing:
+            return
+        with torch.no_grad():
+            values, others = self._values[self._playing], self._values[part]
+            for buffer, mine, theirs in zip(self._own_buffers, values, others, strict=True):
+                if not torch.equal(buffer, mine):
+                    mine.copy_(buffer)
+                if not torch.equal(buffer, theirs):  # a backward may need one that no forward changes
+                    buffer.copy_(theirs)
+        self._playing, self._rank = part, self._rank + part - self._playing
+        self._writer, self._calls = self._writers[part], self._calls_of[part]
+
+    def close(self) -> None:
+        """Remove the hooks, and write what is left."""
+        super().close()
+        for writer in self._writers:
+            if writer is not self._writer:
+                writer.close()
+
+    def _place(self) -> tuple[int, int]:
+        rank, world = super()._place()
+        return rank * self._parts, world * self._parts
+
+    def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:
+        self._writers = [
+            super(PartedRecording, self)._make_writer(folder, rank + part, head) for part in range(self._parts)
+        ]
+        return self._writers[0]
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for part in range(1, self._parts) if self._is_on else ():
+            self.play(part)
+            self._buffers()
+            self._writer.flush()
+        self.play(0)
+        super()._after_step(optimizer, args, kwargs)
+        for calls in self._calls_of:
+            calls.clear()

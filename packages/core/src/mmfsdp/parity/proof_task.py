@@ -1,0 +1,124 @@
+"""The computation of a proof: a model, its loss and optimizer, and the batch that all ranks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mmfsdp.config import ShardConfig
+from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.optimizers import make_optimizer, optimizer_of
+from mmfsdp.rehearsal.realising import real_model
+from mmfsdp.runtime.sharded_model import find_sharded_model
+
+__all__ = ["Task", "is_alone", "parts_of"]
+
+_FEWEST = 2  # numbers of embeddings to draw integers for if a model has none
+
+
+@dataclass(frozen=True)
+class Task:
+    """The computation of each run; it is sent to ranks."""
+
+    factory: Callable[[], nn.Module]
+    batch: Any
+    ranks: int
+    parts: int
+    """Into how many parts the batch of all ranks is divided: as many on each rank of every run."""
+    config: ShardConfig
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    optimizer: str | None
+    """None for the one that the plan names, or AdamW."""
+    max_norm: float
+    accumulate: int
+    device: str
+    """The type of device to compute on."""
+
+    def model(self) -> tuple[nn.Module, bool]:
+        """Return the model, and whether dropout was set to 0 in it."""
+        torch.manual_seed(0)
+        model = real_model(self.factory(), torch.device(self.device)).train()
+        found = False
+        for module in model.modules():
+            for name in _dropouts_of(module):
+                if getattr(module, name):
+                    setattr(module, name, 0.0)
+                    found = True
+        return model, found
+
+    def make_optimizer(self, module: nn.Module, *, is_sharded: bool) -> torch.optim.Optimizer:
+        """Return the optimizer of a run's model."""
+        if is_sharded and self.optimizer is None:
+            return optimizer_of(None, module, find_sharded_model(module).plan, self.device)
+        return make_optimizer(self.optimizer or "adamw", list(module.parameters()), self.device)
+
+    def micro_batch(self, model: nn.Module, step: int, place: int, part: int) -> Any:
+        """Return a part of the batch that all ranks share, whatever their number."""
+        generator = torch.Generator().manual_seed(1000 * step + place)
+        sizes = [
+            module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        ]
+        below = min(sizes, default=_FEWEST)
+
+        def draw(shape: torch.Tensor, name: str = "") -> torch.Tensor:
+            whole = (shape.shape[0] * self.ranks, *shape.shape[1:])
+            if shape.is_floating_point():
+                drawn = torch.randn(whole, generator=generator).to(shape.dtype)
+            elif "mask" in name or shape.dtype == torch.bool:
+                drawn = torch.ones(whole, dtype=shape.dtype)
+            else:
+                drawn = torch.randint(0, below, whole, generator=generator).to(shape.dtype)
+            return drawn.chunk(self.parts)[part].to(self.device)
+
+        if isinstance(self.batch, Mapping):
+            return {
+                name: tree_map_only(torch.Tensor, partial(draw, name=str(name)), value)
+                for name, value in self.batch.items()
+            }
+        return tree_map_only(torch.Tensor, draw, self.batch)
+
+
+def is_alone(task: Task) -> str:
+    """Return why the reference is the plan on one rank instead of the plain model; empty if it is the plain model."""
+    if task.config.precision.param_dtype not in (None, "float32"):
+        return "mixed precision"
+    return "its optimizer" if task.optimizer is None and task.config.optimizer is not None else ""
+
+
+def parts_of(batch: Any, ranks: int, again: int) -> int:
+    """Return into how many parts to divide the batch of all ranks.
+
+    Args:
+        batch: What one rank gets.
+        ranks: Number of ranks.
+        again: On how many ranks training goes on.
+
+    Raises:
+        ConfigError: Ranks cannot get equally many samples.
+    """
+    parts = math.lcm(ranks, again)
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and (not tensor.dim() or tensor.shape[0] * ranks % parts):
+            raise ConfigError(
+                f"A tensor of shape {tuple(tensor.shape)} for each of {ranks} ranks cannot be divided among {again}. "
+                f"Its first dimension counts samples; give each rank a multiple of {parts // ranks}, or go on with a "
+                "number of ranks that divides the first.",
+                config="resume_on",
+            )
+    return parts
+
+
+def _dropouts_of(module: nn.Module) -> list[str]:
+    """Return the attributes of a module that are shares to drop."""
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return ["dropout"]
+    if "drop" not in type(module).__name__.lower():
+        return []
+    return [name for name in ("p", "prob", "drop_prob") if isinstance(getattr(module, name, None), int | float)]
