@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.distributed.models import BLOCKS, build, train
 from tests.distributed.test_checkpoints_online import State, told, whole_state
 from tests.distributed.test_state_dicts import HYBRID, equal, optimizer_of
+from torch.distributed.tensor import DTensor
 
 import mmfsdp
 from mmfsdp import errors
-from mmfsdp.saving.background import PendingSave
+from mmfsdp.checkpoint.tree import leaves
+from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.saving.background import PendingSave, saver_of
 from mmfsdp.testing import run_ranks
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,44 +29,81 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def save_and_train_on(rank: int, config: dict[str, Any], folder: str) -> list[State]:
+def name_of(step: int, kind: str) -> str:
+    return f"{step}.pth" if kind == "full" else str(step)
+
+
+def save_and_train_on(rank: int, config: dict[str, Any], folder: str, kind: str, optim: str) -> list[State]:
     model = mmfsdp.shard(build(), config)
-    optimizer = optimizer_of(model, "adamw")
+    optimizer = optimizer_of(model, optim)
     wanted, saves = [], []
     extra = {"losses": [0.0]}
     for step in range(3):
         train(model, optimizer, steps=1, first=step)
         wanted.append(whole_state(model, optimizer))
-        saves.append(
-            mmfsdp.save_checkpoint(f"{folder}/{step}", model, optimizer, kind="sharded", extra=extra, blocking=False)
-        )
+        path = f"{folder}/{name_of(step, kind)}"
+        saves.append(mmfsdp.save_checkpoint(path, model, optimizer, kind=kind, extra=extra, blocking=False))
+        if step == 2:
+            mmfsdp.save_checkpoint(f"{folder}/now/{path[-5:]}", model, optimizer, kind=kind, extra=extra)
         extra["losses"].append(1.0)
     train(model, optimizer, steps=1, first=3)
     for save in reversed(saves):
         save.result()
         assert save.done()
-    assert all(Path(folder, str(step), "manifest.json").exists() for step in range(3))
+    assert kind == "full" or all(Path(folder, str(step), "manifest.json").exists() for step in range(3))
     return wanted
 
 
-def load(rank: int, path: str) -> tuple[State, Any]:
+def load(rank: int, path: str, optim: str) -> tuple[State, Any]:
     model = mmfsdp.shard(build(seed=7), {"wrap": BLOCKS})
-    optimizer = optimizer_of(model, "adamw")
+    optimizer = optimizer_of(model, optim)
     rest, report = mmfsdp.load_checkpoint(path, model, optimizer)
     assert report.clean
     return whole_state(model, optimizer), rest
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_training_goes_on_meanwhile(case: str, tmp_path: Path) -> None:
+CASES = [("fsdp2", "sharded", "adamw"), ("hybrid", "sharded", "adamw"), ("fsdp1-flat", "sharded", "adamw")]
+CASES += [("fsdp2", "local", "adamw"), ("hybrid", "full", "groups"), ("fsdp1-flat", "full", "sgd")]
+
+
+@pytest.mark.parametrize(("case", "kind", "optim"), CASES)
+def test_training_goes_on_meanwhile(case: str, kind: str, optim: str, tmp_path: Path) -> None:
     world_size, config = CONFIGS[case]
-    wanted = run_ranks(save_and_train_on, world_size, config, str(tmp_path))[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    wanted = run_ranks(save_and_train_on, world_size, config, str(tmp_path), kind, optim)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(name_of(step, kind) for step in range(3)), "now"]
     assert not equal(wanted[0], wanted[1])
     for step, want in enumerate(wanted):
-        found, rest = run_ranks(load, 3, str(tmp_path / str(step)))[0]
+        found, rest = run_ranks(load, 3, str(tmp_path / name_of(step, kind)), optim)[0]
         assert equal(found, want)
         assert rest == {"losses": [0.0, *[1.0] * step]}
+    if kind == "full":  # the file is the one that a blocking save writes
+        later, now = tmp_path / "2.pth", tmp_path / "now" / "2.pth"
+        assert equal(torch.load(later, weights_only=True), torch.load(now, weights_only=True))
+
+
+def memory_of_copies(rank: int, folder: str) -> list[set[int]]:
+    """Save three times, and return where the copies of sharded tensors were."""
+    model = mmfsdp.shard(build(), {"wrap": BLOCKS})
+    optimizer = optimizer_of(model, "adamw")
+    saver, places = saver_of(find_sharded_model(model).mesh), []
+    stage = saver.stage
+
+    def look(content: dict[str, Any]) -> dict[str, Any]:
+        copy = stage(content)
+        places.append({leaf.to_local().data_ptr() for _, leaf in leaves(copy) if isinstance(leaf, DTensor)})
+        return copy
+
+    saver.stage = look  # type: ignore[method-assign]
+    for step in range(3):
+        train(model, optimizer, steps=1, first=step)
+        mmfsdp.save_checkpoint(f"{folder}/{step}", model, optimizer, kind="local", blocking=False).result()
+    return places
+
+
+def test_the_memory_of_copies_is_used_again(tmp_path: Path) -> None:
+    for first, *others in run_ranks(memory_of_copies, 2, str(tmp_path)):
+        assert len(first) > 10
+        assert all(other == first for other in others)
 
 
 class Odd:

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.saving import manager as manager_module
+from mmfsdp.saving import save as save_module
 from mmfsdp.saving import step_messages
 from mmfsdp.saving.run_directory import Retention, RunDirectory
 from mmfsdp.testing import run_ranks, single_rank
@@ -344,6 +346,36 @@ def test_a_failed_save_is_counted_and_tried_again(background: bool, tmp_path: Pa
     assert saved
 
 
+def save_slowly(rank: int, folder: str, if_busy: str) -> list[bool]:
+    """Save each step while rank 1 needs the time of three steps to write the first."""
+    model, may_go_on = build(), threading.Event()
+    write = save_module.write_rank_file
+
+    def slowly(*args: Any) -> Any:
+        assert may_go_on.wait(20)
+        return write(*args)
+
+    save_module.write_rank_file = slowly  # type: ignore[assignment]
+    with mmfsdp.CheckpointManager(folder, model, every_steps=1, kind="local", if_busy=if_busy) as manager:
+        saved = []
+        for step in range(1, 7):
+            if step == 3 or if_busy == "wait" or rank == 0:
+                may_go_on.set()
+            saved.append(manager.step(step))
+            if step == 3:
+                manager.wait()
+    save_module.write_rank_file = write
+    return saved
+
+
+def test_a_save_that_is_due_waits_or_is_skipped(tmp_path: Path) -> None:
+    assert run_ranks(save_slowly, 2, str(tmp_path / "wait"), "wait") == [[True] * 6] * 2
+    one, two = run_ranks(save_slowly, 2, str(tmp_path / "skip"), "skip")
+    assert one == two
+    assert one[:4] == [True, False, False, True]
+    assert kept(tmp_path / "skip") == ["run.json", *(f"step_{at + 1}" for at, saved in enumerate(one) if saved)]
+
+
 def fail_if_asked(rank: int, folder: str) -> int:
     model = build()
     path = Path(folder, "run")
@@ -451,7 +483,7 @@ def test_what_cannot_be_resumed_is_reported_at_the_first_save(tmp_path: Path) ->
         ({"keep_best": 1}, "without it every checkpoint is kept"),
         ({"best_mode": "low"}, "best_mode must be 'min' or 'max'"),
         ({"kind": "hf"}, "kind must be 'full', 'local' or 'sharded'"),
-        ({"kind": "full", "background": True}, "background=True needs kind='sharded'"),
+        ({"if_busy": "drop"}, "if_busy must be 'wait' or 'skip', got 'drop'"),
         ({"state": {"rate": 0.1}}, "'rate' is a float, which lacks state_dict"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def by_columns(rank: int, folder: str) -> None:
         model.weight.copy_(torch.arange(24.0).reshape(4, 6))
     model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
     from mmfsdp.collective.scopes import scope_of
+    from mmfsdp.saving.gathering import gather_on_first, with_boxes
     from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
     from mmfsdp.saving.publishing import DirectorySave
 
@@ -75,12 +77,40 @@ def by_columns(rank: int, folder: str) -> None:
     chosen = ModelFolder.of(model.state_dict(), Path(folder, "like"), target, scope, overwrite=False)
     started = DirectorySave.begin(target, scope, overwrite=False)
     started.finish(lambda started: write_model_folder(started, chosen, scope), scope)
+    # In the background they are gathered before training goes on.
+    rows = with_boxes(chosen.weights, rows_only=True, is_first=scope.is_first)
+    started = DirectorySave.begin(Path(folder, "later"), scope, overwrite=False)
+    started.finish(lambda started: write_model_folder(started, replace(chosen, weights=rows), scope), scope)
+    gathered = gather_on_first({"a": [model.weight]}, scope.channel.group, scope)
+    if rank == 0:
+        assert gathered["a"][0].equal(torch.arange(24.0).reshape(4, 6))
 
 
 def test_columns_are_gathered_tensor_by_tensor(tmp_path: Path) -> None:
     like(tmp_path / "like")
     run_ranks(by_columns, 2, str(tmp_path))
-    assert load_file(tmp_path / "out/model.safetensors")["weight"].equal(torch.arange(24.0).reshape(4, 6))
+    for name in ("out", "later"):
+        found = load_file(tmp_path / name / "model.safetensors")["weight"]
+        assert found.equal(torch.arange(24.0).reshape(4, 6))
+
+
+def save_in_background(rank: int, folder: str) -> None:
+    model = mmfsdp.shard(build(), {"wrap": BLOCKS})
+    mmfsdp.save_checkpoint(f"{folder}/now", model, kind="hf", like=f"{folder}/like")
+    save = mmfsdp.save_checkpoint(f"{folder}/later", model, kind="hf", like=f"{folder}/like", blocking=False)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)  # what training does meanwhile
+    save.result()
+
+
+def test_in_the_background_the_same_folder_is_written(tmp_path: Path) -> None:
+    like(tmp_path / "like")
+    run_ranks(save_in_background, 2, str(tmp_path))
+    names = {path.name for path in (tmp_path / "now").iterdir()}
+    assert names == {path.name for path in (tmp_path / "later").iterdir()}
+    for name in names - {"manifest.json"}:  # which has the id of the save
+        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
 
 
 def replace_and_load(rank: int, folder: str) -> tuple[list[str], dict[str, Any]]:
@@ -100,7 +130,6 @@ def replace_and_load(rank: int, folder: str) -> tuple[list[str], dict[str, Any]]
     attempt(f"{folder}/a", kind="hf", like=f"{folder}/nowhere")
     attempt(f"{folder}/a", kind="hf", like=f"{folder}/other")
     attempt(f"{folder}/a", kind="hf", like=f"{folder}/like", optimizer=optimizer)
-    attempt(f"{folder}/a", kind="hf", like=f"{folder}/like", blocking=False)
     attempt(f"{folder}/a", like=f"{folder}/like")
     attempt(f"{folder}/a.safetensors", kind="hf", like=f"{folder}/like")
     attempt(f"{folder}/like", kind="hf", like=f"{folder}/like")
@@ -122,7 +151,6 @@ def test_errors_reach_every_rank_and_a_folder_keeps_its_files(tmp_path: Path) ->
             "holds no config.json",
             "does not fit the weights in",
             "Leave out the optimizer",
-            "blocking=False needs kind='sharded', got kind='hf'",
             "applies only to kind='hf', not to kind='sharded'",
             "is a directory, and",
             "TargetExistsError: ",

@@ -80,7 +80,15 @@ class Saver:
         # Training uses the mesh's own groups; collectives of a save must not mix with those.
         self.scope: Scope = new_scope(mesh)
         self._pending: PendingSave | None = None
-        self._pinned = _stager(pinned=True) if mesh.device_type == "cuda" else None
+        pinned = mesh.device_type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=pinned,
+            )
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -106,16 +114,11 @@ class Saver:
     def stage(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of nested content in CPU memory, for `start` to save. Not collective; no save may be running.
 
-        From a GPU it is copied into page-locked memory, at the speed of the bus. Locking pages takes as long as a slow
-        copy, so that memory is kept for the next save: as many bytes as this rank saves.
+        The memory is kept for the next save: as many bytes as this rank saves. Getting it anew takes longer than the
+        copy, and much longer for the page-locked memory that a GPU is copied into at the speed of the bus.
         """
-        if self._pinned is not None:
-            return _copied(self._pinned, content)
-        stager = _stager(pinned=False)
-        try:
-            return _copied(stager, content)
-        finally:
-            stager.close()
+        copy: Any = self._stager.stage(content)
+        return dict(copy)
 
     def start(self, step: Callable[[], None], target: Path) -> PendingSave:
         """Run ``step`` in a thread. No other save may be running.
@@ -138,19 +141,6 @@ class Saver:
 
         future.add_done_callback(report)
         return pending
-
-
-def _stager(*, pinned: bool) -> DefaultStager:
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-        )
-    )
-
-
-def _copied(stager: DefaultStager, content: dict[str, Any]) -> dict[str, Any]:
-    copy: Any = stager.stage(content)
-    return dict(copy)
 
 
 _savers: dict[tuple[int, ...], tuple[World, Saver]] = {}

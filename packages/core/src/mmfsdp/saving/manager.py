@@ -60,7 +60,9 @@ class CheckpointManager:
         keep_best: Also keep this many with the best metric, which `step` and `save` take.
         best_mode: ``'min'`` if small metrics are good, ``'max'`` if large ones are.
         kind: ``sharded``, ``local`` or ``full``: see `save_checkpoint`.
-        background: Write while training continues; by default if ``kind`` is ``sharded``.
+        background: Write while training continues, which waits only until each rank has copied its part.
+        if_busy: What to do if the save before is still running when the next one is due: ``wait`` for it, or ``skip``
+            the next one. `save` always waits.
         schedulers: A learning rate scheduler, or several.
         scaler: A gradient scaler.
         averaged: A second sharded model with averaged weights.
@@ -93,7 +95,8 @@ class CheckpointManager:
         keep_best: int = 0,
         best_mode: Literal["min", "max"] = "min",
         kind: Literal["full", "local", "sharded"] = "sharded",
-        background: bool | None = None,
+        background: bool = True,
+        if_busy: Literal["wait", "skip"] = "wait",
         schedulers: Stateful | Sequence[Stateful] = (),
         scaler: Stateful | None = None,
         averaged: nn.Module | None = None,
@@ -105,8 +108,7 @@ class CheckpointManager:
         exit_code: int = 75,
     ) -> None:
         refuse_empty(directory)
-        background = kind == "sharded" if background is None else background
-        _check_settings(every_steps, every_minutes, kind, background)
+        _check_settings(every_steps, every_minutes, kind, if_busy)
         _check_stopping(grace_seconds, exit_code)
         self._retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
         sharded = find_sharded_model(model)
@@ -122,6 +124,7 @@ class CheckpointManager:
             "retention": self._retention,
             "kind": kind,
             "background": background,
+            "if_busy": if_busy,
             "state": sorted([*named, *(state or {})]),
             "averaged": averaged is not None,
             "raise_errors": raise_errors,
@@ -133,7 +136,7 @@ class CheckpointManager:
         self._model, self._optimizer = model, optimizer
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._kind, self._background, self._safe_globals = kind, background, safe_globals
-        self._raise_errors = raise_errors
+        self._raise_errors, self._if_busy = raise_errors, if_busy
         self.failed_saves = 0
         """How many saves have failed so far."""
         self._in_row = 0  # failed saves since the last one that succeeded
@@ -225,7 +228,8 @@ class CheckpointManager:
         heard = self._hear()
         if heard.stop:
             self._stop(step, metric, heard)
-        saved = self.save(step, metric) if due or heard.due else False
+        skips = self._if_busy == "skip" and self._pending is not None  # all ranks know alike that it has not ended
+        saved = self.save(step, metric) if (due or heard.due) and not skips else False
         self._tell()
         return saved
 
@@ -283,7 +287,8 @@ class CheckpointManager:
             return True
         value = None if metric is None else float(metric)
         path = self.directory / (f"step_{step}.pth" if self._kind == "full" else f"step_{step}")
-        extra = self._state.content(step, self._scope, whole=self._kind == "full")
+        gathers = self._kind == "full" and not self._background
+        extra = self._state.content(step, self._scope, whole=gathers)
         self._begun = time.monotonic()
         try:
             self._on_first(lambda files: files.announce(step, value), path)
@@ -439,14 +444,14 @@ class CheckpointManager:
         return f"{kept}; {'no step' if not lost else 'one step' if lost == 1 else f'{lost} steps'} done since."
 
 
-def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, background: bool) -> None:
+def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, if_busy: str) -> None:
     check_count("every_steps", every_steps)
     if every_minutes is not None and not 0 < every_minutes < math.inf:
         raise ConfigError(f"every_minutes={every_minutes!r} is not a positive number.")
     if kind not in ("full", "local", "sharded"):
         raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
-    if background and kind != "sharded":
-        raise ConfigError(f"background=True needs kind='sharded', got kind={kind!r}.")
+    if if_busy not in ("wait", "skip"):
+        raise ConfigError(f"if_busy must be 'wait' or 'skip', got {if_busy!r}.")
 
 
 def _check_stopping(grace_seconds: float | None, exit_code: int) -> None:

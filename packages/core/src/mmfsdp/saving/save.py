@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_pat
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
-from mmfsdp.saving.background import PendingSave, saver_of, settle_saves
+from mmfsdp.saving.background import PendingSave, Saver, saver_of, settle_saves
+from mmfsdp.saving.gathering import gather_on_first, with_boxes
 from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
 from mmfsdp.saving.torch_dcp import write_distributed
@@ -58,8 +60,9 @@ def save_checkpoint(
         like: For ``hf``: a Hugging Face folder of the same model, whose configuration and tokenizer files are copied.
             If it has weights, their names and shapes must be the model's.
         overwrite: Replace the checkpoint at ``path`` once the new one is complete.
-        blocking: ``False`` (``sharded`` only): return as soon as everything is copied to CPU memory, and write in the
-            background while training continues. The next save of these ranks first waits for this one.
+        blocking: ``False``: return as soon as each rank has copied its part to CPU memory, and write in the background
+            while training continues. The memory is kept for the next save, which first waits for this one. For
+            ``full`` the first rank gathers the copies meanwhile.
 
     Returns:
         The save. Its ``result()`` waits until the checkpoint is complete, and raises if writing failed. With
@@ -73,12 +76,12 @@ def save_checkpoint(
             rank; or the directory to replace also holds what is not part of a checkpoint, such as another directory.
             What was at ``path`` is untouched.
         RankMismatchError: Ranks gave different paths or other arguments; raised before anything is gathered.
-        ConfigError: ``kind`` is unknown, does not fit the path or another argument, or cannot be saved in the
-            background; or ``like`` does not fit the model.
+        ConfigError: ``kind`` is unknown, or does not fit the path or another argument; or ``like`` does not fit the
+            model.
     """
     state, scope = _savers(model)
     target = _agreed_target(path, scope, "save_checkpoint()", kind, optimizer, overwrite, blocking)
-    _check_kind(kind, blocking, ("full", "local", "sharded", "hf"))
+    _check_kind(kind, ("full", "local", "sharded", "hf"))
     if (kind == "hf") != (like is not None):
         raise ConfigError(
             "kind='hf' needs like=FOLDER, a Hugging Face folder of the same model, for its config.json and tokenizer."
@@ -104,10 +107,8 @@ def save_checkpoint(
     if like is not None:
         weights = model_state_dict(model, "sharded")
         folder = ModelFolder.of(weights, Path(same_path(like, scope)), target, scope, overwrite=overwrite)
-        save = DirectorySave.begin(target, scope, overwrite=overwrite)
-        save.finish(lambda save: write_model_folder(save, folder, scope), scope)
-        return PendingSave.over()
-    form: Literal["full", "sharded"] = "full" if kind == "full" else "sharded"
+        return _write_folder(target, folder, state, scope, overwrite, blocking)
+    form: Literal["full", "sharded"] = "full" if kind == "full" and blocking else "sharded"
     content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
     if optimizer is not None:
         by_name = kind == "sharded"
@@ -147,7 +148,7 @@ def write_checkpoint(
     """
     state, scope = _savers(model)
     target = _agreed_target(path, scope, "write_checkpoint()", kind, None, overwrite, blocking)
-    _check_kind(kind, blocking)
+    _check_kind(kind)
     _make_free(target, state, scope, overwrite)
     return _write(target, content, state, scope, kind, overwrite, blocking)
 
@@ -191,20 +192,72 @@ def _write(
     overwrite: bool,
     blocking: bool,
 ) -> PendingSave:
-    if kind == "sharded":
-        return _write_sharded(target, content, state, overwrite, blocking)
-    if kind == "full":
+    if kind == "full" and blocking:
         on_all_ranks(lambda: _write_full(target, content, overwrite) if scope.is_first else None, scope)
-    else:
-        _write_local(target, content, state, scope, overwrite)
+        return PendingSave.over()
+    if kind == "local" and blocking:
+        save = DirectorySave.begin(target, scope, overwrite=overwrite)
+        save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
+        return PendingSave.over()
+    # Training uses the model's groups meanwhile.
+    saver = saver_of(state.mesh)
+    scope = saver.scope
+    if kind == "full":
+        content = with_boxes(content, rows_only=False, is_first=scope.is_first)
+    kept = _own_copy(dict(content), saver, target) if not blocking else dict(content)
+    if kind == "full":
+
+        def gather() -> None:
+            whole = gather_on_first(kept, saver.group, scope)
+            on_all_ranks(lambda: _write_full(target, whole, overwrite) if scope.is_first else None, scope)
+
+        return saver.start(gather, target)
+    save = DirectorySave.begin(target, scope, overwrite=overwrite)
+
+    def step() -> None:
+        if kind == "local":
+            save.finish(lambda save: write_rank_file(save, kept, state.mesh), scope)
+        else:
+            save.finish(lambda save: write_distributed(save, kept, saver.group), scope)
+
+    if not blocking:
+        return saver.start(step, target)
+    step()
     return PendingSave.over()
 
 
-def _check_kind(kind: str, blocking: bool, known: tuple[str, ...] = ("full", "local", "sharded")) -> None:
+def _write_folder(
+    target: Path, folder: ModelFolder, state: ShardedModel, scope: Scope, overwrite: bool, blocking: bool
+) -> PendingSave:
+    saver = None if blocking else saver_of(state.mesh)
+    if saver is not None:
+        scope = saver.scope
+        weights = with_boxes(folder.weights, rows_only=True, is_first=scope.is_first)
+        folder = replace(folder, weights=_own_copy(weights, saver, target))
+    save = DirectorySave.begin(target, scope, overwrite=overwrite)
+
+    def step() -> None:
+        save.finish(lambda save: write_model_folder(save, folder, scope), scope)
+
+    if saver is not None:
+        return saver.start(step, target)
+    step()
+    return PendingSave.over()
+
+
+def _own_copy(content: dict[str, Any], saver: Saver, target: Path) -> dict[str, Any]:
+    """Copy this rank's part into the memory that is kept for saves in the background. Collective: every rank."""
+
+    def stage() -> dict[str, Any]:
+        with as_checkpoint_error(target):
+            return saver.stage(content)
+
+    return on_all_ranks(stage, saver.scope)
+
+
+def _check_kind(kind: str, known: tuple[str, ...] = ("full", "local", "sharded")) -> None:
     if kind not in known:
         raise ConfigError(f"kind must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {kind!r}.")
-    if not blocking and kind != "sharded":
-        raise ConfigError(f"blocking=False needs kind='sharded', got kind={kind!r}. Save this kind with blocking=True.")
 
 
 def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> None:
@@ -221,29 +274,3 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
         make_parent(target)
     with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
         write_whole(content, temporary)
-
-
-def _write_local(target: Path, content: Mapping[str, Any], state: ShardedModel, scope: Scope, overwrite: bool) -> None:
-    save = DirectorySave.begin(target, scope, overwrite=overwrite)
-    save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
-
-
-def _write_sharded(
-    target: Path, content: Mapping[str, Any], state: ShardedModel, overwrite: bool, blocking: bool
-) -> PendingSave:
-    saver = saver_of(state.mesh)
-
-    def own() -> dict[str, Any]:
-        with as_checkpoint_error(target):
-            return dict(content) if blocking else saver.stage(dict(content))
-
-    kept = on_all_ranks(own, saver.scope)
-    save = DirectorySave.begin(target, saver.scope, overwrite=overwrite)
-
-    def step() -> None:
-        save.finish(lambda save: write_distributed(save, kept, saver.group), saver.scope)
-
-    if not blocking:
-        return saver.start(step, target)
-    step()
-    return PendingSave.over()
