@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tests.forked_scripts import python
 from tests.mmengine_adapter.test_doctor import CONFIGS, diagnosis
+from tests.mmengine_adapter.test_rehearsing import TEXT as STEP
 
 import mmfsdp
 from mmfsdp_cli.main import app
@@ -55,6 +56,17 @@ def test_the_plan_of_a_config(tmp_path: Path) -> None:
     assert memory["optimizer_state"] > 0, "that of the config's optimizer"
     changed = mmfsdp.ShardPlan.from_json(invoke("plan", config, "--set", "wrap=none", "--json")[1])
     assert [unit.class_name for unit in changed.units] == ["BatchNorm1d", "Pyramid"]
+
+
+def test_the_step_of_a_config_is_proven_against_ddp(tmp_path: Path) -> None:
+    """Its data pipeline, preprocessor, batch norm, loss, optimizer, clipping and accumulation."""
+    (tmp_path / "config.py").write_text(STEP)
+    words = ("--batch-size", "own", "--against", "ddp", "--steps", 1, "--json")
+    code, shown, error = invoke("prove", tmp_path / "config.py", *words)
+    assert code == 0, (shown, error)
+    found = json.loads(shown)
+    assert (found["proven"], found["against"], found["model"]) == (True, "ddp", "Pictured")
+    assert {difference for run in ("trained", "resumed") for difference in found[run]["differences"]} == set()
 
 
 def test_settings_as_yaml(tmp_path: Path) -> None:

@@ -14,9 +14,14 @@ def test_a_proof() -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["proven"] is True
-    assert found["trained"]["ranks"] == [1, 2]
+    assert found["trained"]["ranks"] == [2, 2]  # the one process plays two
 
 
 def test_bad_ranks() -> None:
     assert invoke("prove", *LINEAR, "--batch", "4x6", "--ranks", "2x2").exit_code == 2
     assert invoke("prove", *LINEAR, "--batch", "4x6", "--ranks", "1").exit_code == 2
+
+
+def test_bad_batches() -> None:
+    for words in ((), ("--batch", "4x6", "--batch-size", "2"), ("--batch-size", "2")):
+        assert invoke("prove", *LINEAR, *words).exit_code == 2

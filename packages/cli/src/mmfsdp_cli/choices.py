@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mmfsdp.frontends import ReadConfig
 
-__all__ = ["ModelChoice", "StepChoice", "takes_model", "takes_step"]
+__all__ = ["ModelChoice", "StepChoice", "batch_size", "takes_model", "takes_step"]
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
@@ -130,6 +130,14 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
     raise click.BadParameter(f"{value!r} is neither a number of samples nor 'own'.")
 
 
+batch_size = option(
+    "--batch-size",
+    section="Step",
+    metavar="N|own",
+    callback=_samples,
+    help="Of an MMEngine config: N samples per rank, or its own number, from its data pipeline.",
+)
+
 _STEP_OPTIONS = (
     several(
         "--batch",
@@ -144,13 +152,7 @@ _STEP_OPTIONS = (
         type=click.IntRange(min=0),
         help="The dimension of --batch that counts samples, for micro-batches: 1 for TOKENSxSAMPLES; by default 0.",
     ),
-    option(
-        "--batch-size",
-        section="Step",
-        metavar="N|own",
-        callback=_samples,
-        help="Of an MMEngine config: N samples per rank, or its own number, from its data pipeline.",
-    ),
+    batch_size,
     option(
         "--optimizer",
         section="Step",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.choices import ModelChoice, takes_model
+from mmfsdp_cli.choices import ModelChoice, batch_size, takes_model
 from mmfsdp_cli.console import reporting_errors, say
 from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import key_values, running_user_code
@@ -21,6 +20,8 @@ from mmfsdp_cli.step_options import batch_of
 
 if TYPE_CHECKING:
     import torch.nn as nn
+
+    from mmfsdp.frontends import ReadConfig
 
 __all__ = ["prove_command"]
 
@@ -33,11 +34,11 @@ _STEP = "Step"
     "--batch",
     section=_STEP,
     metavar="[NAME=]SHAPE[:DTYPE]",
-    required=True,
     help="What one rank gets, samples first: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
 )
+@batch_size
 @option("--optimizer", section=_STEP, metavar="NAME", help="The optimizer; by default that of the plan, or AdamW.")
-@option("--accumulate", section=_STEP, type=click.IntRange(min=1), default=1, metavar="N", help="Micro-batches.")
+@option("--accumulate", section=_STEP, type=click.IntRange(min=1), metavar="N", help="Micro-batches, by default 1.")
 @option(
     "--steps", section=_STEP, type=click.IntRange(min=1), default=3, metavar="N", help="Steps before the checkpoint."
 )
@@ -48,15 +49,24 @@ _STEP = "Step"
     metavar="N",
     help="Ranks to go on with from the checkpoint, 1 by default, or 2 of more than 2.",
 )
+@option(
+    "--against",
+    section=_STEP,
+    type=click.Choice(["alone", "ddp"]),
+    default="alone",
+    help="The reference: one process, or torch's DDP on as many ranks.",
+)
 @option("--folder", section=_STEP, metavar="DIR", help="Keep the records here; machines of torchrun must share it.")
 @json_report
 def prove_command(
     chosen: ModelChoice,
     batch: tuple[str, ...],
+    batch_size: str | None,
     optimizer: str | None,
-    accumulate: int,
+    accumulate: int | None,
     steps: int,
     resume_on: int | None,
+    against: Literal["alone", "ddp"],
     folder: str | None,
     as_json: bool,
 ) -> None:
@@ -67,6 +77,8 @@ def prove_command(
 
     Exit codes: 0 proven; 1 not proven; 2 the model, the batch, a setting or the number of ranks is wrong.
     """
+    if bool(batch) == (batch_size is not None):
+        raise click.UsageError("Give the shapes of a batch with --batch, or for an MMEngine config --batch-size.")
     wanted = chosen.wanted()
     with reporting_errors():
         built, source = chosen.build("prove")
@@ -78,25 +90,42 @@ def prove_command(
         with running_user_code():
             from mmfsdp import prove
 
+            step = _step(batch, batch_size, chosen.model, source)
+            if accumulate is not None:
+                step["accumulate"] = accumulate
+            if optimizer is not None or settings.config.optimizer is not None:
+                step["optimizer"] = optimizer
             proof = prove(
                 partial(_build, chosen.model, given),
-                batch_of(batch),
+                **step,
                 ranks=None if ranks is None else int(ranks),
                 config=settings.config,
-                optimizer=optimizer,
-                accumulate=accumulate,
                 steps=steps,
                 resume_on=resume_on,
+                against=against,
                 folder=folder,
             )
-        if os.environ.get("RANK", "0") != "0":
-            pass  # rank 0 prints
-        elif as_json:
+        if proof.rank == 0 and as_json:
             click.echo(json.dumps(proof.describe(), indent=1))
-        else:
+        elif proof.rank == 0:
             say(str(proof), colour="green" if proof.proven else "red")
         if not proof.proven:
             raise Exit(1)
+
+
+def _step(batch: tuple[str, ...], batch_size: str | None, path: str, source: ReadConfig | None) -> dict[str, Any]:
+    """Return the arguments of `mmfsdp.prove` that describe a step."""
+    if batch_size is None:
+        return {"batch": batch_of(batch)}
+    if source is None:
+        raise click.BadParameter(
+            "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
+        )
+    from mmfsdp.frontends import RemadeStep
+
+    made = RemadeStep(path, None if batch_size == "own" else int(batch_size))
+    step = {"batch": made.batch, "loss": made.loss, "optimizer": made.optimizer}
+    return {**step, "max_norm": made.step.max_norm, "accumulate": made.step.accumulate}
 
 
 def _build(name: str, given: Mapping[str, Any]) -> nn.Module:

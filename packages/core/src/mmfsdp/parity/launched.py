@@ -36,6 +36,7 @@ class Local:
     """New processes on this machine, which compute on the CPU and communicate over gloo."""
 
     device = "cpu"
+    rank = 0
 
     def alone(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> list[T]:
         """Call ``function(0, *job)`` for each job in a world of one process, and return the results."""
@@ -183,17 +184,25 @@ class Launched:
         self._calls += 1
         prefix = f"result/{self._calls}"
         try:
-            mine = act()
+            answer = json.dumps({"result": act()})
         except BaseException:
-            self._store.set(f"{prefix}/{self.rank}", json.dumps({"error": traceback.format_exc()}))
+            failure = json.dumps({"error": traceback.format_exc(), "rank": self.rank})
+            self._store.set(f"{prefix}/all" if self.rank == 0 else f"{prefix}/{self.rank}", failure)
             raise
-        self._store.set(f"{prefix}/{self.rank}", json.dumps({"result": mine}))
-        found: list[Any] = []
-        for rank in range(self.world):
-            key = f"{prefix}/{rank}"
-            self._store.wait([key], _PATIENCE)
-            answer = json.loads(self._store.get(key))
-            if "error" in answer:
-                raise RankError(f"Proving failed on rank {rank}:\n{answer['error']}", rank=rank)
-            found.append(answer["result"])
-        return found
+        if self.rank == 0:  # the others read one answer, not those of all
+            found = [json.loads(answer), *(self._wait(f"{prefix}/{rank}") for rank in range(1, self.world))]
+            failed = next((given for given in found if "error" in given), None)
+            together = failed or {"results": [given["result"] for given in found]}
+            self._store.set(f"{prefix}/all", json.dumps(together))
+        else:
+            self._store.set(f"{prefix}/{self.rank}", answer)
+            together = self._wait(f"{prefix}/all")
+        if "error" in together:
+            raise RankError(f"Proving failed on rank {together['rank']}:\n{together['error']}", rank=together["rank"])
+        results: list[Any] = together["results"]
+        return results
+
+    def _wait(self, key: str) -> dict[str, Any]:
+        self._store.wait([key], _PATIENCE)
+        value: dict[str, Any] = json.loads(self._store.get(key))
+        return value

@@ -30,6 +30,10 @@ class Proof:
     """Changes that made the runs comparable."""
     device: str = "cpu"
     """The type of device that computed."""
+    against: str = "alone"
+    """The reference: ``"alone"`` or ``"ddp"``."""
+    rank: int = 0
+    """The rank of the process that holds this, of those that a launcher has started; one of them prints."""
 
     @property
     def proven(self) -> bool:
@@ -49,23 +53,25 @@ class Proof:
             "versions": dict(self.versions),
             "assumed": [*self.assumed],
             "device": self.device,
+            "against": self.against,
         }
 
     def __str__(self) -> str:
         on = ", ".join([*(f"{name} {version}" for name, version in self.versions.items()), self.device])
         changed = f" ({'; '.join(self.assumed)})" if self.assumed else ""
         ranks, again = _ranks(self.ranks), _ranks(self.resumed_on)
+        beside, other = ("in one process", "one process") if self.against == "alone" else ("with DDP", "DDP")
         if self.proven:
             count = len(self.trained.compared) + len(self.resumed.compared)
             most = max(self.trained.closest, self.resumed.closest)
             return (
-                f"Proven: {self.model} computes on {ranks} what it computes in one process, over {self.steps} steps, "
+                f"Proven: {self.model} computes on {ranks} what it computes {beside}, over {self.steps} steps, "
                 f"and over {self.steps} more from a checkpoint on {again}. {count} tensors were compared; the largest "
                 f"difference is {most:.0%} of what is allowed. On {on}{changed}."
             )
         where = f"on {ranks}" if not self.trained.same else f"after resuming on {again}"
         found = self.resumed if self.trained.same else self.trained
-        return f"Not proven: {self.model} differs {where} from one process.\n{found}\nOn {on}{changed}."
+        return f"Not proven: {self.model} differs {where} from {other}.\n{found}\nOn {on}{changed}."
 
 
 def _ranks(count: int) -> str:

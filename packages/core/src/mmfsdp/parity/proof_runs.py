@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.parity.parts import PartedRecording
@@ -23,12 +24,12 @@ __all__ = ["run_reference", "run_sharded"]
 
 
 def run_reference(rank: int, task: Task, folder: str, steps: int, seed: int | None) -> tuple[str, list[str]]:
-    """Train and record in one process; return the name of the model, and what must be known of it.
+    """Train and record in one process, or with DDP on all ranks; return the model's name, and what must be known of it.
 
-    It computes the parts of the batch in turn, and averages their gradients.
+    One process computes the parts of the batch in turn, and averages their gradients.
 
     Args:
-        rank: 0, in a world of one process.
+        rank: This rank of the world.
         task: What to train.
         folder: Where to write the record.
         steps: Number of steps.
@@ -40,6 +41,8 @@ def run_reference(rank: int, task: Task, folder: str, steps: int, seed: int | No
     kept = {"engine", "wrap", "precision", "optimizer"}  # the rest changes no values, or needs several ranks
     given = {field: getattr(task.config, field) for field in kept & task.config.model_fields_set}
     module = shard(model, ShardConfig(**given)) if why else model
+    if task.against == "ddp":
+        module = DistributedDataParallel(model, find_unused_parameters=True)
     draws = _train(task, module, folder, range(steps), perturb=seed, is_sharded=bool(why))
     known = ["with dropout set to 0"] if dropout else []
     known += [f"for {why}, the one process runs the plan too"] if why else []
@@ -90,13 +93,12 @@ def _train(
             for place, part, is_last in _turns(task.accumulate, parts):
                 record.play(part)
                 batch = task.micro_batch(module, step, place, dist.get_rank() * parts + part)
-                hold = is_sharded and not is_last
                 before = torch.get_rng_state()
-                with no_sync(module) if hold else contextlib.nullcontext():
+                with contextlib.nullcontext() if is_last else _held(module, is_sharded=is_sharded):
                     loss = task.loss(module, batch) / task.accumulate
-                draws |= not torch.equal(before, torch.get_rng_state())
-                record.loss(loss)
-                loss.backward()
+                    draws |= not torch.equal(before, torch.get_rng_state())
+                    record.loss(loss)
+                    loss.backward()
             record.play(0)
             for grad in [param.grad for param in module.parameters() if param.grad is not None and parts > 1]:
                 grad.div_(parts)
@@ -107,6 +109,16 @@ def _train(
     if save is not None:
         save_checkpoint(Path(save), module, optimizer)
     return draws
+
+
+def _held(module: nn.Module, *, is_sharded: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which gradients are not reduced."""
+    if is_sharded:
+        return no_sync(module)
+    held: contextlib.AbstractContextManager[None] = (
+        module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+    )
+    return held
 
 
 def _turns(accumulate: int, parts: int) -> Iterator[tuple[int, int, bool]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.optimizers import make_optimizer, optimizer_of
+from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer, optimizer_of
 from mmfsdp.rehearsal.realising import real_model
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
-__all__ = ["Task", "is_alone", "parts_of"]
+__all__ = ["Against", "Task", "is_alone", "parts_of"]
+
+Against = Literal["alone", "ddp"]
 
 _FEWEST = 2  # numbers of embeddings to draw integers for if a model has none
 
@@ -29,17 +31,20 @@ class Task:
 
     factory: Callable[[], nn.Module]
     batch: Any
+    """Tensors with the shapes of what one rank gets, or a function that makes it from a number."""
     ranks: int
     parts: int
     """Into how many parts the batch of all ranks is divided: as many on each rank of every run."""
     config: ShardConfig
     loss: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: str | None
+    optimizer: str | OptimizerFn | None
     """None for the one that the plan names, or AdamW."""
     max_norm: float
     accumulate: int
     device: str
     """The type of device to compute on."""
+    against: Against = "alone"
+    """Whether the reference runs in one process, or as DDP on all ranks."""
 
     def model(self) -> tuple[nn.Module, bool]:
         """Return the model, and whether dropout was set to 0 in it."""
@@ -61,6 +66,9 @@ class Task:
 
     def micro_batch(self, model: nn.Module, step: int, place: int, part: int) -> Any:
         """Return a part of the batch that all ranks share, whatever their number."""
+        if callable(self.batch):
+            made = self.batch((step * self.accumulate + place) * self.parts + part)
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), made)
         generator = torch.Generator().manual_seed(1000 * step + place)
         sizes = [
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -96,7 +104,7 @@ def parts_of(batch: Any, ranks: int, again: int) -> int:
     """Return into how many parts to divide the batch of all ranks.
 
     Args:
-        batch: What one rank gets.
+        batch: What one rank gets, or a function that makes it.
         ranks: Number of ranks.
         again: On how many ranks training goes on.
 
@@ -104,6 +112,14 @@ def parts_of(batch: Any, ranks: int, again: int) -> int:
         ConfigError: Ranks cannot get equally many samples.
     """
     parts = math.lcm(ranks, again)
+    if callable(batch):
+        if parts != ranks:
+            raise ConfigError(
+                f"Batches of {ranks} ranks that a function makes cannot be divided among {again}. Go on with a number "
+                "of ranks that divides the first.",
+                config="resume_on",
+            )
+        return parts
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and (not tensor.dim() or tensor.shape[0] * ranks % parts):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from mmfsdp.parity.comparison import Comparison
 from mmfsdp.parity.launched import Launched, Local, are_launched
 from mmfsdp.parity.proof import Proof
 from mmfsdp.parity.proof_runs import run_reference, run_sharded
-from mmfsdp.parity.proof_task import Task, parts_of
+from mmfsdp.parity.proof_task import Against, Task, is_alone, parts_of
+from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.step import default_loss
 
 __all__ = ["Reference", "prove", "prove_beside", "train_reference"]
@@ -37,11 +39,12 @@ def prove(
     ranks: int | None = None,
     config: ShardConfig | Mapping[str, Any] | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    optimizer: str | None = None,
-    max_norm: float = 1.0,
+    optimizer: str | OptimizerFn | None = None,
+    max_norm: float | None = 1.0,
     accumulate: int = 1,
     steps: int = 3,
     resume_on: int | None = None,
+    against: Against = "alone",
     folder: str | Path | None = None,
 ) -> Proof:
     """Train a model in one process and sharded on several, and compare everything that both compute.
@@ -61,23 +64,25 @@ def prove(
             model on ``meta`` gets random weights.
         batch: What one rank gets in a micro-batch, in any structure. Only shapes, dtypes and names count: floating
             point tensors are drawn from a normal distribution, integers below the smallest number of embeddings, and
-            masks are one. The first dimension of each tensor counts samples.
+            masks are one. The first dimension of each tensor counts samples. Or a function that other processes can
+            import, which makes what one rank gets from a number: other samples for each.
         ranks: Number of ranks, at least 2: by default 2, under torchrun all that it has started.
         config: The settings to shard with.
         loss: Computes the loss, the mean over samples, of a model and a batch; by default as `mmfsdp.rehearse` does.
             Other processes must be able to import it.
-        optimizer: Name of the optimizer, see `mmfsdp.rehearsal.optimizer_from`; by default the one that the plan names,
-            or AdamW.
-        max_norm: The norm to clip gradients to.
+        optimizer: Name of the optimizer, see `mmfsdp.rehearsal.optimizer_from`, or what makes it of the parameters; by
+            default the one that the plan names, or AdamW.
+        max_norm: The norm to clip gradients to; None for no clipping.
         accumulate: Number of micro-batches in a step.
         steps: Steps before the checkpoint, and after it.
         resume_on: On how many ranks to go on; by default 1, or 2 if ``ranks`` is more than 2.
+        against: The reference: ``"alone"`` is one process, ``"ddp"`` is torch's DDP on as many ranks.
         folder: Where to keep the records, an empty folder or a new one; by default they are removed. Under torchrun on
             several machines, one that they share.
 
     Raises:
-        ConfigError: A number is too small, samples cannot be divided evenly among ``resume_on`` ranks, or there is no
-            such factory or optimizer.
+        ConfigError: A number is too small, samples cannot be divided evenly among ``resume_on`` ranks, DDP cannot be
+            the reference, or there is no such factory or optimizer.
         ShardStateError: Under torchrun there is a process group already.
         RankError: A rank failed; the message has its traceback. Under torchrun that rank raises its own error.
     """
@@ -95,18 +100,33 @@ def prove(
         raise ConfigError(f"prove() cannot go on with {again} ranks, of {ranks} that were started.", config="resume_on")
     factory = partial(_made, model) if isinstance(model, str) else model
     settings = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(dict(config or {}))
-    shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
+    shapes = batch
+    if not callable(batch):
+        shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
     task = Task(
-        factory, shapes, ranks, parts_of(shapes, ranks, again), settings, loss or default_loss, optimizer, max_norm,
-        accumulate, found.device,
-    )  # fmt: skip
+        factory=factory,
+        batch=shapes,
+        ranks=ranks,
+        parts=parts_of(shapes, ranks, again),
+        config=settings,
+        loss=loss or default_loss,
+        optimizer=optimizer,
+        max_norm=math.inf if max_norm is None else max_norm,
+        accumulate=accumulate,
+        device=found.device,
+        against=against,
+    )
+    if against not in ("alone", "ddp"):
+        raise ConfigError(f"prove() takes against='alone' or 'ddp', got {against!r}.", config="against")
+    if against == "ddp" and (why := is_alone(task)):
+        raise ConfigError(f"DDP cannot be the reference: the plan has {why}, which it does not know.", config="against")
     with found.folder(folder) as home:
         return prove_beside(found, task, train_reference(found, task, home, 2 * steps), home, steps, again)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The runs in one process."""
+    """The runs in one process, or with DDP."""
 
     record: Path
     """The record; those with perturbed inputs are beside it."""
@@ -117,7 +137,7 @@ class Reference:
 
 
 def train_reference(found: Launched | Local, task: Task, home: Path, steps: int) -> Reference:
-    """Train in one process, with and without perturbed inputs. Collective.
+    """Train in one process, or with DDP, with and without perturbed inputs. Collective.
 
     Args:
         found: The processes.
@@ -127,7 +147,11 @@ def train_reference(found: Launched | Local, task: Task, home: Path, steps: int)
     """
     record = home / "reference"
     jobs = [(task, str(_perturbed(record, seed)), steps, seed) for seed in _SEEDS]
-    name, known = found.alone(run_reference, jobs)[0]
+    if task.against == "ddp":
+        results = [found.together(run_reference, task.ranks, *job)[0] for job in jobs]
+    else:
+        results = found.alone(run_reference, jobs)
+    name, known = results[0]
     return Reference(record, name, tuple(known))
 
 
@@ -149,7 +173,18 @@ def prove_beside(
     found.together(run_sharded, again, task, str(resumed), steps, steps, str(saved), None)
     both = found.decide(lambda: (_compared(reference.record, trained), _compared(reference.record, resumed)))
     versions = {"mmfsdp": __version__, "torch": torch.__version__, "Python": platform.python_version()}
-    return Proof(reference.model, task.ranks, steps, again, *both, versions, reference.known, found.device)
+    return Proof(
+        reference.model,
+        task.ranks,
+        steps,
+        again,
+        *both,
+        versions,
+        reference.known,
+        found.device,
+        task.against,
+        found.rank,
+    )
 
 
 def _perturbed(reference: Path, seed: int | None) -> Path:

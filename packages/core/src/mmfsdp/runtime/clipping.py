@@ -118,7 +118,8 @@ def _norm(parts: list[torch.Tensor], norm_type: float, foreach: bool | None) -> 
     # torch's default on the CPU is a call for each tensor.
     norms = [get_total_norm(rest, norm_type, foreach=foreach is not False)] if (rest := [*_rest(parts)]) else []
     rows = [torch.linalg.vector_norm(row, norm_type, dim=1) for row in _rows(parts)]
-    return torch.linalg.vector_norm(torch.cat([*(norm[None] for norm in norms), *rows]), norm_type)
+    found: torch.Tensor = torch.linalg.vector_norm(torch.cat([*(norm[None] for norm in norms), *rows]), norm_type)
+    return found
 
 
 def _rows(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

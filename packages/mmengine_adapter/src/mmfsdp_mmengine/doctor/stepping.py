@@ -13,6 +13,7 @@ import torch.nn as nn
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS
 from mmengine.structures import BaseDataElement
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from mmfsdp.basics import canonical_dtype, to_torch
@@ -96,10 +97,11 @@ def _check_order(model: nn.Module) -> None:
 
 def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
     def loss(model: Any, batch: Any) -> torch.Tensor:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
         with cast():
-            data = model.data_preprocessor(tree_map(_owned, batch), True)
+            data = inner.data_preprocessor(tree_map(_owned, batch), True)
             losses = forward_batch(model, data, "loss")
-        total: torch.Tensor = model.parse_losses(losses)[0]
+        total: torch.Tensor = inner.parse_losses(losses)[0]
         return total
 
     return loss

@@ -1,0 +1,67 @@
+"""`RemadeStep`: a config's step of training that other processes make anew, with other numbers in each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from mmfsdp.frontends.config_readers import read_config
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from mmfsdp.frontends.training_step import TrainingStep
+
+__all__ = ["RemadeStep"]
+
+
+class RemadeStep:
+    """The batch, loss and optimizer of a config, in a form that can be sent to other processes.
+
+    Args:
+        path: The config.
+        batch_size: The samples of one rank; None for the config's own number.
+    """
+
+    def __init__(self, path: str, batch_size: int | None) -> None:
+        self._path, self._batch_size = path, batch_size
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step, which each process makes once."""
+        return _step(self._path, self._batch_size)
+
+    def batch(self, number: int) -> Any:
+        """Return the config's batch with the elements of each tensor in another order, so that all samples differ.
+
+        Args:
+            number: Another one gives another order.
+        """
+        generator = torch.Generator().manual_seed(number)
+
+        def shuffle(tensor: torch.Tensor) -> torch.Tensor:
+            places = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            return tensor.flatten()[places].view(tensor.shape)
+
+        return tree_map_only(torch.Tensor, shuffle, self.step.batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the config's loss, of what its data preprocessor makes of a batch."""
+        assert self.step.loss is not None, "configs that describe a step have one"
+        return self.step.loss(model, batch)
+
+    def optimizer(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return the config's optimizer for the parameters of its model."""
+        make = self.step.optimizer
+        assert callable(make), "configs make their optimizer"
+        return make(params)
+
+
+@lru_cache(maxsize=1)
+def _step(path: str, batch_size: int | None) -> TrainingStep:
+    config = read_config(path)
+    return config.step(config.model(), batch_size)
