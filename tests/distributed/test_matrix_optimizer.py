@@ -18,6 +18,7 @@ from mmfsdp.errors import OptimizerStepError, RankMismatchError, StateDictError
 from mmfsdp.optimizers import join_states, split_state
 from mmfsdp.optimizers.functions import MUON
 from mmfsdp.optimizers.matrix_optimizer import MatrixOptimizer
+from mmfsdp.optimizers.shards import local_of
 from mmfsdp.rehearsal import measure
 from mmfsdp.runtime.dtensors import local_part
 from mmfsdp.testing import run_ranks
@@ -278,19 +279,19 @@ def test_two_messages_per_bucket() -> None:
         assert planned == ["2", "shared"]
 
 
-def broken(rank: int, how: str) -> tuple[str, str]:
-    """Step with a matrix that cannot be updated; return the error and its cause."""
-    model = mmfsdp.shard(Net())
+def broken(rank: int, how: str, config: dict[str, Any]) -> tuple[str, str, torch.Tensor]:
+    """Step with a matrix that cannot be updated; return the error, its cause, and this rank's part of the matrix."""
+    model = mmfsdp.shard(Net(), config)
 
     def update(matrix: torch.Tensor, state: dict[str, Any], settings: Any) -> torch.Tensor:
         if matrix.shape != (7, 24):
             return matrix
-        found = {"shape": matrix[:2], "none": None, "nan": matrix * torch.nan}
+        found = {"shape": matrix[:2], "dtype": matrix.bfloat16(), "none": None, "nan": matrix * torch.nan}
         if how == "raises":
             raise ValueError("no")
         return found.get(how, matrix)  # type: ignore[return-value]
 
-    optimizer = mmfsdp.matrix_optimizer(model, update, weight_decay=0)
+    optimizer = mmfsdp.matrix_optimizer(model, update, weight_decay=0.1 if how == "gradient" else 0.0)
     before = mmfsdp.model_state_dict(model, rank0_only=False)
     set_gradients(model, 0)
     if how == "gradient" and rank == 0:
@@ -300,26 +301,32 @@ def broken(rank: int, how: str) -> tuple[str, str]:
     except OptimizerStepError as error:
         after = mmfsdp.model_state_dict(model, rank0_only=False)
         changed = {name for name in before if not torch.equal(before[name], after[name])}
-        assert changed == {name for name in before if name != "layers.1.weight"}
-        return str(error), repr(error.__cause__)
-    return "", ""
+        assert changed - {"layers.1.weight"} == {name for name in before if name != "layers.1.weight"}
+        assert how == "gradient" or "layers.1.weight" not in changed
+        return str(error), repr(error.__cause__), local_of(model.layers[1].weight.detach()).clone()
+    return "", "", torch.empty(0)
 
 
 @pytest.mark.parametrize(
     ("how", "message", "cause"),
     [
-        ("nan", "The update of 'layers.1.weight' is not finite.", ""),
-        ("raises", "The update of 'layers.1.weight' could not be computed", "ValueError('no')"),
-        ("shape", "The update of 'layers.1.weight' could not be computed", "of shape (2, 24)"),
-        ("none", "The update of 'layers.1.weight' could not be computed", "returned None"),
-        ("gradient", "The update of 'layers.1.weight' needs a gradient on all ranks, but only some have one.", ""),
+        ("nan", "is not finite.", ""),
+        ("raises", "could not be computed", "ValueError('no')"),
+        ("shape", "could not be computed", "returned torch.float32 of shape (2, 24) on cpu."),
+        ("dtype", "could not be computed", "returned torch.bfloat16 of shape (7, 24) on cpu."),
+        ("none", "could not be computed", "For 'layers.1.weight' it returned None."),
+        ("gradient", "needs a gradient on all ranks, but only some have one.", ""),
     ],
 )
-def test_all_ranks_raise_together(how: str, message: str, cause: str) -> None:
-    found = run_ranks(broken, 2, how)
-    for text, _ in found:
-        assert message in text
-    assert any(cause in own for _, own in found)
+@pytest.mark.parametrize("case", ["two", "hybrid", "replicated", "whole"])
+def test_all_ranks_raise_together(how: str, message: str, cause: str, case: str) -> None:
+    found = run_ranks(broken, CONFIGS[case][0], how, CONFIGS[case][1])
+    for text, *_ in found:
+        assert f"The update of 'layers.1.weight' {message}" in text
+    assert any(cause in own for _, own, _ in found)
+    parts = [part for *_, part in found]
+    for one, other in {"two": [], "hybrid": [(0, 2), (1, 3)]}.get(case, [(0, 1)]):
+        assert torch.equal(parts[one], parts[other])  # replicas stay equal
 
 
 def unlike(rank: int) -> str:

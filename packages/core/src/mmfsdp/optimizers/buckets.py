@@ -42,7 +42,8 @@ class Member:
 class Bucket:
     """Parameters whose matrices travel together."""
 
-    members: list[Member]
+    members: list[tuple[Member, range]]
+    """The parameters, each with the places of its matrices."""
     matrices: list[tuple[Member, Matrix]]
     owners: list[int]
     """The owner of each matrix: a place in the row-major order of the mesh."""
@@ -121,8 +122,11 @@ def _on_mesh(
     loads = [0.0] * ranks
     buckets = []
     for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes):
-        chosen = [members[place] for place in places]
-        matrices = [(member, matrix) for member in chosen for matrix in member.matrices]
+        matrices: list[tuple[Member, Matrix]] = []
+        chosen: list[tuple[Member, range]] = []
+        for member in (members[place] for place in places):
+            chosen.append((member, range(len(matrices), len(matrices) + len(member.matrices))))
+            matrices += [(member, matrix) for matrix in member.matrices]
         costs = [function.flops(matrix.rows, matrix.columns, member.settings) for member, matrix in matrices]
         owners = assign_owners(costs, ranks, loads)
         for owner, cost in zip(owners, costs, strict=True):

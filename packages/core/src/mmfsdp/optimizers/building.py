@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.optimizers.functions import MUON, MatrixFunction, UpdateMatrix
-from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer, state_with_matrices
+from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer, loss_of, state_with_matrices
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
 __all__ = ["MuonWithAdamW", "build_optimizer", "matrix_optimizer"]
@@ -37,16 +37,13 @@ class MuonWithAdamW(MatrixOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights. Collective: see `MatrixOptimizer.step`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self._adamw is not None:
             # Loading a state replaces groups and state.
             self._adamw.param_groups = [group for group in self.param_groups if group["optimizer"] == "adamw"]
             self._adamw.state = self.state
             self._adamw.step()
-        super().step()
+        self._update_matrices()
         return loss
 
     def matrix_groups(self) -> list[dict[str, Any]]:

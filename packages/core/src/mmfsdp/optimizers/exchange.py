@@ -1,68 +1,83 @@
-"""Sends the pieces of a bucket in one message to each rank, and takes received messages apart."""
+"""Sends the pieces of a bucket in one message to each rank, with a word about each matrix."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.optimizers.routes import Piece
+from mmfsdp.optimizers.routes import Piece, Pieces
 
-__all__ = ["Message", "joined"]
+__all__ = ["Message", "Parcel"]
+
+_DOING = "exchanging parts of matrices between their owners"
 
 
-class Message:
-    """Pieces under way from every rank to every rank. Making one is collective: every rank of the group, in one order.
+class Parcel:
+    """The memory of what one rank sends to all ranks in a message, or receives from them.
+
+    For each rank it holds an element per piece, its head, which says how the sender stands to the matrix; then the
+    elements of the pieces.
 
     Args:
-        group: The ranks; None if there is only this one.
-        sent: What this rank sends to each rank.
-        received: What it receives from each.
-        value_of: Returns the head of a piece that is sent, and its flattened elements.
+        pieces: What this rank has for each rank, or each rank for it.
         dtype: Dtype of the message.
         device: Where the message is.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        sent: Sequence[Sequence[Piece]],
-        received: Sequence[Sequence[Piece]],
-        value_of: Callable[[Piece], tuple[torch.Tensor, torch.Tensor]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._received = received
-        parts = [part for pieces in sent for piece in pieces for part in value_of(piece)]
-        given = joined(parts, dtype, device)
-        self._sizes = [sum(piece.numel for piece in pieces) for pieces in received]
-        self._work: dist.Work | None = None
-        if group is None:
-            self._buffer = given
-            return
-        self._buffer = torch.empty(sum(self._sizes), dtype=dtype, device=device)
-        self._given = given  # until it has been sent
-        splits = [sum(piece.numel for piece in pieces) for pieces in sent]
-        with Waiting("exchanging parts of matrices between their owners"):
-            self._work = dist.all_to_all_single(self._buffer, given, self._sizes, splits, group=group, async_op=True)
+    def __init__(self, pieces: Pieces, dtype: torch.dtype, device: torch.device) -> None:
+        self.pieces = pieces
+        self.lengths = [len(own) + sum(piece.numel for piece in own) for own in pieces]
+        """Elements for each rank."""
+        self.memory = torch.empty(sum(self.lengths), dtype=dtype, device=device)
 
-    def pieces(self) -> Iterator[tuple[int, Piece, torch.Tensor, torch.Tensor]]:
-        """Wait for the message, and yield the sender, the piece, its head and its elements, by sender."""
+    def heads(self) -> list[torch.Tensor]:
+        """Return the heads for each rank, in the order of its pieces."""
+        starts = self.memory.split(self.lengths)
+        return [start[: len(own)] for start, own in zip(starts, self.pieces, strict=True)]
+
+    def head(self, rank: int, place: int) -> torch.Tensor:
+        """Return the head for one rank of the matrix at a place, a tensor without dimensions."""
+        number = next(number for number, piece in enumerate(self.pieces[rank]) if piece.place == place)
+        return self.memory[sum(self.lengths[:rank]) + number]
+
+    def parts(self) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
+        """Return the pieces of each matrix with their elements, by its place in the bucket and then by rank."""
+        # One call divides all: a slice for each takes longer than to copy it.
+        views = iter(self.memory.split([size for own in self.pieces for size in (len(own), *(p.numel for p in own))]))
+        found: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+        for own in self.pieces:
+            next(views)
+            for piece in own:
+                found.setdefault(piece.place, []).append((piece, next(views)))
+        return found
+
+
+class Message:
+    """A parcel under way from every rank to every rank. Making one is collective: every rank, in one order.
+
+    Args:
+        group: The ranks; None if there is only this one.
+        sent: What this rank sends.
+        received: The pieces that it receives from each rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, sent: Parcel, received: Pieces) -> None:
+        self._work: dist.Work | None = None
+        self._received = sent
+        if group is not None:
+            self._received = Parcel(received, sent.memory.dtype, sent.memory.device)
+            self._sent = sent  # until it has arrived
+            with Waiting(_DOING):
+                self._work = dist.all_to_all_single(
+                    self._received.memory, sent.memory, self._received.lengths, sent.lengths, group=group, async_op=True
+                )
+
+    def receive(self) -> Parcel:
+        """Wait for the message, and return what came."""
         if self._work is not None:
-            with Waiting("exchanging parts of matrices between their owners"):
+            with Waiting(_DOING):
                 self._work.wait()
             self._work = None
-            del self._given
-        start = 0
-        for sender, pieces in enumerate(self._received):
-            for piece in pieces:
-                yield sender, piece, self._buffer[start], self._buffer[start + 1 : start + piece.numel]
-                start += piece.numel
-
-
-def joined(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return flattened parts one after the other."""
-    found = [part.reshape(-1).to(device=device, dtype=dtype) for part in parts]
-    return torch.cat(found) if found else torch.empty(0, dtype=dtype, device=device)
+            del self._sent
+        return self._received

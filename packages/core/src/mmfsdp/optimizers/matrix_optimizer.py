@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
-from mmfsdp.optimizers.exchange import Message
+from mmfsdp.optimizers.exchange import Message, Parcel
 from mmfsdp.optimizers.functions import MatrixFunction
-from mmfsdp.optimizers.outcomes import NO_GRADIENT, UPDATED, Outcomes, updated_matrix
+from mmfsdp.optimizers.outcomes import NO_GRADIENT, ON_SOME_RANKS, UPDATED, Outcomes, updated_matrix
 from mmfsdp.optimizers.owned_states import OwnedStates
-from mmfsdp.optimizers.routes import Piece
 from mmfsdp.optimizers.shards import local_of
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
-__all__ = ["BUCKET_BYTES", "MatrixOptimizer", "state_with_matrices"]
+__all__ = ["BUCKET_BYTES", "MatrixOptimizer", "loss_of", "state_with_matrices"]
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of the matrices that travel together, by default."""
@@ -82,21 +81,8 @@ class MatrixOptimizer(Optimizer):
             RankMismatchError: In the first step: ranks have other parameters; raised on every rank.
             LostRankError: Not all ranks take part.
         """
-        self._outcomes.check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        given: tuple[Bucket, Message] | None = None
-        answered: tuple[Bucket, Message] | None = None
-        for bucket in (*self._prepared(), None, None):
-            # While the owners compute for one bucket, the next one and the answers of the one before are under way.
-            next_given = None if bucket is None else (bucket, self._give(bucket))
-            next_answered = None if given is None else (given[0], self._answer(*given))
-            if answered is not None:
-                self._apply(*answered)
-            given, answered = next_given, next_answered
-        self._outcomes.check_at_once()
+        loss = loss_of(closure)
+        self._update_matrices()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,6 +131,20 @@ class MatrixOptimizer(Optimizer):
         """Return the param groups whose matrices the function updates."""
         return self.param_groups
 
+    def _update_matrices(self) -> None:
+        """Step, without the hooks that torch runs around each ``step()``, which a subclass's own would run twice."""
+        self._outcomes.check()
+        given: tuple[Bucket, Message] | None = None
+        answered: tuple[Bucket, Message] | None = None
+        for bucket in (*self._prepared(), None, None):
+            # While the owners compute for one bucket, the next one and the answers of the one before are under way.
+            next_given = None if bucket is None else (bucket, self._give(bucket))
+            next_answered = None if given is None else (given[0], self._answer(*given))
+            if answered is not None:
+                self._apply(*answered)
+            given, answered = next_given, next_answered
+        self._outcomes.check_at_once()
+
     def _prepared(self) -> list[Bucket]:
         groups = self.matrix_groups()
         key = [(id(param), group["parts"], group["is_stack"]) for group in groups for param in group["params"]]
@@ -164,22 +164,20 @@ class MatrixOptimizer(Optimizer):
         return self._buckets
 
     def _give(self, bucket: Bucket) -> Message:
-        mixed = {id(member): self._mixed(member) for member in bucket.members}
-        # Filled on the device: the host would wait for a copy.
-        heads = {
-            value: torch.full((1,), value, dtype=bucket.dtype, device=bucket.device) for value in (NO_GRADIENT, UPDATED)
-        }
-
-        def value_of(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-            member, _ = bucket.matrices[piece.place]
-            value = mixed[id(member)]
-            start, end = piece.span
-            if value is None:
-                return heads[NO_GRADIENT], torch.zeros(end - start, dtype=bucket.dtype, device=bucket.device)
-            return heads[UPDATED], value[start:end]
-
-        route = bucket.route
-        return Message(bucket.group, route.given, route.collected, value_of, bucket.dtype, bucket.device)
+        """Send this rank's parts of all matrices to their owners."""
+        parcel = Parcel(bucket.route.given, bucket.dtype, bucket.device)
+        for heads in parcel.heads():
+            heads.fill_(UPDATED)  # on the device: the host would wait for a copy
+        parts = parcel.parts()
+        for member, places in bucket.members:
+            mixed = self._mixed(member)
+            for [(piece, elements)] in (parts[place] for place in places):
+                if mixed is None:
+                    parcel.head(bucket.owners[piece.place], piece.place).fill_(NO_GRADIENT)
+                    elements.zero_()
+                else:
+                    elements.copy_(mixed[slice(*piece.span)])
+        return Message(bucket.group, parcel, bucket.route.collected)
 
     def _mixed(self, member: Member) -> torch.Tensor | None:
         """Advance the momentum of a parameter; return this rank's part of what updates come from, flattened."""
@@ -194,49 +192,55 @@ class MatrixOptimizer(Optimizer):
 
     def _answer(self, bucket: Bucket, message: Message) -> Message:
         """Compute the updates of the matrices that this rank owns, and send them."""
-        parts: dict[int, list[torch.Tensor]] = {}
-        heads: dict[int, list[torch.Tensor]] = {}
-        for _, piece, head, elements in message.pieces():
-            parts.setdefault(piece.place, []).append(elements)
-            heads.setdefault(piece.place, []).append(head)
-        updates = {}
-        for place, found in parts.items():
-            member, matrix = bucket.matrices[place]
-            whole = torch.cat(found).view(matrix.rows, matrix.columns)
-            own = self._owned.of(id(member.param), matrix.start)
-            has_gradient = member.param.grad is not None
-            updates[place] = updated_matrix(
-                self._function, whole, own, member, torch.stack(heads[place]), has_gradient, self._outcomes
-            )
-
-        def value_of(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-            head, update = updates[piece.place]
-            return head, update.reshape(-1)[slice(*piece.span)]
-
-        route = bucket.route
-        return Message(bucket.group, route.answered, route.returned, value_of, bucket.dtype, bucket.device)
+        received = message.receive()
+        parcel = Parcel(bucket.route.answered, bucket.dtype, bucket.device)
+        if owned := bucket.route.owned:
+            heads = torch.stack(received.heads())
+            are_alike = (heads == heads[0]).all(0)
+            parts, answers, codes = received.parts(), parcel.parts(), []
+            for place, is_alike in zip(owned, are_alike, strict=True):
+                member, matrix = bucket.matrices[place]
+                whole = torch.cat([elements for _, elements in parts[place]]).view(matrix.rows, matrix.columns)
+                own = self._owned.of(id(member.param), matrix.start)
+                code, update = updated_matrix(self._function, whole, own, member, is_alike, self._outcomes)
+                for piece, elements in answers[place]:
+                    elements.copy_(update.reshape(-1)[slice(*piece.span)])
+                codes.append(code)
+            for heads in parcel.heads():
+                heads.copy_(torch.stack(codes))
+        return Message(bucket.group, parcel, bucket.route.returned)
 
     def _apply(self, bucket: Bucket, message: Message) -> None:
         """Change this rank's shards by the updates."""
-        found: dict[int, torch.Tensor] = {}
-        codes: dict[int, torch.Tensor] = {}
-        for _, piece, head, elements in message.pieces():
-            found[piece.place], codes[piece.place] = elements, head
-        places: dict[int, list[int]] = {}
-        for place, (member, _) in enumerate(bucket.matrices):
-            places.setdefault(id(member), []).append(place)
-        for member in bucket.members:
+        received = message.receive()
+        parts = received.parts()
+        for member, places in bucket.members:
             settings = member.settings
-            if member.param.grad is None:
-                continue
             local, lr = local_of(member.param), float(settings["lr"])
-            local.mul_(1 - lr * settings["weight_decay"])
-            if mine := places.get(id(member)):
-                _, matrix = bucket.matrices[mine[0]]  # all matrices of a parameter have the same shape
+            kept = 1 - lr * settings["weight_decay"]
+            if member.param.grad is None:
+                if places:  # replicas stay equal if others have a gradient
+                    code = received.head(bucket.owners[places[0]], places[0])
+                    local.mul_(torch.where(code == ON_SOME_RANKS, kept, 1.0).to(local.device))
+                continue
+            local.mul_(kept)
+            if places:
+                _, matrix = bucket.matrices[places[0]]  # all matrices of a parameter have the same shape
                 size = self._function.step_size(lr, matrix.rows, matrix.columns, settings)
-                update = torch.cat([found[place] for place in mine])
+                update = torch.cat([elements for place in places for _, elements in parts[place]])
                 local.add_(update.to(local.device).view_as(local), alpha=-size)
-        self._outcomes.note([member.name for member, _ in bucket.matrices], bucket.owners, codes)
+        pieces = [piece for own in received.pieces for piece in own]
+        names = [bucket.matrices[piece.place][0].name for piece in pieces]
+        owners = [bucket.owners[piece.place] for piece in pieces]
+        self._outcomes.note(names, owners, torch.cat(received.heads()))
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what a closure of ``step()`` returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def state_with_matrices(model: nn.Module) -> ShardedModel:

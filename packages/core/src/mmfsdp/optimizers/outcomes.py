@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import OptimizerStepError
+from mmfsdp.optimizers.buckets import Member
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.runtime.guards import are_watching
 
-__all__ = ["NO_GRADIENT", "UPDATED", "Outcomes", "updated_matrix"]
+__all__ = ["NO_GRADIENT", "ON_SOME_RANKS", "UPDATED", "Outcomes", "updated_matrix"]
 
 NO_GRADIENT, UPDATED, NOT_FINITE, FAILED, ON_SOME_RANKS = range(5)
-"""The first element in front of a piece: how its sender stands to the matrix, or what became of the update."""
+"""The head of a piece: how its sender stands to the matrix, or what became of the update."""
 
 _WORDS = {
     NOT_FINITE: "is not finite. Its gradient may have overflowed: clip gradients, lower the learning rate, or scale "
@@ -37,11 +38,11 @@ class Outcomes:
         self.failure: Exception | None = None
         """The error of this rank's own matrix function."""
 
-    def note(self, names: Sequence[str], owners: Sequence[int], codes: Mapping[int, torch.Tensor]) -> None:
-        """Keep the outcomes of a bucket: the names and owners of its matrices, and their codes by place."""
-        self._names += [names[place] for place in codes]
-        self._owners += [owners[place] for place in codes]
-        self._codes.append(torch.stack([*codes.values()]).float())
+    def note(self, names: Sequence[str], owners: Sequence[int], codes: torch.Tensor) -> None:
+        """Keep the outcomes of a bucket: the names and owners of its matrices, and their codes, (matrices,)."""
+        self._names += names
+        self._owners += owners
+        self._codes.append(codes.float())
 
     def check_at_once(self) -> None:
         """End a step: check it if that makes no host wait, else send the codes to the host for the next `check`."""
@@ -88,9 +89,8 @@ def updated_matrix(
     function: MatrixFunction,
     whole: torch.Tensor,
     state: dict[str, Any],
-    member: Any,
-    heads: torch.Tensor,
-    has_gradient: bool,
+    member: Member,
+    is_alike: torch.Tensor,
     outcomes: Outcomes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outcome and the update of a matrix on the rank that owns it. Not collective; never raises.
@@ -100,29 +100,32 @@ def updated_matrix(
         whole: The gradient with momentum, (rows, columns).
         state: What the owner keeps for this matrix.
         member: The parameter.
-        heads: What the ranks that hold it said about it.
-        has_gradient: What this rank said.
+        is_alike: Whether either all ranks have a gradient of it, or none.
         outcomes: Gets the error of the function.
     """
-    said = UPDATED if has_gradient else NO_GRADIENT
-    are_alike = (heads == said).all()
-    if not has_gradient:
-        return torch.where(are_alike, NO_GRADIENT, ON_SOME_RANKS).to(whole), torch.zeros_like(whole)
+    if member.param.grad is None:
+        return torch.where(is_alike, NO_GRADIENT, ON_SOME_RANKS), torch.zeros_like(whole)
     try:
         update = function.update(whole, state, member.settings)
-        if not isinstance(update, torch.Tensor) or update.shape != whole.shape or not update.is_floating_point():
-            given = (
-                f"{update.dtype} of shape {tuple(update.shape)}" if isinstance(update, torch.Tensor) else repr(update)
-            )
-            raise OptimizerStepError(
-                f"The matrix function must return a floating point tensor of the matrix's shape {tuple(whole.shape)}, "
-                f"but returned {given}.",
-                fqn=member.name,
-            )
+        _check_update(update, whole, member.name)
     except Exception as error:  # the other ranks wait for an answer
         outcomes.failure = error
-        return torch.full((), FAILED, dtype=whole.dtype, device=whole.device), torch.zeros_like(whole)
-    is_finite = update.isfinite().all()
-    code = torch.where(is_finite, UPDATED, NOT_FINITE)
-    code = torch.where(are_alike, code, ON_SOME_RANKS)
-    return code.to(whole), torch.where(is_finite & are_alike, update.to(whole.dtype), 0)
+        return torch.full((), FAILED, device=whole.device), torch.zeros_like(whole)
+    low, high = torch.aminmax(update)  # NaN if one is; in a tenth of the time of isfinite() on the CPU
+    is_finite = (low > -torch.inf) & (high < torch.inf)
+    code = torch.where(is_alike, torch.where(is_finite, UPDATED, NOT_FINITE), ON_SOME_RANKS)
+    return code, torch.where(code == UPDATED, update, 0)
+
+
+def _check_update(update: Any, whole: torch.Tensor, name: str) -> None:
+    if not isinstance(update, torch.Tensor) or _kind_of(update) != _kind_of(whole):
+        given = _kind_of(update) if isinstance(update, torch.Tensor) else repr(update)
+        raise OptimizerStepError(
+            f"The matrix function must return a tensor like the matrix that it gets: {_kind_of(whole)}. For {name!r} "
+            f"it returned {given}. End it with 'return update.to(matrix)', and keep the shape.",
+            fqn=name,
+        )
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

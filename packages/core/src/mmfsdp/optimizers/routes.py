@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.optimizers.matrices import Matrix, Span, overlap
@@ -13,7 +13,7 @@ __all__ = ["Piece", "Route", "route_of"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a matrix in a message. In front of it, one element says how its sender stands to the matrix."""
+    """A part of a matrix in a message, perhaps an empty one."""
 
     place: int
     """The matrix's place in the bucket."""
@@ -22,22 +22,32 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the message: the part and the one in front of it."""
-        return self.span[1] - self.span[0] + 1
+        """Elements of the part."""
+        return self.span[1] - self.span[0]
+
+
+Pieces = list[list[Piece]]
+"""What a rank exchanges in one message: the pieces for or from each rank, in row-major order of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One rank's messages of a bucket; each list has an item per rank, in row-major order of the mesh."""
+    """One rank's messages of a bucket."""
 
-    given: list[list[Piece]]
+    given: Pieces
     """Sent to each owner: spans of this rank's shards."""
-    collected: list[list[Piece]]
-    """Received from each rank for this rank's matrices: spans of the matrices."""
-    answered: list[list[Piece]]
-    """Sent to each rank from this rank's matrices: spans of the updates."""
-    returned: list[list[Piece]]
+    collected: Pieces
+    """Received from each rank: spans of the matrices that this rank owns, in the same order from every rank. Those of
+    ranks of another replica are empty."""
+    answered: Pieces
+    """Sent to each rank from this rank's matrices: spans of the updates, in the order of `collected`."""
+    returned: Pieces
     """Received from each owner: spans of this rank's shards."""
+
+    @property
+    def owned(self) -> list[int]:
+        """The places of the matrices that this rank owns."""
+        return [piece.place for piece in self.collected[0]]
 
 
 def route_of(
@@ -53,25 +63,26 @@ def route_of(
         ranks: Number of ranks.
     """
     given, collected, answered, returned = (_per_rank(ranks) for _ in range(4))
-    route = Route(given, collected, answered, returned)
     for place, (matrix, owner, division) in enumerate(zip(matrices, owners, divisions, strict=True)):
         held = division.span(rank)
         mine = overlap(held, matrix.span)
         piece = Piece(place, (mine[0] - held[0], mine[1] - held[0]))
         sources = division.sources(owner)
-        if rank in sources:
-            route.given[owner].append(piece)
-        route.returned[owner].append(piece)
-        if owner != rank:
-            continue
-        for other in range(ranks):
-            part = overlap(division.span(other), matrix.span)
-            wanted = Piece(place, (part[0] - matrix.start, part[1] - matrix.start))
-            if other in sources:
-                route.collected[other].append(wanted)
-            route.answered[other].append(wanted)
-    return route
+        given[owner].append(piece if rank in sources else Piece(place, (0, 0)))
+        returned[owner].append(piece)
+        if owner == rank:
+            for other, wanted in enumerate(_parts(place, matrix, division, ranks)):
+                collected[other].append(wanted if other in sources else Piece(place, (0, 0)))
+                answered[other].append(wanted)
+    return Route(given, collected, answered, returned)
 
 
-def _per_rank(ranks: int) -> list[list[Piece]]:
+def _parts(place: int, matrix: Matrix, division: Division, ranks: int) -> Iterator[Piece]:
+    """Yield the part of a matrix that each rank holds."""
+    for rank in range(ranks):
+        start, end = overlap(division.span(rank), matrix.span)
+        yield Piece(place, (start - matrix.start, end - matrix.start))
+
+
+def _per_rank(ranks: int) -> Pieces:
     return [[] for _ in range(ranks)]
