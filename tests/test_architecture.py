@@ -60,7 +60,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("geometry", "manifest", "pickles"),
     ("tree",),
-    ("files",),
+    ("files", "state_keys"),
     ("recipes",),
     ("formats",),
     ("inspection", "retention"),

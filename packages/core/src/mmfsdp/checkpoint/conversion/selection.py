@@ -14,7 +14,6 @@ from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import WRAPPER_PREFIX, compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
-from mmfsdp.checkpoint.conversion.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
@@ -28,6 +27,7 @@ from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
+from mmfsdp.checkpoint.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 

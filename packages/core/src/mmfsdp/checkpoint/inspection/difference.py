@@ -24,6 +24,7 @@ from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors
 from mmfsdp.checkpoint.layout import Layout, TensorRef
+from mmfsdp.checkpoint.state_keys import in_one_form
 from mmfsdp.checkpoint.tree import common_prefix, leaves, part_tensors, weights_of
 from mmfsdp.errors import ConfigError, FormatError, closest
 
@@ -114,6 +115,8 @@ def diff(
 ) -> DiffReport:
     """Compare the tensors of two checkpoints of any formats and shardings.
 
+    An optimizer's state by position and one by name are compared by name.
+
     Args:
         a: A checkpoint that ``open_layout`` reads, or what it returned.
         b: The other.
@@ -143,7 +146,7 @@ def diff(
     if rtol or atol or ignore_dtypes or histogram:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
-    one, two = (opened(given, trust=trust, reference=reference) for given in (a, b))
+    one, two = in_one_form(*(opened(given, trust=trust, reference=reference) for given in (a, b)))
     if dequantize:
         one, two = restored_sources([one, two])
     scope = _common_scope(one, two) if keep is None else keep

@@ -1,13 +1,12 @@
-"""The forms that an optimizer's state has on disk, and how one becomes another without a change of meaning.
+"""Turns each form of an optimizer's state on disk into another without a change of meaning.
 
-By place: ``{'state': {0: {...}}, 'param_groups': [{'params': [0], ...}]}``, as ``Optimizer.state_dict()`` gives it. By
-name: the same with names of parameters for numbers, as torch's ``get_optimizer_state_dict()`` gives it. Flattened:
-``{'state.<name>.exp_avg': ..., 'param_groups.<name>.lr': ...}``, that of ``flatten_optimizer_state_dict=True``.
+`mmfsdp.basics.optimizer_forms` describes the forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
@@ -15,7 +14,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_weights, is_ref
 from mmfsdp.errors import FormatError
 
-__all__ = ["states_by_name", "states_by_place"]
+__all__ = ["in_one_form", "states_by_name", "states_by_place"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: no parameters
 
@@ -42,6 +41,32 @@ def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
     notes: list[str] = []
     model = _weights(tree) or _weights(layout.tree)
     return _mapped(tree, lambda state: _named(state, model, layout, notes)), tuple(dict.fromkeys(notes))
+
+
+def in_one_form(one: Layout, two: Layout) -> tuple[Layout, Layout]:
+    """Return two checkpoints whose optimizers' states have the same keys: by name if only one is indexed by position.
+
+    They are returned as they are if that cannot be done, as names are unknown.
+    """
+    if _are_by_name(one.tree) == _are_by_name(two.tree):
+        return one, two
+    try:
+        first, second = (replace(layout, tree=states_by_name(layout.tree, layout)[0]) for layout in (one, two))
+    except FormatError:
+        return one, two
+    return first, second
+
+
+def _are_by_name(tree: Any) -> list[bool]:
+    """Return of each state of an optimizer whether names are its keys."""
+    found: list[bool] = []
+
+    def look(state: dict[str, Any]) -> dict[str, Any]:
+        found.append(any(isinstance(name, str) for group in _params(state) for name in group))
+        return state
+
+    _mapped(tree, look)
+    return found
 
 
 def _mapped(tree: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = 4) -> Any:
