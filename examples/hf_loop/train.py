@@ -118,7 +118,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    mmfsdp.init_process_group()
     is_first = dist.get_rank() == 0
 
     plan = mmfsdp.plan(model, SHARDING)

@@ -8,8 +8,8 @@ docs/multi_node.md has the command lines for several nodes. Without a GPU it run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ import torch.nn as nn
 
 import mmfsdp
 
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 8  # samples per step, on any number of ranks
+LARGEST = 4  # samples that a rank computes at once
 
 
 def build() -> nn.Module:
@@ -38,7 +39,7 @@ def main() -> None:
     """Train some steps and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="where checkpoints go; all nodes see it")
-    parser.add_argument("--steps", type=int, default=3, help="how many steps to train")
+    parser.add_argument("--steps", type=int, default=3, help="how many steps the whole training has")
     parser.add_argument("--kind", choices=["full", "local", "sharded"], default="sharded")
     args = parser.parse_args()
 
@@ -46,9 +47,9 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    mmfsdp.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    parts = mmfsdp.accumulation_steps(GLOBAL_BATCH, LARGEST)
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
 
     strategy = "FULL_SHARD" if nodes == 1 else "HYBRID_SHARD"  # a group of shards is the ranks of one node
@@ -57,19 +58,22 @@ def main() -> None:
 
     with mmfsdp.CheckpointManager(args.dir, model, optimizer, every_minutes=30, kind=args.kind) as manager:
         done = manager.resume()
-        for step in range(done, done + args.steps):
+        for step in range(done, args.steps):
             inputs, labels = batch_of(step, rank, world_size)
-            loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
-            loss.backward()
+            total = torch.zeros((), device=device)
+            for part, (some, right) in enumerate(zip(inputs.chunk(parts), labels.chunk(parts), strict=True), 1):
+                with contextlib.nullcontext() if part == parts else mmfsdp.no_sync(model):
+                    loss = nn.functional.cross_entropy(model(some.to(device)), right.to(device)) / parts
+                    loss.backward()
+                total += loss.detach()
             mmfsdp.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            loss = loss.detach()
-            dist.all_reduce(loss)
+            dist.all_reduce(total)
             if rank == 0:
-                print(f"step {step}: loss {loss.item() / world_size:.6f}", flush=True)
+                print(f"step {step}: loss {total.item() / world_size:.6f}", flush=True)
             manager.step(step + 1)
-        manager.save(done + args.steps)
+        manager.save(args.steps)
     dist.destroy_process_group()
 
 

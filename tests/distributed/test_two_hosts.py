@@ -44,11 +44,11 @@ def documented() -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"^\$ torchrun (.*)$", text, flags=re.MULTILINE)]
 
 
-def here(arguments: list[str], folder: Path, *, per_node: int, kind: str) -> list[str]:
+def here(arguments: list[str], folder: Path, *, per_node: int, kind: str, steps: int) -> list[str]:
     """A documented command on this machine: with a folder that there is, and fewer ranks per node."""
     words = [str(folder) if word == "/shared/run" else word for word in arguments]
     words[words.index("--nproc-per-node") + 1] = str(per_node)
-    return [python(), "-m", "torch.distributed.run", *words, "--kind", kind]
+    return [python(), "-m", "torch.distributed.run", *words, "--kind", kind, "--steps", str(steps)]
 
 
 def losses_of(output: str) -> dict[int, float]:
@@ -108,11 +108,11 @@ def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host
     expected = unsharded(folder / "reference")
     # Each run goes on from the checkpoint of the one before, which is of another kind, and the last on one host.
     found: dict[int, float] = {}
-    for commands, kind in ((static, "sharded"), (dynamic * 2, "local")):
-        words = [here(command, run, per_node=2, kind=kind) for command in commands]
+    for commands, kind, steps in ((static, "sharded", 3), (dynamic * 2, "local", 6)):
+        words = [here(command, run, per_node=2, kind=kind, steps=steps) for command in commands]
         said = ended([host.start(command) for host, command in zip((first, second), words, strict=True)])
         found |= losses_of(said[0][0] + said[1][0])
-    found |= alone(here(standalone, run, per_node=1, kind="full"))
+    found |= alone(here(standalone, run, per_node=1, kind="full", steps=9))
     assert sorted(found) == sorted(expected) == list(range(9))
     assert found == pytest.approx(expected, abs=2e-5)
     last, reference = (torch.load(place / "step_9.pth", weights_only=True) for place in (run, folder / "reference"))

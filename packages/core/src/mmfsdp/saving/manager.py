@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import math
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
@@ -434,6 +436,7 @@ class CheckpointManager:
                 heard.sender,
                 self._what_is_kept(),
             )
+        atexit.register(_end_groups)
         raise SystemExit(self._exit_code)
 
     def _what_is_kept(self) -> str:
@@ -442,6 +445,12 @@ class CheckpointManager:
         lost = 0 if self._newest is None else self._newest[0] - complete
         kept = "Nothing is saved" if self._complete is None else f"Step {self._complete} is complete on disk"
         return f"{kept}; {'no step' if not lost else 'one step' if lost == 1 else f'{lost} steps'} done since."
+
+
+def _end_groups() -> None:
+    """End gloo's threads: one that is busy when the interpreter ends makes the exit code that of SIGABRT."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, if_busy: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mmengine.device import get_device
 from mmengine.dist import init_dist
 
+from mmfsdp import init_process_group
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp_mmengine.configs.environment import check_dist_cfg
 from mmfsdp_mmengine.processes.leaving import leave_in_order
@@ -91,7 +92,9 @@ def start_process_group(launcher: str, backend: str | None = None, **kwargs: Any
         if port is not None:
             os.environ["MASTER_PORT"] = str(port)
         os.environ.setdefault("MASTER_PORT", "29500")
-    dist.init_process_group(pick_backend(backend), rank=rank, world_size=world_size, **kwargs)
+        init_process_group(pick_backend(backend), **kwargs)
+    else:
+        dist.init_process_group(pick_backend(backend), rank=rank, world_size=world_size, **kwargs)
     leave_in_order()
 
 
