@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.faults import FAULTS
-from tests.distributed.recorded import compared, recorded, reference
+from tests.distributed.recorded import DIM, compared, recorded, reference
 
 import mmfsdp
+from mmfsdp.parity.records import read_record
+from mmfsdp.parity.wholes import kept_wholes, read_whole
 
 SOME = [
     "gradients_are_summed", "one_parameter_is_not_reduced", "one_replica_scales_its_gradient", "a_gradient_is_removed",
@@ -53,6 +55,23 @@ def test_bfloat16(tmp_path: Path) -> None:
     plain = reference(tmp_path / "plain", dtype=torch.bfloat16)
     found = compared(plain, recorded(tmp_path / "sharded", "fully_shard", 2, dtype=torch.bfloat16))
     assert found.same, str(found)
+
+
+def test_whole_tensors_are_those_of_one_process(tmp_path: Path) -> None:
+    patterns = ("gradient before clipping of head.*", "output of layers.1", "buffer of *", "loss of *")
+    one = recorded(tmp_path / "plain", "plain", 1, whole=patterns)
+    two = recorded(tmp_path / "ranks", "fully_shard", 2, FAULTS["the_last_row_has_no_gradient"], whole=patterns)
+    records = [kept_wholes(read_record(folder)) for folder in (one, two)]
+    assert records[0].keys() == records[1].keys()
+    assert {key.kind for key in records[0]} == {"gradient before clipping", "output", "buffer", "loss"}
+    for key in records[0]:
+        if key.step == 0 and key.kind == "output":
+            whole, other = (read_whole(folder, kept[key]) for folder, kept in zip((one, two), records, strict=True))
+            assert whole.shape == other.shape
+            assert whole.values.tolist() == pytest.approx(other.values.tolist(), rel=1e-4, abs=1e-6)
+    wanted = "gradient before clipping of head.weight (step 0)"
+    [wrong] = [item for item in mmfsdp.compare(one, two).differences if str(item.key) == wanted]
+    assert f"of {32 * DIM} elements differ: [15, 0] is 0 and was " in wrong.why, wrong.why
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.errors import ConfigError
@@ -11,8 +12,9 @@ from mmfsdp.parity.assembling import Assembled, assemble
 from mmfsdp.parity.comparison import Compared, Comparison, Difference
 from mmfsdp.parity.diagnosis import diagnose
 from mmfsdp.parity.figures import distance
-from mmfsdp.parity.records import Key, RankRecord, read_record
+from mmfsdp.parity.records import Entry, Key, RankRecord, read_record
 from mmfsdp.parity.tolerances import Tolerances
+from mmfsdp.parity.wholes import differing_elements, kept_wholes, read_whole
 
 __all__ = ["compare"]
 
@@ -42,7 +44,8 @@ def compare(
         perturbed: Folders of runs of the reference with ``perturb=1``, ``2``, ...: how far they are from it is the
             yardstick. Three are enough. Without any, tensors may be apart by the square root of the coarsest dtype's
             precision: 3e-4 in float32, 9e-2 in bfloat16; in step k by k + 1 times as much.
-        rtol: How far apart tensors may be as a share of their norm, instead of all that.
+        rtol: How far apart tensors may be as a share of their norm, instead of all that. It does not apply to the
+            settings of the optimizer, which must be equal.
 
     Raises:
         CheckpointNotFoundError: A folder holds no record.
@@ -60,6 +63,9 @@ def compare(
     for key, tensor in one.items():
         if key.step in shared:
             _compare(tensor, two.get(key), one, two, tolerances, found)
+    _show_elements(
+        found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
+    )
     for key in two.keys() - one.keys():
         if key.step in shared and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
             found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))
@@ -108,6 +114,17 @@ def _compare(
     elif tensor.dtype != other.dtype and key.step == 0 and key.call == 0:
         found.notes.append(f"{key} is {tensor.dtype} in the reference and {other.dtype} in the other run.")
     found.compared.append(Compared(key, far, limit, not (far <= limit) or apart))
+
+
+def _show_elements(found: Comparison, wholes: Sequence[tuple[Path, dict[Key, list[tuple[int, Entry]]]]]) -> None:
+    """Add to each difference which elements differ, of tensors that both runs have kept whole."""
+    for place, difference in enumerate(found.differences):
+        if difference.distance is None or not all(difference.key in kept for _, kept in wholes):
+            continue
+        one, other = (read_whole(folder, kept[difference.key]) for folder, kept in wholes)
+        if one is not None and other is not None and one.shape == other.shape:
+            text = differing_elements(one, other, difference.limit)
+            found.differences[place] = replace(difference, why=f"{difference.why}; {text}" if text else difference.why)
 
 
 def _own(tensor: Assembled, other: Assembled, tolerances: Tolerances, found: Comparison, differ: _Differ) -> None:

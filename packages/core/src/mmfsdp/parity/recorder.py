@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ def recording(
     order: Order = "blocks",
     perturb: int | None = None,
     first_step: int = 0,
+    whole: Sequence[str] = (),
 ) -> Iterator[Recording]:
     """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
 
@@ -64,6 +65,9 @@ def recording(
         perturb: None, or a seed: change each input by about one unit in the last place of its dtype. Such runs of the
             reference tell `mmfsdp.compare` how large differences may be.
         first_step: The number of the first step, of a run that resumes.
+        whole: Patterns such as ``"gradient of head.*"`` and ``"output of layers.3*"``: each rank writes its part of
+            such tensors whole, too, and `mmfsdp.compare` says which elements differ. Complex ones and, with
+            ``order="strided"``, activations are not written whole.
 
     Yields:
         The recording: tell it the loss with ``loss(value)``.
@@ -77,8 +81,9 @@ def recording(
             f"{order=}."
         )
     made = Recording(
-        Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=perturb, step=first_step
-    )
+        Path(folder), model, optimizer,
+        depth=depth, every=every, order=order, perturb=perturb, step=first_step, whole=whole,
+    )  # fmt: skip
     try:
         yield made
     finally:
@@ -99,7 +104,9 @@ class Recording:
         order: Order,
         perturb: int | None,
         step: int,
+        whole: Sequence[str] = (),
     ) -> None:
+        self._whole = whole
         self._model, self._optimizer, self._every, self._order = unwrapped(model), optimizer, every, order
         self._rank, self._world = self._place()
         self._is_flat = isinstance(model, FullyShardedDataParallel)
@@ -154,7 +161,7 @@ class Recording:
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:
-        return Writer(folder, rank, head)
+        return Writer(folder, rank, head, self._whole)
 
     @property
     def _is_on(self) -> bool:

@@ -64,6 +64,8 @@ class Entry:
     sizes: tuple[int, ...]
     dtype: str
     figures: Figures
+    whole: tuple[str, int] | None = None
+    """The type of its elements, and where they begin in the rank's file of whole tensors; None if they are not kept."""
 
 
 @dataclass
@@ -82,10 +84,16 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:05}.jsonl"
 
 
-def line_of(key: Key, spread: Spread, shape: Any, offsets: Any, sizes: Any, dtype: str, packed: str) -> str:
+def line_of(
+    key: Key, spread: Spread, shape: Any, offsets: Any, sizes: Any, dtype: str, whole: tuple[str, int] | None,
+    packed: str,
+) -> str:  # fmt: skip
     """Return the line of an entry."""
     where = [*shape], [*offsets], [*sizes]
-    return json.dumps([key.step, key.kind, key.name, key.call, spread, *where, dtype, packed], separators=(",", ":"))
+    kept = () if whole is None else whole
+    return json.dumps(
+        [key.step, key.kind, key.name, key.call, spread, *where, dtype, packed, *kept], separators=(",", ":")
+    )
 
 
 def read_record(folder: Path) -> list[RankRecord]:
@@ -139,11 +147,12 @@ def entry_of(value: Any) -> Entry:
     Raises:
         ValueError: It is something else.
     """
-    step, kind, name, call, spread, shape, offsets, sizes, dtype, packed = value
+    step, kind, name, call, spread, shape, offsets, sizes, dtype, packed, *kept = value
     if spread not in ("box", "rows", "mean", "alike", "own") or not len(shape) == len(offsets) == len(sizes):
         raise ValueError("not an entry")
     key = Key(int(step), str(kind), str(name), int(call))
-    return Entry(key, spread, tuple(shape), tuple(offsets), tuple(sizes), str(dtype), Figures.unpack(packed))
+    whole = (str(kept[0]), int(kept[1])) if kept else None
+    return Entry(key, spread, tuple(shape), tuple(offsets), tuple(sizes), str(dtype), Figures.unpack(packed), whole)
 
 
 def entries_by_key(record: list[RankRecord]) -> Iterator[tuple[Key, list[tuple[int, Entry]]]]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from fnmatch import translate
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from mmfsdp.parity.figures import pack
 from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
 from mmfsdp.parity.sketches import sketch_of, sketches_of
+from mmfsdp.parity.wholes import whole_file
 
 __all__ = ["Part", "Writer"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _ODD = 5  # where `Figures` has the number of elements that are not finite
-_Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
+_Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, tuple[str, int] | None]
 _SMALL = 1 << 16
 """Elements up to which copying boxes together costs less than another call."""
 
@@ -33,14 +36,17 @@ class Writer:
         folder: The record's folder; a file of the same rank in it is replaced.
         rank: This rank.
         head: What the run is.
+        whole: Patterns such as ``"gradient of head.*"``: tensors to write whole, too.
     """
 
-    def __init__(self, folder: Path, rank: int, head: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, head: Mapping[str, Any], whole: Sequence[str] = ()) -> None:
         self.stopped = ""
         self.odd = ""
         self._pending: list[_Pending] = []
         self._values: list[torch.Tensor] = []
         self._file: TextIO | None = None
+        self._patterns = [re.compile(translate(pattern)) for pattern in whole]
+        self._whole: BinaryIO | None = None
         self._open(folder, rank, json.dumps({"mmfsdp_record": FORM, "rank": rank, **head}) + "\n")
 
     def add(
@@ -69,11 +75,12 @@ class Writer:
             return
         dtype = str(local.dtype).removeprefix("torch.")
         self._values.append(sketch_of(local, offsets, shape, leading=leading))
-        if shown is not None:
+        if shown is not None:  # rows that are no box are not kept whole
             shape, offsets, sizes = shown, (0,) * len(shown), (local.shape[0] * local.shape[2], *shown[1:])
+            kept = None
         else:
-            sizes = tuple(local.shape)
-        self._pending.append((key, spread, shape, offsets, sizes, dtype))
+            sizes, kept = tuple(local.shape), self._keep(key, local)
+        self._pending.append((key, spread, shape, offsets, sizes, dtype, kept))
 
     def add_boxes(self, parts: Sequence[Part]) -> None:
         """Sketch this rank's boxes of tensors; small ones of equal shape are sketched together.
@@ -97,7 +104,7 @@ class Writer:
         for place, (key, spread, local, offsets, shape) in enumerate(parts):
             self._values.append(found[place])
             dtype = str(local.dtype).removeprefix("torch.")
-            self._pending.append((key, spread, shape, offsets, tuple(local.shape), dtype))
+            self._pending.append((key, spread, shape, offsets, tuple(local.shape), dtype, self._keep(key, local)))
 
     def flush(self) -> None:
         """Write what was added."""
@@ -114,11 +121,33 @@ class Writer:
         """Write the rest, and that the recording has ended."""
         self.flush()
         self._write(json.dumps({"end": True}) + "\n")
-        if self._file is not None:
+        for file in (self._file, self._whole):
             try:
-                self._file.close()
+                if file is not None:
+                    file.close()
             except OSError as error:
                 self._stop(error)
+
+    def _keep(self, key: Key, local: torch.Tensor) -> tuple[str, int] | None:
+        """Write a tensor whole if a pattern asks for it; return the type of its elements and where they begin."""
+        wanted = any(pattern.fullmatch(f"{key.kind} of {key.name}") for pattern in self._patterns)
+        held = local.detach()
+        if not wanted or self.stopped or held.is_complex():
+            return None
+        kind, dtype = ("f", torch.float32) if held.is_floating_point() else ("q", torch.int64)
+        if held.dtype == torch.float64:
+            kind, dtype = "d", torch.float64
+        raw = held.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        try:
+            if self._whole is None:
+                self._whole = whole_file(self._folder, self._rank).open("wb")
+            offset = self._whole.tell()
+            self._whole.write(raw)
+            self._whole.flush()
+        except OSError as error:
+            self._stop(error)
+            return None
+        return kind, offset
 
     def _report_odd(self, rows: Mapping[int, list[float]]) -> None:
         """Log once where numbers that are not finite began on this rank."""
@@ -128,8 +157,10 @@ class Writer:
             _log.error("%s.", self.odd)
 
     def _open(self, folder: Path, rank: int, head: str) -> None:
+        self._folder, self._rank = folder, rank
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            whole_file(folder, rank).unlink(missing_ok=True)
             self._file = file_of(folder, rank).open("w", encoding="utf-8")
         except OSError as error:
             self._stop(error)
