@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
-from mmfsdp.checkpoint.files.disk import refuse_empty
+from mmfsdp.checkpoint.files.disk import place, refuse_empty
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path, shared
 from mmfsdp.errors import (
@@ -34,6 +35,7 @@ from mmfsdp.saving.load import load_with_rest
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
 from mmfsdp.saving.run_state import RunState, Stateful
+from mmfsdp.saving.run_store import RunStore
 from mmfsdp.saving.save import save_checkpoint
 from mmfsdp.saving.step_messages import Notice, StepMessages
 from mmfsdp.saving.stop_signals import StopSignals
@@ -51,7 +53,8 @@ class CheckpointManager:
     `resume`, `step`, `save`, `close` and making one are collective: every rank of the model's mesh.
 
     Args:
-        directory: Where the checkpoints of this run go: ``step_100``, ``step_200``, ... The same on every rank.
+        directory: Where the checkpoints of this run go: ``step_100``, ``step_200``, ... The same on every rank. A path,
+            or a URL in a store: ``s3://bucket/run``.
         model: A sharded model.
         optimizer: Built from its parameters.
         every_steps: Save every n steps.
@@ -134,7 +137,7 @@ class CheckpointManager:
             "exit_code": exit_code,
         }
         check_same_arguments(self._scope, "CheckpointManager()", given)
-        self.directory = Path(same_path(directory, self._scope))
+        self.directory = place(same_path(directory, self._scope))
         self._model, self._optimizer = model, optimizer
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._kind, self._background, self._safe_globals = kind, background, safe_globals
@@ -155,9 +158,10 @@ class CheckpointManager:
         shapes = repr(sorted((param.fqn, param.shape) for param in sharded.plan.all_params()))
         identity = hashlib.sha256(shapes.encode()).hexdigest()
 
-        def open_directory() -> RunDirectory | None:
+        def open_directory() -> RunDirectory | RunStore | None:
             with as_checkpoint_error(self.directory):
-                return RunDirectory(self.directory, run=run, model=identity) if self._scope.is_first else None
+                keeper = RunStore if is_remote(self.directory) else RunDirectory
+                return keeper(self.directory, run=run, model=identity) if self._scope.is_first else None
 
         self._files = on_all_ranks(open_directory, self._scope)
         self._unread = shared(lambda: self._files and len(self._files.checkpoints()), self._scope)
@@ -298,7 +302,7 @@ class CheckpointManager:
             pending = save_checkpoint(
                 path, self._model, self._optimizer, kind=self._kind, extra=extra, blocking=blocking
             )
-        except TargetExistsError:
+        except (TargetExistsError, RunDirectoryError):
             raise
         except CheckpointError as error:
             self._failed(step, error)
@@ -377,7 +381,7 @@ class CheckpointManager:
                 file=str(self.directory),
             )
 
-    def _on_first(self, step: Callable[[RunDirectory], None], path: Path) -> None:
+    def _on_first(self, step: Callable[[RunDirectory | RunStore], None], path: Path) -> None:
         """Do something with the directory on the first rank; if it fails, raise on all. Collective."""
 
         def act() -> None:
@@ -387,10 +391,10 @@ class CheckpointManager:
 
         on_all_ranks(act, self._scope)
 
-    def _retain(self, files: RunDirectory) -> None:
+    def _retain(self, files: RunDirectory | RunStore) -> None:
         try:
             files.retain(self._retention)
-        except OSError as error:  # an old checkpoint too many does no harm
+        except (OSError, CheckpointError) as error:  # an old checkpoint too many does no harm
             _log.warning("An old checkpoint cannot be removed: %s", error)
 
     def _failed(self, step: int, error: CheckpointError) -> None:

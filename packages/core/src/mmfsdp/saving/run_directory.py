@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import os
@@ -18,11 +17,11 @@ from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.siblings import Lease, targets_of, writer
 from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remove_remains
 from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
+from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 
-__all__ = ["Retention", "RunDirectory", "check_count"]
+__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count"]
 
-_NAME = re.compile(r"step_(\d+)(\.pth)?")
-_RECORD = "run.json"
+STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
 _ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
 _log = logging.getLogger("mmfsdp.saving")
 
@@ -87,7 +86,9 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         self._lease = _take(path / ".mmfsdp-run-lease")
         try:
-            self._record = self._checked(run, model)
+            file = path / RECORD_NAME
+            data = file.read_bytes() if file.exists() else None
+            self._record = checked_record(data, str(path), run=run, model=model)
         except BaseException:
             self.close()
             raise
@@ -99,7 +100,7 @@ class RunDirectory:
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return step and path of all checkpoints, complete or not, the newest first."""
         names = {*os.listdir(self.path), *targets_of(self.path)}
-        found = [(int(match[1]), self.path / match[0]) for match in map(_NAME.fullmatch, names) if match]
+        found = [(int(match[1]), self.path / match[0]) for match in map(STEP_NAME.fullmatch, names) if match]
         return sorted(found, reverse=True)
 
     def complete(self) -> list[tuple[int, Path]]:
@@ -124,50 +125,20 @@ class RunDirectory:
 
     def announce(self, step: int, metric: float | None) -> None:
         """Record that the run saves a step, and how good it is, before the checkpoint is written."""
-        metrics = {key: value for key, value in self._record["metrics"].items() if key != str(step)}
-        if metric is not None and math.isfinite(metric):
-            metrics[str(step)] = metric
-        changed = {**self._record, "metrics": metrics}
-        target = self.path / _RECORD
+        changed = with_metric(self._record, step, metric)
+        target = self.path / RECORD_NAME
         if changed != self._record or not target.exists():
             self.path.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
             with atomic_output(target, overwrite=True) as temporary:
-                temporary.write_text(json.dumps(changed), encoding="utf-8")
+                temporary.write_bytes(record_bytes(changed))
             self._record = changed
 
     def retain(self, retention: Retention) -> None:
         """Remove the checkpoints that need not be kept."""
         paths = dict(self.checkpoints())
-        metrics = {int(step): value for step, value in self._record["metrics"].items()}
-        for step in retention.to_remove(paths, metrics):
+        for step in retention.to_remove(paths, metrics_of(self._record)):
             remove_checkpoint(paths[step])
         remove_remains(self.path)
-
-    def _checked(self, run: str | None, model: str) -> dict[str, Any]:
-        file = self.path / _RECORD
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            stored, stored_run, _ = found["model"], found["run"], found["metrics"].items()
-        except FileNotFoundError:
-            return {"version": 1, "run": run, "model": model, "metrics": {}}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunDirectoryError(
-                f"{_RECORD} says to which run the directory belongs, and cannot be read: {error!r}. If the directory "
-                "is the right one, remove that file; only the metrics of its checkpoints are lost.",
-                file=str(file),
-            ) from error
-        if run is not None and stored_run is not None and run != stored_run:
-            raise RunDirectoryError(
-                f"The directory belongs to run {stored_run!r}, not to {run!r}. Choose another directory for this run.",
-                file=str(self.path),
-            )
-        if stored != model:
-            raise RunDirectoryError(
-                "The directory holds checkpoints of another model: its parameters have other names or shapes. Choose "
-                "another directory for this model, or load weights that fit with load_checkpoint(strict=False).",
-                file=str(self.path),
-            )
-        return {**found, "run": stored_run if run is None else run}
 
 
 def _names_of_damaged(path: Path) -> Iterator[Path]:

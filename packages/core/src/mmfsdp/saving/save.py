@@ -11,8 +11,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing, refuse_other_content
-from mmfsdp.checkpoint.files.disk import make_parent
+from mmfsdp.checkpoint.files.disk import make_parent, place
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
@@ -23,6 +24,8 @@ from mmfsdp.saving.background import PendingSave, Saver, saver_of, settle_saves
 from mmfsdp.saving.gathering import gather_on_first, with_boxes
 from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
+from mmfsdp.saving.store_save import StoreSave, refuse_in_store, send_whole
+from mmfsdp.saving.stores import check_store
 from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict
 from mmfsdp.state.optimizer import optim_state_dict
@@ -49,7 +52,8 @@ def save_checkpoint(
 
     Args:
         path: ``sharded``, ``local`` and ``hf``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The
-            same on every rank. Missing parent directories are created.
+            same on every rank. Missing parent directories are created. All but ``hf`` may be URLs in a store, such as
+            ``s3://bucket/run/step_8``: each rank writes its files into a temporary directory, and sends them.
         model: A sharded model.
         optimizer: Built from its parameters.
         kind: ``sharded``: each rank writes its own part, in the format of torch's distributed checkpoint (DCP), with
@@ -93,16 +97,16 @@ def save_checkpoint(
             f"kind='hf' holds the weights alone. Leave out {'the optimizer' if optimizer is not None else 'extra'}, "
             "and save kind='sharded' beside it to resume from."
         )
-    if kind != "full" and Path(path).suffix in _FILES:
+    if kind != "full" and target.suffix in _FILES:
         raise ConfigError(
             f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
-            f"{Path(path).suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
+            f"{target.suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
         )
     extra = dict(extra or {})
     if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
         raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
     _make_free(target, state, scope, overwrite)
-    if overwrite and like is None:  # a model's folder keeps what else is there
+    if overwrite and like is None and not is_remote(target):  # a model's folder keeps what else is there
         on_all_ranks(lambda: refuse_other_content(target) if scope.is_first else None, scope)
     if like is not None:
         weights = model_state_dict(model, "sharded")
@@ -170,7 +174,8 @@ def _agreed_target(
     blocking: bool,
 ) -> Path:
     """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
-    target = Path(same_path(path, scope))
+    target = place(same_path(path, scope))
+    check_store(target, kind)
     saved = None if optimizer is None else type(optimizer).__name__
     given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking}
     check_same_arguments(scope, call, given)
@@ -180,7 +185,14 @@ def _agreed_target(
 def _make_free(target: Path, state: ShardedModel, scope: Scope, overwrite: bool) -> None:
     """Wait until the save before is over, and check that nothing is at the target. Collective: every rank."""
     settle_saves(state.mesh)
-    on_all_ranks(lambda: None if overwrite or not scope.is_first else refuse_existing(target), scope)
+
+    def check() -> None:
+        if scope.is_first and is_remote(target):
+            refuse_in_store(target, overwrite=overwrite)
+        elif scope.is_first and not overwrite:
+            refuse_existing(target)
+
+    on_all_ranks(check, scope)
 
 
 def _write(
@@ -196,7 +208,7 @@ def _write(
         on_all_ranks(lambda: _write_full(target, content, overwrite) if scope.is_first else None, scope)
         return PendingSave.over()
     if kind == "local" and blocking:
-        save = DirectorySave.begin(target, scope, overwrite=overwrite)
+        save = _begin(target, scope, overwrite)
         save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
         return PendingSave.over()
     # Training uses the model's groups meanwhile.
@@ -212,7 +224,7 @@ def _write(
             on_all_ranks(lambda: _write_full(target, whole, overwrite) if scope.is_first else None, scope)
 
         return saver.start(gather, target)
-    save = DirectorySave.begin(target, scope, overwrite=overwrite)
+    save = _begin(target, scope, overwrite)
 
     def step() -> None:
         if kind == "local":
@@ -245,6 +257,11 @@ def _write_folder(
     return PendingSave.over()
 
 
+def _begin(target: Path, scope: Scope, overwrite: bool) -> DirectorySave:
+    kind = StoreSave if is_remote(target) else DirectorySave
+    return kind.begin(target, scope, overwrite=overwrite)
+
+
 def _own_copy(content: dict[str, Any], saver: Saver, target: Path) -> dict[str, Any]:
     """Copy this rank's part into the memory that is kept for saves in the background. Collective: every rank."""
 
@@ -271,6 +288,9 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
 
     with as_checkpoint_error(target):
         map_leaves(dict(content), check)
+        if is_remote(target):
+            send_whole(target, lambda file: write_whole(content, file))
+            return
         make_parent(target)
     with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
         write_whole(content, temporary)
