@@ -15,6 +15,7 @@ from mmfsdp.runtime.grad_scaler import GradScaler as GradScaler
 from mmfsdp.runtime.sharded_params import sharded_params as sharded_params
 from mmfsdp.runtime.training import clip_grad_norm_ as clip_grad_norm_
 from mmfsdp.runtime.training import no_sync as no_sync
+from mmfsdp.runtime.watch_ranks import watch_ranks as watch_ranks
 from mmfsdp.runtime.whole_params import full_params as full_params
 from mmfsdp.saving.data_position import DataPosition as DataPosition
 from mmfsdp.saving.load import load_checkpoint as load_checkpoint
