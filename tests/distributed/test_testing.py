@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,35 @@ def test_ranks_of_a_child_end_with_it(method: str, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, script, method], capture_output=True, text=True, check=False, timeout=120)
     assert (done.stdout.splitlines()[-1:], done.stderr) == (["[0, 2]"], "0\n")  # gloo of torch 2.9 prints, too
+
+
+KILLED = """
+import os
+import signal
+
+from mmfsdp.testing import run_ranks
+
+
+def pid(rank):
+    return os.getpid()
+
+
+if __name__ == "__main__":
+    print(*run_ranks(pid, 2), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes live")
+def test_ranks_end_when_the_process_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    # In a session of its own nobody else continues processes that are paused.
+    with (tmp_path / "printed").open("w") as printed:  # a pipe would be open for as long as the ranks live
+        subprocess.run([sys.executable, script], stdout=printed, check=False, timeout=120, start_new_session=True)
+    pids = [int(word) for word in (tmp_path / "printed").read_text().splitlines()[-1].split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []

@@ -129,6 +129,11 @@ class _Pool:
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
+        # Paused ranks do not notice that this process was killed; one that is never paused does.
+        self._life, theirs = context.Pipe()
+        pids = [process.pid for process in self._processes]
+        self._waker = context.Process(target=_wake_orphans, args=(pids, theirs), daemon=True)
+        self._waker.start()
         # Not atexit: a child of multiprocessing runs none of it, or what was registered after the fork, and would then
         # wait for paused ranks. A finalizer runs before that wait, once, and in this process only.
         self.close = Finalize(None, self._close, exitpriority=1)
@@ -214,6 +219,8 @@ class _Pool:
                 process.join(timeout=_GRACE)
             process.kill()
             process.join()
+        self._life.close()
+        self._waker.join()
         self._folder.cleanup()
 
 
@@ -252,8 +259,8 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     while True:
         try:
             call = pipe.recv()
-        except EOFError:
-            return
+        except EOFError:  # the process that started this one was killed
+            call = None
         if call is None:
             os._exit(0)  # gloo's threads may fail to end in order
         function, args = call
@@ -263,6 +270,15 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
         except BaseException as error:  # test tools raise errors that are not Exceptions
             answer = (_portable(error), None, traceback.format_exc())
         pipe.send(answer)
+
+
+def _wake_orphans(pids: list[int], life: Connection) -> None:
+    """Let ranks go on, and so end, once the process that paused them has ended."""
+    with contextlib.suppress(EOFError):
+        life.recv()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and may be another's by now
+            os.kill(pid, signal.SIGCONT)
 
 
 def _stacks(folder: str, rank: int) -> Path:
