@@ -9,6 +9,7 @@ import torch
 
 from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
 from mmfsdp.parity.sketches import sketch_of
+from mmfsdp.parity.writing import texts_of
 
 SHAPES = [(), (1,), (1000,), (7, 5), (64, 32, 3, 3), (4, 100, 16), (3, 0, 2)]
 ids = str
@@ -132,6 +133,11 @@ def test_where_a_difference_lies() -> None:
     assert spread < 0.03
 
 
+def packed(tensor: torch.Tensor) -> str:
+    [text] = texts_of(sketch_of(tensor, [0] * tensor.dim(), tensor.shape)[None])
+    return text
+
+
 def test_numbers_that_are_not_finite_are_counted() -> None:
     tensor = torch.randn(10, 10)
     tensor[2] = math.nan
@@ -139,15 +145,15 @@ def test_numbers_that_are_not_finite_are_counted() -> None:
     found = figures(tensor)
     assert found.odd == 11
     assert distance(found, figures(torch.randn(10, 10))) == math.inf
-    again = Figures.unpack(found.pack())
-    assert again.odd == 11
+    assert Figures.unpack(packed(tensor)).odd == 11
 
 
 def test_text_keeps_the_figures() -> None:
-    found = figures(torch.randn(30, 40))
-    again = Figures.unpack(found.pack())
+    tensor = torch.randn(30, 40)
+    text = packed(tensor)
+    found, again = figures(tensor), Figures.unpack(text)
     assert again.sketch == found.sketch
     assert again.placed == pytest.approx(found.placed, rel=1e-6)
     assert len(again.sketch) == BITS
     with pytest.raises(ValueError, match="holds no figures"):
-        Figures.unpack(found.pack()[:-8])
+        Figures.unpack(text[:-8])

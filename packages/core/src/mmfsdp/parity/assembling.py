@@ -61,7 +61,7 @@ def _assemble(key: Key, parts: list[tuple[int, Entry]], world: int) -> Assembled
     scale = 1 / world if first.spread == "mean" or key.kind == _BACKWARD else 1.0
     whole = add([entry.figures for _, entry in parts], scale)
     if first.spread == "mean":
-        whole = replace(whole, square=whole.total**2, largest=abs(whole.total), low=whole.total, high=whole.total)
+        whole = replace(whole, square=whole.total**2, low=whole.total, high=whole.total)
     elif any(entry.shape != first.shape for _, entry in parts):
         return replace(made, missing="ranks have batches of different sizes")
     return replace(made, figures=whole)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
 from struct import Struct
 
-__all__ = ["BITS", "ERROR", "Figures", "add", "cosine", "distance", "factor", "pack", "where"]
+__all__ = ["BITS", "ERROR", "FIRST", "Figures", "add", "cosine", "distance", "factor", "where"]
 
 BITS = 32
 """Numbers in a sketch."""
 ERROR = 1 / math.sqrt(2 * BITS)
 """The standard error of a distance that is estimated from two sketches, as a share of it."""
 
-_FORM = Struct(f"<{6 + BITS}d{BITS}f")
+FIRST = 5
+"""Numbers before a sketch."""
+
+_FORM = Struct(f"<{FIRST + BITS}d{BITS}f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,6 @@ class Figures:
     """The sum of the elements."""
     square: float
     """The sum of their squares."""
-    largest: float
-    """The largest absolute value."""
     low: float
     high: float
     odd: int
@@ -39,6 +40,11 @@ class Figures:
     """The same sums, each element times where it is along the first dimension, from 0 to 1."""
 
     @property
+    def largest(self) -> float:
+        """The largest absolute value."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
     def norm(self) -> float:
         """The square root of the sum of squares."""
         return math.sqrt(self.square) if self.square >= 0 else math.nan
@@ -46,16 +52,13 @@ class Figures:
     @classmethod
     def of(cls, values: Sequence[float]) -> Figures:
         """Return the figures from their values in order."""
-        total, square, largest, low, high, odd = values[:6]
-        return cls(total, square, largest, low, high, int(odd), tuple(values[6 : 6 + BITS]), tuple(values[6 + BITS :]))
-
-    def pack(self) -> str:
-        """Return the figures as text."""
-        return pack([self.total, self.square, self.largest, self.low, self.high, self.odd, *self.sketch, *self.placed])
+        total, square, low, high, odd = values[:FIRST]
+        middle = FIRST + BITS
+        return cls(total, square, low, high, int(odd), tuple(values[FIRST:middle]), tuple(values[middle:]))
 
     @classmethod
     def unpack(cls, text: str) -> Figures:
-        """Return the figures that `pack` has written.
+        """Return the figures that were written as bytes in base64: FIRST + BITS of float64, BITS of float32.
 
         Raises:
             ValueError: The text is something else.
@@ -64,12 +67,6 @@ class Figures:
             return cls.of(_FORM.unpack(b64decode(text, validate=True)))
         except Exception as error:  # of base64, struct and int()
             raise ValueError(f"{text[:20]!r} holds no figures: {error}") from error
-
-
-def pack(values: Sequence[float]) -> str:
-    """Return the values of `Figures`, in order, as text."""
-    clipped = [max(-3e38, min(3e38, value)) if math.isfinite(value) else value for value in values[6 + BITS :]]
-    return b64encode(_FORM.pack(*values[: 6 + BITS], *clipped)).decode()
 
 
 def add(parts: Iterable[Figures], scale: float = 1.0) -> Figures:
@@ -83,7 +80,6 @@ def add(parts: Iterable[Figures], scale: float = 1.0) -> Figures:
     return Figures(
         scale * sum(part.total for part in parts),
         scale * scale * sum(part.square for part in parts),
-        abs(scale) * max(part.largest for part in parts),
         scale * min(part.low for part in parts),
         scale * max(part.high for part in parts),
         sum(part.odd for part in parts),

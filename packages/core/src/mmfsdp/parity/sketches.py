@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mmfsdp.parity.figures import BITS
+from mmfsdp.parity.figures import BITS, FIRST
 
 __all__ = ["sketch_of", "sketches_of"]
 
@@ -59,8 +59,8 @@ def sketches_of(
     value = value.to(torch.float64 if wide else torch.float32)
     count = len(value)
     if value.numel() == 0:
-        empty = torch.zeros(count, 6 + 2 * BITS, dtype=torch.float64, device=value.device)
-        empty[:, 3], empty[:, 4] = math.inf, -math.inf
+        empty = torch.zeros(count, FIRST + 2 * BITS, dtype=torch.float64, device=value.device)
+        empty[:, 2], empty[:, 3] = math.inf, -math.inf
         return empty
     flat = value.reshape(count, -1)
     if count == 1:  # faster on a whole tensor than along a dimension
@@ -69,14 +69,13 @@ def sketches_of(
         low, high = flat.amin(1), flat.amax(1)
     norm = torch.linalg.vector_norm(flat, dim=1)
     if value.device.type == "cpu" and bool(norm.isfinite().all()):  # elsewhere, asking would wait for the device
-        odd = torch.zeros(count, dtype=torch.int64)
+        odd = torch.zeros_like(norm)
     else:
-        odd = flat.shape[1] - flat.isfinite().sum(1)
+        odd = (flat.shape[1] - flat.isfinite().sum(1)).to(norm)
     rows, columns, matrix = _matrix(value, offsets, shape, leading)
     row_signs, column_signs = _signs(rows, 1, value), _signs(columns, 2, value)
     products = (matrix @ column_signs).mul_(row_signs)
-    first = [flat.sum(1), norm.square(), torch.maximum(low.abs(), high.abs()), low, high, odd]
-    head = torch.stack([figure.to(torch.float64) for figure in first], 1)
+    head = torch.stack([flat.sum(1), norm.square(), low, high, odd], 1).to(torch.float64)
     placed = _places(rows, value, leading) @ products
     return torch.cat([head, products.sum(1, dtype=torch.float64), placed.to(torch.float64)], 1)
 

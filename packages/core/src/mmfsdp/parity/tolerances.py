@@ -23,9 +23,10 @@ _ALIKE = 8 * EPS["float32"]
 """Sketches of equal tensors are equal but for the order of their sums, whatever the dtype."""
 _UPDATES = 3.0
 """Adam divides by small numbers where gradients are small: updates and their consequences vary more."""
-_SUMMED = ("gradient before clipping", "gradient", "update", "state")
-"""Gradients of biases are sums over all samples in single precision, and ranks add in another order. Perturbed inputs
-do not show that where the gradient does not depend on them. Sums of 2,048 equal terms were 3e-5 apart."""
+_SUMMED = ("gradient before clipping", "norm", "gradient", "update", "state")
+"""Norms are sums over all elements, and gradients of biases over all samples, in single precision; ranks add in another
+order. Perturbed inputs do not show that where a gradient does not depend on them. Sums of 2,048 equal terms were 3e-5
+apart."""
 _SETTINGS = 1e-12
 """Settings of the optimizer are not computed on devices."""
 _SMALL = 1e-2

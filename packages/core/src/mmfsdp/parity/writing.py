@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import weakref
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from fnmatch import translate
 from pathlib import Path
@@ -12,15 +14,15 @@ from typing import Any, BinaryIO, TextIO
 
 import torch
 
-from mmfsdp.parity.figures import pack
+from mmfsdp.parity.figures import BITS, FIRST
 from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
 from mmfsdp.parity.sketches import sketch_of, sketches_of
 from mmfsdp.parity.wholes import whole_file
 
-__all__ = ["Part", "Writer"]
+__all__ = ["Part", "Writer", "texts_of"]
 
 _log = logging.getLogger("mmfsdp.parity")
-_ODD = 5  # where `Figures` has the number of elements that are not finite
+_ODD = 4  # where `Figures` has the number of elements that are not finite
 _Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, tuple[str, int] | None]
 _SMALL = 1 << 16
 """Elements up to which copying boxes together costs less than another call."""
@@ -44,6 +46,7 @@ class Writer:
         self.odd = ""
         self._pending: list[_Pending] = []
         self._values: list[torch.Tensor] = []
+        self._recent: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         self._file: TextIO | None = None
         self._patterns = [re.compile(translate(pattern)) for pattern in whole]
         self._whole: BinaryIO | None = None
@@ -74,7 +77,7 @@ class Writer:
         if self.stopped:
             return
         dtype = str(local.dtype).removeprefix("torch.")
-        self._values.append(sketch_of(local, offsets, shape, leading=leading))
+        self._values.append(self._sketch(local, offsets, shape, leading))
         if shown is not None:  # rows that are no box are not kept whole
             shape, offsets, sizes = shown, (0,) * len(shown), (local.shape[0] * local.shape[2], *shown[1:])
             kept = None
@@ -109,13 +112,13 @@ class Writer:
     def flush(self) -> None:
         """Write what was added."""
         if self._pending and not self.stopped:
-            values = [row for device in _devices(self._values) for row in _rows(self._values, device)]
-            rows = dict(values)
-            self._report_odd(rows)
-            lines = [line_of(*entry, pack(rows[place])) + "\n" for place, entry in enumerate(self._pending)]
-            self._write("".join(lines))
+            values = _joined(self._values)
+            self._report_odd(values[:, _ODD].tolist())
+            lines = [line_of(*entry, text) for entry, text in zip(self._pending, texts_of(values), strict=True)]
+            self._write("\n".join([*lines, ""]))
         self._pending.clear()
         self._values.clear()
+        self._recent.clear()
 
     def close(self) -> None:
         """Write the rest, and that the recording has ended."""
@@ -127,6 +130,17 @@ class Writer:
                     file.close()
             except OSError as error:
                 self._stop(error)
+
+    def _sketch(
+        self, local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], leading: int
+    ) -> torch.Tensor:
+        """Return the sketch of a part; the input of a module is often the output of the one before."""
+        what = (local.data_ptr(), local.shape, local.stride(), local.dtype, offsets, shape, leading)
+        if (known := self._recent.get(what)) is not None and known[0]() is not None and known[1] == local._version:
+            return known[2]
+        found = sketch_of(local, offsets, shape, leading=leading)
+        self._recent[what] = weakref.ref(local), local._version, found
+        return found
 
     def _keep(self, key: Key, local: torch.Tensor) -> tuple[str, int] | None:
         """Write a tensor whole if a pattern asks for it; return the type of its elements and where they begin."""
@@ -149,11 +163,11 @@ class Writer:
             return None
         return kind, offset
 
-    def _report_odd(self, rows: Mapping[int, list[float]]) -> None:
+    def _report_odd(self, odd: Sequence[float]) -> None:
         """Log once where numbers that are not finite began on this rank."""
-        place = next((place for place in sorted(rows) if rows[place][_ODD]), None)
+        place = next((place for place, count in enumerate(odd) if count), None)
         if place is not None and not self.odd:
-            self.odd = f"{self._pending[place][0]} is the first with infinite or NaN elements: {rows[place][_ODD]:.0f}"
+            self.odd = f"{self._pending[place][0]} is the first with infinite or NaN elements: {odd[place]:.0f}"
             _log.error("%s.", self.odd)
 
     def _open(self, folder: Path, rank: int, head: str) -> None:
@@ -180,11 +194,21 @@ class Writer:
         _log.error("Recording has stopped, training goes on: %s", self.stopped)
 
 
-def _devices(values: list[torch.Tensor]) -> set[torch.device]:
-    return {value.device for value in values}
+def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of all tensors on the CPU, one row each; a device is waited for once."""
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    return torch.stack([*values]).cpu()
 
 
-def _rows(values: list[torch.Tensor], device: torch.device) -> list[tuple[int, list[float]]]:
-    """Return the values of one device, which is waited for once."""
-    places = [place for place, value in enumerate(values) if value.device == device]
-    return list(zip(places, torch.stack([values[place] for place in places]).tolist(), strict=True))
+def texts_of(values: torch.Tensor) -> list[str]:
+    """Return figures as `Figures.unpack` reads them.
+
+    Args:
+        values: What `sketches_of` returned, on the CPU.
+    """
+    middle = FIRST + BITS
+    placed = values[:, middle:]
+    placed = torch.where(placed.isfinite(), placed.clamp(-3e38, 3e38), placed).float()
+    rows = zip(values[:, :middle].numpy().astype("<f8"), placed.numpy().astype("<f4"), strict=True)
+    return [b64encode(first.tobytes() + rest.tobytes()).decode() for first, rest in rows]
