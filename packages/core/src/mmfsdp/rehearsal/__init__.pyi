@@ -23,6 +23,7 @@ from mmfsdp.rehearsal.timing.device_specs import devices as devices
 from mmfsdp.rehearsal.timing.device_specs import write_device as write_device
 from mmfsdp.rehearsal.timing.links import Link as Link
 from mmfsdp.rehearsal.timing.links import Links as Links
+from mmfsdp.rehearsal.timing.links import networks as networks
 from mmfsdp.rehearsal.timing.ranges import Range as Range
 from mmfsdp.rehearsal.timing.step_time import StepTime as StepTime
 from mmfsdp.rehearsal.timing.streams import Span as Span

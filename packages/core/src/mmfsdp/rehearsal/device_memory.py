@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Sequence
 
 from mmfsdp.rehearsal.caching import reserved_bytes
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
+from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 
-__all__ = ["CONTEXT", "CUBLAS_LARGE", "CUBLAS_SMALL", "NCCL", "beside_allocator", "reserved_range"]
+__all__ = [
+    "CONTEXT",
+    "CUBLAS_LARGE",
+    "CUBLAS_SMALL",
+    "NCCL",
+    "beside_allocator",
+    "taken_ranges",
+    "workspaces_of",
+]
 
 _MIB = 1 << 20
+_HOPPER = 9  # major number of its compute capability
+_PAIRS = re.compile(r":(\d+):(\d+)")
 _STREAMS = {"gathered": "gathers", "reduce buffer": "reduces"}
 
 CONTEXT = (287_047_680, 666_632_192)
@@ -28,28 +41,57 @@ torch's default before Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp). The cac
 CUBLAS_LARGE = (32 * _MIB,) * 4
 """The same from Hopper on, with another two for cuBLASLt, which newer versions of torch share with cuBLAS."""
 
+CUBLAS_HOPPER = (32 * _MIB,) * 2
+"""From Hopper on without those of cuBLASLt, which only products with a bias use, and releases that share them do not
+allocate (https://github.com/pytorch/pytorch/pull/181944)."""
 
-def reserved_range(
-    allocations: Sequence[Allocation], phases: Iterable[tuple[str, int]], *, expandable: bool = False
-) -> tuple[int, int]:
-    """Return the least and the most bytes that the caching allocator takes from the device, of four replays.
+_SETTING = "CUBLAS_WORKSPACE_CONFIG"
 
-    They vary what cannot be known here: whether all memory is used on one stream, with the small workspaces, or what is
-    gathered and reduced is on streams of its own, with the large ones; and whether the optimizer's state is there
-    before the first step or is made in it.
+
+def workspaces_of(device: Device | None) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the least and the most workspaces that kernels are expected to keep on a device, in bytes.
+
+    ``CUBLAS_WORKSPACE_CONFIG``, pairs of KiB and counts such as ``:4096:2:16:8``, replaces the default size, as in
+    training.
+
+    Args:
+        device: The device; None if it is not known.
+    """
+    size = sum(int(kib) * 1024 * int(count) for kib, count in _PAIRS.findall(os.environ.get(_SETTING, "")))
+    if size:
+        return (size,) * 2, (size,) * 2
+    if device is None or device.capability == UNKNOWN:
+        return CUBLAS_SMALL, CUBLAS_LARGE
+    return (CUBLAS_HOPPER, CUBLAS_LARGE) if device.capability[0] >= _HOPPER else (CUBLAS_SMALL, CUBLAS_SMALL)
+
+
+def taken_ranges(
+    allocations: Sequence[Allocation],
+    phases: Iterable[tuple[str, int]],
+    *,
+    expandable: bool = False,
+    workspaces: tuple[Sequence[int], Sequence[int]] = (CUBLAS_SMALL, CUBLAS_LARGE),
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the least and the most bytes that the caching allocator takes from the device, and that it hands out.
+
+    Four replays vary what cannot be known here: whether all memory is used on one stream, with the small workspaces, or
+    what is gathered and reduced is on streams of its own, with the large ones; and whether the optimizer's state is
+    there before the first step or is made in it.
 
     Args:
         allocations: All allocations of a step.
         phases: Names of the step's phases, each with its first moment.
         expandable: Use expandable segments.
+        workspaces: See `workspaces_of`.
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     found = [
-        reserved_bytes(allocations, streams, expandable=expandable, workspaces=workspaces, state_from=moment)[0]
-        for streams, workspaces in (({}, CUBLAS_SMALL), (_STREAMS, CUBLAS_LARGE))
+        reserved_bytes(allocations, streams, expandable=expandable, workspaces=kept, state_from=moment)
+        for streams, kept in (({}, workspaces[0]), (_STREAMS, workspaces[1]))
         for moment in (None, state_from)
     ]
-    return min(found), max(found)
+    taken, held = zip(*found, strict=True)
+    return (min(taken), max(taken)), (min(held), max(held))
 
 
 def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:

@@ -37,6 +37,7 @@ __all__ = [
     "allocated_by_size",
     "assumed_arrays",
     "backward_place",
+    "below_autograd",
     "cloned_by_deepcopy",
     "fake_tensors",
     "forward_place",
@@ -224,6 +225,12 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Return a context in which operators are not taken apart, and autograd records none of them."""
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def is_accumulating() -> bool:

@@ -33,7 +33,8 @@ from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
-from mmfsdp.rehearsal.recording.kernels import accelerator_kernels, accelerator_scratch_bytes
+from mmfsdp.rehearsal.recording.device_operators import device_operators
+from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
@@ -41,6 +42,7 @@ from mmfsdp.rehearsal.recording.recorder import Recorder
 from mmfsdp.rehearsal.recording.sync_norms import sync_norms
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device, device_of
 from mmfsdp.rehearsal.worlds import fake_world
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -65,6 +67,7 @@ def rehearse(
     device_type: str = "cuda",
     assume: float | None = None,
     ema: EmaFn | None = None,
+    device: str | Device | None = None,
 ) -> Rehearsal:
     """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
 
@@ -74,7 +77,8 @@ def rehearse(
     and the batch are not changed.
 
     Not included: what kernels allocate and free inside one operator, what an allocator rounds up, and the context of a
-    device. Operators are those that torch chooses on the CPU, but for attention, dropout and autocast.
+    device. For ``'cuda'``, attention, RMSNorm, dropout and autocast run as torch runs them on a GPU; the page on
+    operators of the device lists all that is modelled.
 
     Args:
         plan: The plan, or a config from which `mmfsdp.plan` makes one.
@@ -95,6 +99,9 @@ def rehearse(
             that masks select, between 0 and 1. Other values that it asks for are true, or one. Default: it raises.
         ema: For averaged weights, updated after each optimizer step: a function from this rank's part of the model to
             an object with ``update_parameters(model)``, such as ``torch.optim.swa_utils.AveragedModel``.
+        device: The GPU to train on, one of `mmfsdp.rehearsal.devices` or a `Device`: its architecture decides which
+            kernel of attention torch prefers, and how large the workspaces of cuBLAS are. Default: a GPU from Ampere
+            on without a preference, with workspaces of either size.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
@@ -110,6 +117,9 @@ def rehearse(
     elif mesh is not None:
         raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
     check_plain(model)
+    known = None if device is None else device_of(device)
+    if known is not None and known.capability != UNKNOWN and device_type != "cuda":
+        raise ConfigError(f"{known.name} is a GPU, but device_type is {device_type!r}. Drop one of them.")
     if not 0 <= rank < plan.mesh.world_size:
         raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
     return _rehearsed(
@@ -124,6 +134,7 @@ def rehearse(
         device_type=device_type,
         assume=assume,
         ema=ema,
+        device=known,
     )
 
 
@@ -140,6 +151,7 @@ def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any)
         **options: The other arguments of `rehearse` but ``mesh``, with the same defaults.
     """
     settings = {name: value for name, value in (rehearse.__kwdefaults__ or {}).items() if name != "mesh"} | options
+    settings["device"] = None if settings["device"] is None else device_of(settings["device"])
     try:
         return _rehearsed(plan, model, batch, **settings, once=True)
     except _IdleError:
@@ -163,6 +175,7 @@ def _rehearsed(
     device_type: str,
     assume: float | None,
     ema: EmaFn | None,
+    device: Device | None = None,
     once: bool = False,
 ) -> Rehearsal:
     places = Places()
@@ -190,7 +203,8 @@ def _rehearsed(
         if assume is not None:
             stack.enter_context(assumed_arrays(scalar))
         if not on_cpu:
-            stack.enter_context(accelerator_kernels())
+            capability = None if device is None or device.capability == UNKNOWN else device.capability
+            stack.enter_context(device_operators(mode, capability))
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
@@ -244,6 +258,7 @@ def _rehearsed(
         plan=plan,
         operators=tuple(recorder.operators),
         calls=costs.calls,
+        device=device,
     )
 
 

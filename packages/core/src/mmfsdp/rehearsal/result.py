@@ -12,11 +12,11 @@ from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
-from mmfsdp.rehearsal.device_memory import beside_allocator, reserved_range
+from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.savings import Saving, savings_text
 from mmfsdp.rehearsal.timing.device_specs import Device, device_of
-from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
 __all__ = ["EAGER_INSTEAD", "Rehearsal"]
@@ -58,6 +58,8 @@ class Rehearsal:
     """Allocations that ``cpu_offload`` keeps in CPU memory; they are not among `allocations`."""
     calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """How an operator of each signature is called, to measure it."""
+    device: Device | None = None
+    """The GPU that was given to `mmfsdp.rehearse`."""
     savings: tuple[Saving, ...] = ()
     """The changes that lower the peak most, if `mmfsdp.rehearsal.advise` looked for them."""
 
@@ -101,18 +103,30 @@ class Rehearsal:
 
         The allocations are replayed through a model of the allocator, four times: with all memory on one stream, or
         with what is gathered and reduced on streams of their own, whose freed memory others cannot use; with small or
-        large workspaces of cuBLAS; and with the optimizer's state made before or in the first step. The interval covers
-        these. Not included: workspaces of convolutions, and what `device_bytes` adds.
+        large workspaces of cuBLAS, unless the device is known; and with the optimizer's state made before or in the
+        first step. The interval covers these. Not included: workspaces of convolutions, and what `device_bytes` adds.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         """
-        if expandable not in self._reserved:
-            self._reserved[expandable] = reserved_range(self.allocations, self.phases, expandable=expandable)
-        return self._reserved[expandable]
+        return self._taken(expandable)[0]
+
+    def allocated(self) -> tuple[int, int]:
+        """Return the least and the most that ``torch.cuda.max_memory_allocated()`` is expected to show.
+
+        It is `peak` with the workspaces of cuBLAS, which torch takes from its allocator, and with blocks rounded up.
+        """
+        return self._taken(False)[1]
+
+    def _taken(self, expandable: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        if expandable not in self._replayed:
+            self._replayed[expandable] = taken_ranges(
+                self.allocations, self.phases, expandable=expandable, workspaces=workspaces_of(self.device)
+            )
+        return self._replayed[expandable]
 
     @cached_property
-    def _reserved(self) -> dict[bool, tuple[int, int]]:
+    def _replayed(self) -> dict[bool, tuple[tuple[int, int], tuple[int, int]]]:
         return {}
 
     def device_bytes(self, *, expandable: bool = False) -> tuple[int, int]:
@@ -143,17 +157,20 @@ class Rehearsal:
         """
         return series(self.allocations, self.last, points)
 
-    def time(self, device: str | Device = "h100", links: Links | None = None) -> StepTime:
+    def time(self, device: str | Device | None = None, links: str | Links | None = None) -> StepTime:
         """Return how long the step takes on a device, by its roofline, and with FSDP's streams replayed.
 
         Args:
-            device: One of `mmfsdp.rehearsal.devices`, or another `Device`.
-            links: How ranks are connected; default: as the device usually is.
+            device: One of `mmfsdp.rehearsal.devices`, or another `Device`. Default: the device that was rehearsed, or
+                ``'h100'``.
+            links: How ranks are connected: one of `mmfsdp.rehearsal.networks`, or other `Links`. Default: as the
+                device usually is.
 
         Raises:
-            ConfigError: There is no such device.
+            ConfigError: There is no such device or network.
         """
-        return time_of(self.operators, self.collectives, device_of(device), links)
+        known = device_of(device or self.device or "h100")
+        return time_of(self.operators, self.collectives, known, links_of(links, known.links))
 
     def sent(self) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Return collectives by name, ranks of the group and their stride: how many, and their bytes together."""

@@ -18,7 +18,11 @@ _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::ga
 
 _ADDS_ROWS = {"aten::scatter_add", "aten::index_put", "aten::index_add", "aten::embedding_dense_backward"}
 
-_WRITES_NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
+_WRITES_NOTHING = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::detach", "aten::_unsafe_view", "aten::lift_fresh",
+}  # fmt: skip
+"""Operators that launch no kernel, though their schema names no view."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Matrix products of groups of rows, whose FLOPs torch does not count (2.9 to 2.15)."""

@@ -9,6 +9,7 @@ import torch
 
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
+from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD, run_fused_norm
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
 from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
 from mmfsdp.rehearsal.recording.phases import Places
@@ -73,6 +74,8 @@ class Values:
     def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
+        if func._schema.name in (FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD):
+            return run_fused_norm(func._schema.name, args)
         check_dtypes(func._schema.name, args)
         try:
             return func(*args, **kwargs)

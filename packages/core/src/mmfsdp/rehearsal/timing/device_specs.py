@@ -14,7 +14,10 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.rehearsal.timing.links import Link, Links
 from mmfsdp.rehearsal.timing.ranges import Range
 
-__all__ = ["Device", "device_of", "devices", "write_device"]
+__all__ = ["UNKNOWN", "Device", "device_of", "devices", "write_device"]
+
+UNKNOWN = (0, 0)
+"""The compute capability of what is no NVIDIA GPU, or of one that nobody has stated."""
 
 _TERA, _GIB, _MICRO = 1e12, 1 << 30, 1e-6
 
@@ -40,6 +43,8 @@ class Device:
     """How it is connected to others, unless something else is said."""
     source: str
     """Where the peaks come from."""
+    capability: tuple[int, int] = UNKNOWN
+    """The compute capability of an NVIDIA GPU: ``(9, 0)`` for Hopper."""
     products: Range = _PRODUCTS
     """Share of the peak that large matrix products and convolutions reach."""
     attention: Range = _ATTENTION
@@ -82,6 +87,7 @@ def _sxm(nvlink: float, net: float) -> Links:
 
 def _gpu(
     name: str,
+    capability: tuple[int, int],
     peaks: tuple[float, float, float],
     bandwidth: float,
     gib: int,
@@ -91,33 +97,90 @@ def _gpu(
 ) -> Device:
     half, rounded, single = (peak * _TERA for peak in peaks)
     by_dtype = {"float16": half, "bfloat16": half, "tfloat32": rounded, "float32": single, "float64": single / 2}
-    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source, copies=copies)
+    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source, capability, copies=copies)
+
+
+def _card(pcie: float, net: float) -> Links:
+    """Return the links of a card without NVLink, whose messages pass through the memory of the host."""
+    return Links(Link(pcie, 5.7 * _MICRO), Link(net, 10 * _MICRO), 8)
 
 
 _RANGES = ("products", "attention", "streaming", "copies", "host", "issue", "spread")
+
+_HOPPER, _AMPERE, _ADA = (9, 0), (8, 0), (8, 9)
+_A100 = _gpu("a100", _AMPERE, (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet", _PCIE_4)
+_H100 = _gpu("h100", _HOPPER, (989, 494, 67), 3350, 80, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100")
+_CONSUMER = Range(0.6, 0.8, 0.95)
 
 _PRESETS = {
     device.name: device
     for device in (
         # name, TFLOP/s dense of bf16, TF32 and FP32, GB/s, GiB, links per direction; NICs of 200 or 400 Gbit/s per GPU
-        _gpu(
-            "a100", (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet; DGX A100", _PCIE_4
+        _A100,
+        replace(_A100, name="a100-40gb", bandwidth=1555e9, memory=40 * _GIB, source="NVIDIA A100 40GB SXM data sheet"),
+        _H100,
+        replace(
+            _H100,
+            name="h100-96gb-500w",
+            bandwidth=2400e9,
+            memory=95 * _GIB,
+            source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: HBM2e at 2.4 TB/s, limited to 500 W",
         ),
-        _gpu("h100", (989, 494, 67), 3350, 80, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100"),
-        _gpu("h200", (989, 494, 67), 4800, 141, _sxm(450e9, 50e9), "NVIDIA H200 SXM data sheet; DGX H200"),
-        _gpu("b200", (2250, 1100, 80), 8000, 180, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"),
+        _gpu(
+            "h100-pcie",
+            _HOPPER,
+            (756, 378, 51),
+            2000,
+            80,
+            _card(50e9, 25e9),
+            "NVIDIA H100 PCIe data sheet, 350 W; without NVLink bridges",
+        ),
+        _gpu("h200", _HOPPER, (989, 494, 67), 4800, 141, _sxm(450e9, 50e9), "NVIDIA H200 SXM data sheet; DGX H200"),
+        _gpu("b200", (10, 0), (2250, 1100, 80), 8000, 180, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"),
+        _gpu("b300", (10, 3), (2250, 1100, 80), 8000, 270, _sxm(900e9, 100e9), "NVIDIA HGX B300 data sheet; DGX B300"),
+        _gpu(
+            "mi300x",
+            UNKNOWN,
+            (1307, 653, 163),
+            5300,
+            192,
+            Links(Link(448e9, _NVLINK_LATENCY), Link(50e9, _NET_LATENCY), 8),
+            "AMD Instinct MI300X data sheet; seven Infinity Fabric links of 64 GB/s each way",
+        ),
+        _gpu(
+            "l40s",
+            _ADA,
+            (362, 183, 91.6),
+            864,
+            48,
+            _card(20e9, 12.5e9),
+            "NVIDIA L40S data sheet, without sparsity; PCIe 4.0 x16",
+            _PCIE_4,
+        ),
         replace(
             _gpu(
                 "rtx4090",
+                _ADA,
                 (165.2, 82.6, 82.6),
                 1008,
                 24,
-                # Without peer-to-peer, messages pass through the memory of the host.
-                Links(Link(20e9, 5.7 * _MICRO), Link(3e9, 10 * _MICRO), 8),
+                _card(20e9, 3e9),
                 "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
+                _PCIE_4,
             ),
-            products=Range(0.6, 0.8, 0.95),
-            copies=_PCIE_4,
+            products=_CONSUMER,
+        ),
+        replace(
+            _gpu(
+                "rtx5090",
+                (12, 0),
+                (209.5, 104.8, 104.8),
+                1792,
+                32,
+                _card(40e9, 3e9),
+                "NVIDIA RTX Blackwell whitepaper (tensor cores that add in FP32); PCIe 5.0 x16, 25 Gbit/s Ethernet",
+            ),
+            products=_CONSUMER,
         ),
         Device(
             "cpu",
@@ -200,6 +263,7 @@ def _read(path: Path) -> Device:
         within, between = Link(**links.pop("within")), Link(**links.pop("between"))
         reached = Range(*links.pop("reached"))
         values |= {name: Range(*values[name]) for name in _RANGES if name in values}
+        values["capability"] = tuple(values.get("capability", UNKNOWN))
         return Device(**values, links=Links(within, between, reached=reached, **links))
     except OSError as error:
         raise ConfigError(f"The device in {str(path)!r} cannot be read: {error.strerror}.", config="device") from error

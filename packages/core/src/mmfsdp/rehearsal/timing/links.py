@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mmfsdp.errors import ConfigError, closest
 from mmfsdp.rehearsal.recording.step_records import Collective
 from mmfsdp.rehearsal.timing.ranges import Range
 
-__all__ = ["Link", "Links", "collective_seconds"]
+__all__ = ["Link", "Links", "collective_seconds", "links_of", "networks"]
 
 _REACHED = Range(0.5, 0.75, 0.9)
 
@@ -47,6 +48,51 @@ class Links:
         """
         together = max(min(self.ranks_per_node // max(stride, 1), ranks), 1)
         return -(-ranks // together), together
+
+
+_NETWORKS = {  # Gbit/s per rank and direction, and seconds of a step
+    "infiniband-400": (400, 4e-6),
+    "infiniband-200": (200, 4e-6),
+    "infiniband-100": (100, 4e-6),
+    "roce-400": (400, 5e-6),
+    "roce-200": (200, 5e-6),
+    "roce-100": (100, 5e-6),
+    "roce-50": (50, 5e-6),
+    "efa-400": (400, 15e-6),
+    "efa-50": (50, 15e-6),
+    "ethernet-25": (25, 20e-6),
+    "ethernet-12": (12.5, 20e-6),
+}
+"""Networks between nodes by kind and Gbit/s per rank: the cards of a node divided by its ranks. A DGX H100 has
+``infiniband-400``, a DGX A100 ``infiniband-200``, AWS p5 ``efa-400`` (3,200 Gbit/s for 8 ranks) and p4d ``efa-50``; 100
+Gbit/s of Ethernet for 8 ranks are ``ethernet-12``. NCCL assumes 4 us for a step over a network
+(``src/graph/tuning.cc``, ``hwLat``, LL128); the latencies of other networks than InfiniBand are assumptions."""
+
+
+def networks() -> tuple[str, ...]:
+    """Return the names of the networks that `mmfsdp.rehearsal.Rehearsal.time` knows."""
+    return tuple(_NETWORKS)
+
+
+def links_of(network: str | Links | None, usual: Links) -> Links:
+    """Return links by the name of the network between nodes; within a node they are as usual.
+
+    Args:
+        network: A name, or links as they are; None for the usual ones.
+        usual: The links that the device usually has.
+
+    Raises:
+        ConfigError: There is no such network.
+    """
+    if network is None:
+        return usual
+    if isinstance(network, Links):
+        return network
+    if network not in _NETWORKS:
+        hint = closest(network, _NETWORKS) or f" Known: {', '.join(_NETWORKS)}."
+        raise ConfigError(f"{network!r} is not a network that is known.{hint}", config="links")
+    gigabits, latency = _NETWORKS[network]
+    return replace(usual, between=Link(gigabits / 8 * 1e9, latency))
 
 
 def collective_seconds(item: Collective, links: Links, reached: float) -> float:
