@@ -21,6 +21,7 @@ from benchmarks.models import Transformer, global_batch
 __all__ = ["main"]
 
 WIDTH, DEPTH, BATCH, TOKENS, PAIRS = sized((256, 6, 16, 32, 40), (32, 2, 4, 8, 2))
+LAYERS = sized(32, 2)
 UNWATCHED = nn.utils.clip_grad_norm_  # a recording replaces this name, and would see the other loop clip
 
 
@@ -39,7 +40,27 @@ def main() -> dict[str, Any]:
         each = statistics.mean(map(len, lines))
         results[f"every {every}"] = {"ratio": asdict(ratio), "bytes of a tensor": each}
         print(f"every {every:2} steps: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
+    results["bytes of a step"] = bytes_of_a_step()
+    print(f"a step of {LAYERS} layers: {results['bytes of a step'] / 1e6:.2f} MB", flush=True)
     return results
+
+
+def bytes_of_a_step() -> int:
+    """Return what the second step of a model with as many layers as Llama 7B adds to a record; width adds digits.
+
+    A block here has 12 parameters, and one of Llama 9.
+    """
+    torch.manual_seed(0)
+    model = Transformer(32, LAYERS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rank00000.jsonl"
+        with mmfsdp.recording(folder, model, optimizer):
+            step = steps(model, optimizer, 1, nn.utils.clip_grad_norm_)
+            step()
+            first = path.stat().st_size
+            step()
+            return path.stat().st_size - first
 
 
 def in_turn(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> list[float]:

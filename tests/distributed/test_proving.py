@@ -97,7 +97,7 @@ def test_random_numbers_of_a_forward_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("family", "precision", "plan"),
-    [("efficientnet", "fp32", "`FULL_SHARD`"), ("lstm", "fp32", "accumulation"), ("moe", "bf16", "`HYBRID_SHARD`")],
+    [("efficientnet", "fp32", "`FULL_SHARD`"), ("lstm", "fp32", "accumulation"), ("dlrm", "fp32", "`HYBRID_SHARD`")],
 )
 def test_plans_that_are_right_are_proven(family: str, precision: str, plan: str) -> None:
     """A sample of `nox -s false_alarms`."""
