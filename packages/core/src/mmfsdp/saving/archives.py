@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.checkpoint.manifest import BlockSums, FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.embedded_sums import embed_sums
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
 
-__all__ = ["SummedFile", "write_archive", "write_rank_file", "write_whole"]
+__all__ = ["SummedFile", "write_archive", "write_own_part", "write_rank_file", "write_whole"]
 
 
 class SummedFile:
@@ -80,14 +81,33 @@ def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: Devic
         return {path.name: write_archive(_localised(content, save, mesh), path)}
 
 
-def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> dict[str, Any]:
+def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, save_id: str, rank: int) -> FileEntry:
+    """Write all that a rank holds, also what other ranks hold as well; return the checksums. Not collective.
+
+    Args:
+        path: The file.
+        content: Nested dicts and lists, with DTensors of the mesh where tensors are sharded.
+        mesh: The ranks that save.
+        save_id: Identifies the save.
+        rank: This rank's place.
+
+    Raises:
+        StateDictError: A tensor lies on other ranks than the mesh.
+    """
+    save = DirectorySave(path, path, save_id, rank, mesh.size(), overwrite=True)
+    return write_archive(_localised(content, save, mesh, own_all=True), path)
+
+
+def _localised(
+    content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh, *, own_all: bool = False
+) -> dict[str, Any]:
     boxes: dict[str, dict[str, Any]] = {}
     written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
 
     def localise(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        is_own = save.rank == 0  # tensors that are not sharded are read from the first rank's file
+        is_own = own_all or save.rank == 0  # tensors that are not sharded are read from the first rank's file
         local = leaf
         if isinstance(leaf, DTensor):
             box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
@@ -95,7 +115,12 @@ def _localised(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh
             if leaf.device_mesh == mesh:
                 replica, mine = _share(leaf, written)
                 box |= {"placements": placements_of(leaf), "replica": replica}
-                is_own = replica == mine
+                is_own = own_all or replica == mine
+            elif own_all:
+                raise StateDictError(
+                    f"{path!r} lies on another mesh than the model: {leaf.device_mesh}. Checkpoints on the disks of "
+                    "nodes need one mesh for all tensors; leave fast_directory out."
+                )
             boxes[path] = box
         if not is_own and local.dim():
             return local.new_empty((0, *local.shape[1:]), device="cpu")

@@ -32,6 +32,7 @@ from mmfsdp.errors import (
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import PendingSave
 from mmfsdp.saving.load import load_with_rest
+from mmfsdp.saving.node_tier import NodeTier
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
 from mmfsdp.saving.run_state import RunState, Stateful
@@ -68,6 +69,9 @@ class CheckpointManager:
         background: Write while training continues, which waits only until each rank has copied its part.
         if_busy: What to do if the save before is still running when the next one is due: ``wait`` for it, or ``skip``
             the next one. `save` always waits.
+        fast_directory: A directory on each node's own disk or in its memory, for frequent saves between those to
+            ``directory``: each rank's file has a copy on the next node. A run resumes from it on as many ranks.
+        fast_every_steps: Save there every n steps.
         schedulers: A learning rate scheduler, or several.
         scaler: A gradient scaler.
         averaged: A second sharded model with averaged weights.
@@ -102,6 +106,8 @@ class CheckpointManager:
         kind: Literal["full", "local", "sharded"] = "sharded",
         background: bool = True,
         if_busy: Literal["wait", "skip"] = "wait",
+        fast_directory: str | Path | None = None,
+        fast_every_steps: int | None = None,
         schedulers: Stateful | Sequence[Stateful] = (),
         scaler: Stateful | None = None,
         averaged: nn.Module | None = None,
@@ -115,6 +121,7 @@ class CheckpointManager:
         refuse_empty(directory)
         _check_settings(every_steps, every_minutes, kind, if_busy)
         _check_stopping(grace_seconds, exit_code)
+        _check_fast(fast_directory, fast_every_steps)
         self._retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
         sharded = find_sharded_model(model)
         # Messages of the steps must not mix with those of saves, which may be running.
@@ -130,6 +137,7 @@ class CheckpointManager:
             "kind": kind,
             "background": background,
             "if_busy": if_busy,
+            "fast_every_steps": fast_every_steps,
             "state": sorted([*named, *(state or {})]),
             "averaged": averaged is not None,
             "raise_errors": raise_errors,
@@ -165,6 +173,14 @@ class CheckpointManager:
 
         self._files = on_all_ranks(open_directory, self._scope)
         self._unread = shared(lambda: self._files and len(self._files.checkpoints()), self._scope)
+        self._fast, self._fast_every_steps = None, fast_every_steps
+        if fast_directory is not None:
+            where = Path(same_path(fast_directory, self._scope))
+            try:
+                self._fast = NodeTier(where, sharded.mesh, self._scope, model=identity, run=run)
+            except BaseException:
+                self._release()
+                raise
         if grace_seconds is not None:
             self._signals = StopSignals(grace_seconds, exit_code, self._what_is_kept)
 
@@ -181,7 +197,10 @@ class CheckpointManager:
                 next one, raised before anything is loaded.
             StateDictError: Names or shapes do not fit the model or optimizer.
         """
-        for step, path in shared(lambda: self._files.complete() if self._files else None, self._scope) or []:
+        found = shared(lambda: self._files.complete() if self._files else None, self._scope) or []
+        if (fast := self._resume_fast(found[0][0] if found else 0)) is not None:
+            return fast
+        for step, path in found:
             try:
                 rest, _, source = load_with_rest(
                     path,
@@ -211,6 +230,25 @@ class CheckpointManager:
             )
         return 0
 
+    def _resume_fast(self, least: int) -> int | None:
+        """Resume from the disks of the nodes, if what they have together is newer than a step. Collective."""
+        if self._fast is None:
+            return None
+        try:
+            step = self._fast.newest()
+            if step is None or step <= least:
+                return None
+            self._fast.load(step, self._model, self._optimizer, self._state, self._safe_globals)
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            if self._scope.is_first:
+                _log.warning("Skipped what the nodes have on their own disks: %s", error)
+            return None
+        self._on_first(lambda files: files.set_aside(step), self.directory)
+        if self._scope.is_first:
+            _log.info("Resumed from the nodes' own disks, which have done %d steps.", step)
+        self._complete, self._unread, self._begun = step, 0, time.monotonic()
+        return step
+
     def step(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
         """Save if it is time to, once a step is done; after a signal save and leave. Collective: every rank.
 
@@ -236,8 +274,25 @@ class CheckpointManager:
             self._stop(step, metric, heard)
         skips = self._if_busy == "skip" and self._pending is not None  # all ranks know alike that it has not ended
         saved = self.save(step, metric) if (due or heard.due) and not skips else False
+        every = self._fast_every_steps
+        if not saved and not skips and every is not None and step % every == 0:
+            saved = self._save_fast(step)
         self._tell()
         return saved
+
+    def _save_fast(self, step: int) -> bool:
+        """Save to the disks of the nodes. Collective."""
+        assert self._fast is not None
+        self._finish()
+        try:
+            pending = self._fast.save(step, self._model, self._optimizer, self._state)
+        except CheckpointError as error:
+            self._failed(step, error)
+            return False
+        self._pending = step, pending
+        if not self._background:
+            self._finish()
+        return True
 
     def leave_if_asked(self, step: int) -> None:
         """After a signal save and leave, as `step` does; call it between the batches of an evaluation. Collective.
@@ -351,6 +406,8 @@ class CheckpointManager:
         files, self._files = self._files, None
         if files is not None:
             files.close()
+        if self._fast is not None:
+            self._fast.close()
         if self._signals is not None and not self._signals.asked:  # else it ends the process, if nothing else does
             self._signals.close()
             self._signals = None
@@ -465,6 +522,12 @@ def _check_settings(every_steps: int | None, every_minutes: float | None, kind: 
         raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
     if if_busy not in ("wait", "skip"):
         raise ConfigError(f"if_busy must be 'wait' or 'skip', got {if_busy!r}.")
+
+
+def _check_fast(directory: str | Path | None, every_steps: int | None) -> None:
+    check_count("fast_every_steps", every_steps)
+    if (directory is None) != (every_steps is None):
+        raise ConfigError("fast_directory and fast_every_steps belong together: pass both, or neither.")
 
 
 def _check_stopping(grace_seconds: float | None, exit_code: int) -> None:

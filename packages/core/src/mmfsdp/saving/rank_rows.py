@@ -48,11 +48,12 @@ def row_box(rows: Any, place: int) -> Box:
     return Box((place, 0), (1, rows.shape[1]))
 
 
-def own_row(rows: LazyTensor, place: int) -> bytes:
-    """Read the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
+def own_row(rows: LazyTensor | DTensor, place: int) -> bytes:
+    """Return the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
 
     Raises:
         CorruptCheckpointError: The data is damaged.
     """
-    data = rows.read(row_box(rows, place)).numpy().tobytes()
+    row = rows.to_local().cpu() if isinstance(rows, DTensor) else rows.read(row_box(rows, place))
+    data = row.numpy().tobytes()
     return data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")]

@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remov
 from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 
-__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count"]
+__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count", "take_directory"]
 
 STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
 _ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
@@ -84,7 +84,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, run: str | None, model: str) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._lease = _take(path / ".mmfsdp-run-lease")
+        self._lease = take_directory(path / ".mmfsdp-run-lease")
         try:
             file = path / RECORD_NAME
             data = file.read_bytes() if file.exists() else None
@@ -148,7 +148,7 @@ def _names_of_damaged(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}.damaged-{number}")
 
 
-def _take(path: Path) -> Lease:
+def take_directory(path: Path) -> Lease:
     """Hold the directory, or say which process does."""
     deadline = time.monotonic() + _ORPHANS
     while (lease := Lease.take(path)) is None:

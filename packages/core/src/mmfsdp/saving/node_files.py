@@ -1,0 +1,243 @@
+"""Files of ranks on the disks of nodes: what is there, who keeps a copy of which, and sending them between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from mmfsdp.checkpoint.files.atomic import atomic_output
+from mmfsdp.checkpoint.integrity import crc32
+from mmfsdp.collective.channels import naming_lost_ranks
+from mmfsdp.errors import CorruptCheckpointError, RunDirectoryError
+
+__all__ = ["NodeFile", "Plan", "choose", "exchange", "holders", "remove_others", "scan", "transfer"]
+
+_CHUNK = 8 << 20  # bytes that are under way at once
+_NAME = re.compile(r"step_(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class NodeFile:
+    """What is known of a rank's file of a step; it is written beside the file, after it."""
+
+    step: int
+    owner: int
+    """The place of the rank whose part it is."""
+    ranks: int
+    """How many ranks saved."""
+    save_id: str
+    """The same for all files of a save."""
+    model: str
+    """Identifies the names and shapes of the model."""
+    run: str | None
+    """The name of the run."""
+    size: int
+    crc32: int
+
+    def path(self, directory: Path) -> Path:
+        """Return where the file is in a node's directory."""
+        return directory / f"rank{self.owner}" / f"step_{self.step}.pth"
+
+    def describe(self, directory: Path) -> None:
+        """Write this beside the file, which makes the file count."""
+        with atomic_output(self.path(directory).with_suffix(".json"), overwrite=True) as temporary:
+            temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def scan(directory: Path, *, model: str, run: str | None) -> list[NodeFile]:
+    """Return the whole files in a node's directory. Not collective.
+
+    Raises:
+        RunDirectoryError: They are those of another run or model.
+    """
+    found = []
+    for description in sorted(directory.glob("rank*/step_*.json")):
+        try:
+            file = NodeFile(**json.loads(description.read_text(encoding="utf-8")))
+            is_whole = file.path(directory).stat().st_size == file.size
+        except (OSError, ValueError, TypeError):
+            continue  # it was being written, or removed
+        if file.model != model or (None not in (file.run, run) and file.run != run):
+            raise RunDirectoryError(
+                f"The directory on host {os.uname().nodename!r} holds checkpoints of run {file.run!r} or of another "
+                "model. Choose another directory for this run.",
+                file=str(directory),
+            )
+        if is_whole:
+            found.append(file)
+    return found
+
+
+def holders(nodes: Sequence[str]) -> list[int | None]:
+    """Return for each rank the rank that keeps the copy of its file: one on the next node, or ``None`` on one node.
+
+    Args:
+        nodes: The node of each rank, in the order of the mesh.
+    """
+    members: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        members.setdefault(node, []).append(place)
+    groups = list(members.values())
+    found: list[int | None] = [None] * len(nodes)
+    if len(groups) > 1:
+        for own, following in zip(groups, [*groups[1:], groups[0]], strict=True):
+            for index, place in enumerate(own):
+                found[place] = following[index % len(following)]
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The newest step that the nodes have whole together, and who must send a file to its owner."""
+
+    step: int
+    transfers: tuple[tuple[int, int], ...]
+    """The rank that has a file, and the rank whose part it is."""
+
+
+def choose(reports: Sequence[Sequence[NodeFile]]) -> Plan | None:
+    """Return the newest step of which every rank's file is on some node, saved by as many ranks; ``None`` without one.
+
+    Args:
+        reports: For each rank, what is on its node.
+    """
+    saves: dict[tuple[int, str], dict[int, list[int]]] = {}
+    for place, files in enumerate(reports):
+        for file in files:
+            if file.ranks == len(reports):
+                saves.setdefault((file.step, file.save_id), {}).setdefault(file.owner, []).append(place)
+    for (step, _), owners in sorted(saves.items(), reverse=True):
+        if len(owners) == len(reports):
+            missing = [(places[0], owner) for owner, places in sorted(owners.items()) if owner not in places]
+            return Plan(step, tuple(missing))
+    return None
+
+
+def remove_others(directory: Path, kept: Collection[int]) -> None:
+    """Remove files of other steps, and what killed saves have left. Not collective; no save may be running."""
+    for folder in directory.glob("rank*"):
+        for path in folder.iterdir():
+            match = re.fullmatch(r"step_(\d+)\.(?:json|pth)", path.name)
+            if match is None or int(match[1]) not in kept:
+                with contextlib.suppress(FileNotFoundError):  # another rank of this node is at it, too
+                    path.unlink()
+
+
+def exchange(
+    own: Path, to: int | None, sources: Mapping[int, tuple[int, IO[bytes]]], group: dist.ProcessGroup
+) -> tuple[dict[int, int], OSError | None]:
+    """Send a file to one rank while receiving those of others. Collective: all who send.
+
+    Args:
+        own: This rank's file.
+        to: The rank in the group that keeps its copy, if any.
+        sources: The size of each file that this rank receives, by the rank that sends it, and where it is written.
+        group: The ranks.
+
+    Returns:
+        The CRC-32 of each file that came, and the error if one could not be written: all of it is received even so.
+    """
+    crcs, left = dict.fromkeys(sources, 0), {source: size for source, (size, _) in sources.items()}
+    failure: OSError | None = None
+    with naming_lost_ranks("ranks exchanged copies of their files"):
+        chunks = _chunks(own) if to is not None else iter(())
+        while True:
+            chunk = next(chunks, None)
+            sending = None
+            if chunk is not None:
+                assert to is not None
+                sending = dist.isend(chunk, dist.get_global_rank(group, to), group=group)
+            for source in [source for source, size in left.items() if size]:
+                received = torch.empty(min(_CHUNK, left[source]), dtype=torch.uint8)
+                dist.recv(received, dist.get_global_rank(group, source), group=group)
+                left[source] -= received.numel()
+                data = received.numpy().data
+                crcs[source] = crc32(data, crcs[source])
+                try:
+                    sources[source][1].write(data)
+                except OSError as error:  # what is still to come must be received, or its sender would wait
+                    failure = error
+            if sending is not None:
+                sending.wait()
+            if chunk is None and not any(left.values()):
+                break
+    return crcs, failure
+
+
+def transfer(step: int, directory: Path, plan: Sequence[tuple[int, int]], place: int, group: dist.ProcessGroup) -> None:
+    """Send files of a step to their owners, one after the other. Collective: the ranks that the plan names.
+
+    A rank that fails goes on, so that none waits for it, and raises at the end.
+
+    Args:
+        step: The step.
+        directory: The node's directory.
+        plan: See `Plan`.
+        place: This rank's place.
+        group: The ranks.
+
+    Raises:
+        CorruptCheckpointError: A copy is damaged, or gone.
+        OSError: A file cannot be written.
+    """
+    failures: list[Exception] = []
+    for holder, owner in plan:
+        path = directory / f"rank{owner}" / f"step_{step}.pth"
+        if place == holder:
+            _send(path, owner, group)
+        elif place == owner:
+            try:
+                _receive(path, holder, group)
+            except (OSError, CorruptCheckpointError) as error:
+                failures.append(error)
+    for failure in failures:
+        raise failure
+
+
+def _send(path: Path, owner: int, group: dist.ProcessGroup) -> None:
+    described = None
+    with contextlib.suppress(OSError, ValueError):
+        described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        path.open("rb").close()
+    with naming_lost_ranks("ranks exchanged copies of their files"):
+        dist.send_object_list([described], dist.get_global_rank(group, owner), group=group)
+    if described is not None:
+        exchange(path, owner, {}, group)
+
+
+def _receive(path: Path, holder: int, group: dist.ProcessGroup) -> None:
+    told = [None]
+    with naming_lost_ranks("ranks exchanged copies of their files"):
+        dist.recv_object_list(told, dist.get_global_rank(group, holder), group=group)
+    if told[0] is None:
+        raise CorruptCheckpointError(f"The copy on the node of rank {holder} is gone.", file=str(path))
+    found = NodeFile(**told[0])
+    with contextlib.ExitStack() as stack:
+        failure: OSError | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(atomic_output(path, overwrite=True))
+            output = stack.enter_context(temporary.open("wb"))
+        except OSError as error:
+            failure, output = error, stack.enter_context(Path(os.devnull).open("wb"))
+        crcs, unwritten = exchange(path, None, {holder: (found.size, output)}, group)
+        if (failure := failure or unwritten) is not None:
+            raise failure
+        if crcs[holder] != found.crc32:
+            raise CorruptCheckpointError(f"The copy on the node of rank {holder} is damaged.", file=str(path))
+    found.describe(path.parents[1])
+
+
+def _chunks(path: Path) -> Iterator[torch.Tensor]:
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            yield torch.frombuffer(bytearray(data), dtype=torch.uint8)

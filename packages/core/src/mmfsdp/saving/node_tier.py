@@ -1,0 +1,270 @@
+"""Frequent checkpoints on each node's own disk or in its memory, with a copy of each rank's file on another node."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from mmfsdp.checkpoint.files.atomic import atomic_output
+from mmfsdp.checkpoint.files.siblings import Lease
+from mmfsdp.checkpoint.manifest import FileEntry
+from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.collective.channels import host_of
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import gather_objects, gather_to_first, on_all_ranks, shared
+from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.saving.archives import write_own_part
+from mmfsdp.saving.background import PendingSave, saver_of, settle_saves
+from mmfsdp.saving.content import restricted_load
+from mmfsdp.saving.node_files import NodeFile, choose, exchange, holders, remove_others, scan, transfer
+from mmfsdp.saving.publishing import as_checkpoint_error
+from mmfsdp.saving.run_directory import take_directory
+from mmfsdp.saving.run_state import RunState
+from mmfsdp.state.model import load_model_state_dict, model_state_dict
+from mmfsdp.state.optimizer import optim_state_dict, prepare_optim_load
+
+__all__ = ["NodeTier"]
+
+_log = logging.getLogger("mmfsdp.saving")
+
+
+class NodeTier:
+    """The checkpoints of a run on the nodes' own disks. Making one and all methods but `close` are collective.
+
+    Each rank writes all that it holds into one file, and sends it to a rank of the next node, in the order of the mesh,
+    which keeps the copy. The newest step is kept, and the one before until all ranks have the new one.
+
+    Args:
+        directory: A directory on each node, such as one of its own disk or of ``/dev/shm``; the same path everywhere.
+        mesh: The ranks.
+        scope: The same ranks, to exchange messages.
+        model: Identifies the names and shapes of the model.
+        run: The name of the run, or ``None`` for any.
+
+    Raises:
+        RunDirectoryError: A directory belongs to another run or model, or another job uses it; raised on every rank.
+    """
+
+    def __init__(self, directory: Path, mesh: DeviceMesh, scope: Scope, *, model: str, run: str | None) -> None:
+        self._directory, self._mesh, self._scope = directory, mesh, scope
+        self._model, self._run = model, run
+        self._leases: list[Lease] = []
+
+        def open_directory() -> None:
+            with as_checkpoint_error(directory):
+                (directory / f"rank{scope.place}").mkdir(parents=True, exist_ok=True)
+                self._leases.append(take_directory(directory / f".rank{scope.place}.mmfsdp-run-lease"))
+                scan(directory, model=model, run=run)
+
+        self._nodes = nodes = gather_objects(scope, host_of())
+        self._holders = holders(nodes)
+        try:
+            on_all_ranks(open_directory, scope)
+        except BaseException:
+            self.close()
+            raise
+        if scope.is_first and scope.size > 1 and self._holders[0] is None:
+            _log.warning("All ranks run on host %r: no other node can keep copies of their files.", nodes[0])
+
+    def close(self) -> None:
+        """Let other jobs use the directory. Not collective."""
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: RunState) -> PendingSave:
+        """Save in the background. Collective: every rank.
+
+        Args:
+            step: How many steps are done.
+            model: The sharded model.
+            optimizer: Its optimizer, if it is saved.
+            state: What else belongs to the run.
+
+        Raises:
+            CheckpointError: The save before failed, or the content cannot be copied.
+        """
+        settle_saves(self._mesh)
+        content = {"state_dict": model_state_dict(model, "sharded"), **state.content(step, self._scope, whole=False)}
+        if optimizer is not None:
+            content["optimizer"] = optim_state_dict(model, optimizer, "sharded", param_names=True)
+        saver = saver_of(self._mesh)
+        with as_checkpoint_error(self._directory):
+            kept = saver.stage(content)
+        save_id = shared(lambda: secrets.token_hex(8) if self._scope.is_first else None, saver.scope)
+        return saver.start(lambda: self._write(step, save_id, kept, saver.scope, saver.group), self._directory)
+
+    def newest(self) -> int | None:
+        """Find the newest step that the nodes have together, and bring to each rank its own file. Collective.
+
+        Returns:
+            The step; ``None`` if there is none, or if other ranks saved it.
+
+        Raises:
+            CheckpointError: A copy is damaged or cannot be read; raised on every rank.
+        """
+        files = on_all_ranks(self._own_files, self._scope)
+        reports = gather_to_first(self._scope, files)
+        plan = shared(lambda: None if reports is None else choose(reports), self._scope)
+        if plan is None:
+            return None
+
+        def bring() -> None:
+            with as_checkpoint_error(self._directory):
+                transfer(plan.step, self._directory, plan.transfers, self._scope.place, saver.group)
+
+        saver = saver_of(self._mesh)
+        on_all_ranks(bring, self._scope)
+        if plan.transfers and self._scope.is_first:
+            lost = sorted({owner for _, owner in plan.transfers})
+            _log.warning("The files of ranks %s of step %d came from their copies on other nodes.", lost, plan.step)
+        return plan.step
+
+    def load(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None, state: RunState, safe_globals: Sequence[Any]
+    ) -> None:
+        """Load what `newest` found; each rank reads its own file. Collective: every rank.
+
+        Raises:
+            CheckpointError: A file cannot be read; raised on every rank.
+            RunDirectoryError, StateDictError: It does not fit the run; raised on every rank, and nothing is loaded.
+        """
+        path = self._directory / f"rank{self._scope.place}" / f"step_{step}.pth"
+
+        def read() -> dict[str, Any]:
+            with as_checkpoint_error(path):
+                content = restricted_load(path, str(path), safe_globals)
+                placed = _placed(content, content.pop("mmfsdp")["tensors"], self._mesh)
+            return state.examined(placed, self._scope.size)
+
+        content = on_all_ranks(read, self._scope)
+        finish = None if optimizer is None else prepare_optim_load(model, optimizer, content["optimizer"])
+        load_model_state_dict(model, content["state_dict"])
+        if finish is not None:
+            finish()
+        state.restore(content, self._scope)
+
+    def _own_files(self) -> list[NodeFile]:
+        with as_checkpoint_error(self._directory):
+            found = scan(self._directory, model=self._model, run=self._run)
+            return [file for file in found if self._is_mine_to_tell(file)]
+
+    def _is_mine_to_tell(self, file: NodeFile) -> bool:
+        """Tell whether a file is this rank's own, and undamaged, or one whose rank is on another node."""
+        if file.owner == self._scope.place:
+            return self._is_undamaged(file)
+        return file.owner >= self._scope.size or self._nodes[file.owner] != self._nodes[self._scope.place]
+
+    def _is_undamaged(self, file: NodeFile) -> bool:
+        path = file.path(self._directory)
+        if FileEntry.of(path).crc32 == file.crc32:
+            return True
+        _log.warning("%r on host %r is damaged; its copy is used.", str(path), host_of())
+        path.with_suffix(".json").unlink()
+        return False
+
+    def _write(self, step: int, save_id: str, content: dict[str, Any], scope: Scope, group: dist.ProcessGroup) -> None:
+        place = scope.place
+        sources = [owner for owner, holder in enumerate(self._holders) if holder == place]
+        common = {"step": step, "ranks": scope.size, "save_id": save_id, "model": self._model, "run": self._run}
+
+        def write() -> NodeFile:
+            with as_checkpoint_error(self._directory):
+                path = self._directory / f"rank{place}" / f"step_{step}.pth"
+                path.parent.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
+                with atomic_output(path, overwrite=True) as temporary:
+                    entry = write_own_part(temporary, content, self._mesh, save_id, place)
+                assert entry.crc32 is not None
+                return NodeFile(owner=place, size=entry.size, crc32=entry.crc32, **common)  # type: ignore[arg-type]
+
+        own = on_all_ranks(write, scope)
+        files = [own, *self._copies(own, sources, common, scope, group)]
+
+        def finish() -> None:
+            with as_checkpoint_error(self._directory):
+                for file in files:
+                    file.describe(self._directory)
+
+        def tidy() -> None:
+            with contextlib.suppress(OSError):  # an old file too many does no harm
+                remove_others(self._directory, {step})
+
+        on_all_ranks(finish, scope)
+        on_all_ranks(tidy, scope)
+
+    def _copies(
+        self, own: NodeFile, sources: list[int], common: Mapping[str, Any], scope: Scope, group: dist.ProcessGroup
+    ) -> list[NodeFile]:
+        """Exchange files with the other nodes, and return the copies that this rank keeps now. Collective."""
+        to = self._holders[own.owner]
+        facts = torch.tensor([own.size, own.crc32])
+        sent = None if to is None else dist.isend(facts, dist.get_global_rank(group, to), group=group)
+        copies = []
+        for owner in sources:
+            told = torch.empty(2, dtype=torch.int64)
+            dist.recv(told, dist.get_global_rank(group, owner), group=group)
+            copies.append(NodeFile(owner=owner, size=int(told[0]), crc32=int(told[1]), **common))
+        if sent is not None:
+            sent.wait()
+
+        with contextlib.ExitStack() as stack:
+
+            def open_files() -> dict[int, tuple[int, IO[bytes]]]:
+                with as_checkpoint_error(self._directory):
+                    return {copy.owner: (copy.size, stack.enter_context(self._opened(copy))) for copy in copies}
+
+            outputs = on_all_ranks(open_files, scope)
+            crcs, failure = exchange(own.path(self._directory), to, outputs, group)
+
+            def check() -> None:
+                with as_checkpoint_error(self._directory):
+                    if failure is not None:
+                        raise failure
+                    for copy in copies:
+                        if crcs[copy.owner] != copy.crc32:
+                            raise CorruptCheckpointError(
+                                f"The copy of rank {copy.owner}'s file changed on its way to host {host_of()!r}.",
+                                file=str(copy.path(self._directory)),
+                            )
+                    stack.pop_all().close()  # the files get their names
+
+            on_all_ranks(check, scope)
+        return copies
+
+    @contextlib.contextmanager
+    def _opened(self, copy: NodeFile) -> Iterator[IO[bytes]]:
+        path = copy.path(self._directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_output(path, overwrite=True) as temporary, temporary.open("wb") as file:
+            yield file
+
+
+def _placed(content: Mapping[str, Any], tensors: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return content with the shards of a rank's file as DTensors."""
+
+    def placed(path: str, leaf: Any) -> Any:
+        if path not in tensors:
+            return leaf
+        shape = torch.Size(tensors[path]["shape"])
+        dims = tensors[path]["placements"]
+        return DTensor.from_local(
+            leaf.to(mesh.device_type),
+            mesh,
+            [Replicate() if dim is None else Shard(dim) for dim in dims],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    return dict(map_leaves(dict(content), placed))

@@ -1,0 +1,140 @@
+"""Checkpoints on the nodes' own disks: a node that loses its disk gets its shards from the copies on the other one."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.hosts import ROOT, Host, two_hosts
+from tests.forked_scripts import python
+from torch import nn
+
+import mmfsdp
+from mmfsdp import errors
+from mmfsdp.saving.node_files import NodeFile, Plan, choose, holders
+from mmfsdp.testing import run_ranks
+
+PROGRAM = ROOT / "tests" / "distributed" / "programs" / "two_tiers.py"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kept_by"),
+    [
+        ("a", [None]),
+        ("aa", [None, None]),
+        ("ab", [1, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aaab", [3, 3, 3, 0]),
+    ],
+)
+def test_copies_lie_on_the_next_node(nodes: str, kept_by: list[int | None]) -> None:
+    assert holders(nodes) == kept_by
+
+
+def files(step: int, *owners: int, save: str = "x", ranks: int = 2) -> list[NodeFile]:
+    return [NodeFile(step, owner, ranks, save, "model", None, 1, 1) for owner in owners]
+
+
+@pytest.mark.parametrize(
+    ("reports", "plan"),
+    [
+        ([files(4, 0, 1), files(4, 1, 0)], Plan(4, ())),
+        ([files(4, 0, 1), []], Plan(4, ((0, 1),))),
+        ([[], files(4, 1, 0)], Plan(4, ((1, 0),))),
+        ([files(4, 0), []], None),
+        ([files(4, 0) + files(2, 0, 1), files(2, 0, 1)], Plan(2, ())),
+        ([files(4, 0, save="x"), files(4, 1, save="y")], None),
+        ([files(4, 0, 1, ranks=3), files(4, 0, 1, ranks=3)], None),
+    ],
+)
+def test_the_newest_step_that_is_whole(reports: list[list[NodeFile]], plan: Plan | None) -> None:
+    assert choose(reports) == plan
+
+
+def run(pair: tuple[Host, Host], folder: Path, stop: int, how: str) -> list[tuple[str, str]]:
+    """Run two ranks on each host."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    running = []
+    for node, host in enumerate(pair):
+        for local in range(2):
+            environ = {"RANK": str(2 * node + local), "WORLD_SIZE": "4", "MASTER_ADDR": pair[0].address}
+            command = [python(), str(PROGRAM), str(folder / "disk"), str(stop), how]
+            running.append(host.start(command, {**environ, "MASTER_PORT": port, "MMFSDP_TIMEOUT": "60"}))
+    said = []
+    try:
+        for process in running:
+            said.append(process.communicate(timeout=100))
+            assert process.returncode == 0, said[-1][1][-4000:]
+    finally:
+        for process in running:
+            process.kill()
+    return said
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_loses_its_disk(tmp_path: Path) -> None:
+    context = two_hosts(tmp_path)
+    try:
+        pair = context.__enter__()
+    except OSError as error:
+        pytest.skip(f"Two hosts need network, mount and process namespaces: {error}")
+    try:
+        run(pair, tmp_path, 5, "dies")  # step 4 is on the disks
+        lost = "; ".join(f"rm -rf {tmp_path}/disk/{name}" for name in ("fast", "durable"))
+        pair[1].start(["sh", "-c", lost]).communicate()
+        resumed = run(pair, tmp_path, 8, "ends")
+        pair[0].start(["sh", "-c", lost]).communicate()
+        pair[1].start(["sh", "-c", lost]).communicate()
+        whole = run(pair, tmp_path, 8, "ends")
+    finally:
+        context.__exit__(None, None, None)
+    assert [out.split()[0] for out, _ in resumed] == ["4"] * 4
+    assert [out.split()[1:] for out, _ in resumed] == [out.split()[1:] for out, _ in whole]
+    assert "The files of ranks [2, 3] of step 4 came from their copies on other nodes." in resumed[0][1]
+
+
+def on_one_node(rank: int, folder: str, stop: int, width: int = 4) -> Any:
+    """Train with saves to a fast directory at every step, and durable ones at every third."""
+    torch.manual_seed(0)
+    model = mmfsdp.shard(nn.Linear(6, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fast = {"fast_directory": f"{folder}/fast", "fast_every_steps": 1}
+    try:
+        manager = mmfsdp.CheckpointManager(f"{folder}/{width}", model, optimizer, every_steps=3, **fast)
+    except errors.RunDirectoryError as error:
+        return str(error)
+    with manager:
+        begin = manager.resume()
+        for step in range(begin, stop):
+            model(torch.full((2, 6), float(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step(step + 1)
+    return begin, manager.failed_saves, mmfsdp.model_state_dict(model, rank0_only=False)
+
+
+def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path) -> None:
+    whole = run_ranks(on_one_node, 2, str(tmp_path / "whole"), 8)[0][2]
+    assert run_ranks(on_one_node, 2, str(tmp_path), 5)[0][:2] == (0, 0)
+    assert sorted(path.name for path in (tmp_path / "fast" / "rank0").iterdir()) == ["step_5.json", "step_5.pth"]
+    fewer, damaged = (tmp_path.with_name(f"{tmp_path.name}-{name}") for name in ("fewer", "damaged"))
+    for copy in (fewer, damaged):
+        shutil.copytree(tmp_path, copy)
+    begin, _, weights = run_ranks(on_one_node, 2, str(tmp_path), 8)[1]
+    assert begin == 5
+    torch.testing.assert_close(weights, whole, rtol=0, atol=0)
+    # On other ranks, and where a rank's file is damaged and has no copy, the durable one counts.
+    assert run_ranks(on_one_node, 1, str(fewer), 4)[0][0] == 3
+    path = damaged / "fast" / "rank1" / "step_5.pth"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert run_ranks(on_one_node, 2, str(damaged), 4)[0][0] == 3
+    for text in run_ranks(on_one_node, 2, str(tmp_path), 4, 5):
+        assert "holds checkpoints of run None or of another model" in text
