@@ -76,9 +76,10 @@ def test_owners_have_about_equal_work(costs: list[float], ranks: int) -> None:
     assert max(loads) <= sum(costs) / ranks + max(costs) + 1e-9
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100))
-def test_buckets_keep_the_order_and_their_bound(sizes: list[int], most: int) -> None:
-    buckets = divide_into_buckets(sizes, most)
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100), st.integers(1, 9))
+def test_buckets_keep_the_order_and_their_bound(sizes: list[int], most: int, ranks: int) -> None:
+    buckets = divide_into_buckets(sizes, most, ranks)
     assert [place for bucket in buckets for place in bucket] == [*range(len(sizes))]
-    assert all(len(bucket) == 1 or sum(sizes[place] for place in bucket) <= most for bucket in buckets)
+    for bucket in buckets:
+        assert len(bucket) == 1 or 6 * sum(sizes[place] for place in bucket) <= most * min(ranks, 6)
     assert math.fsum(map(len, buckets)) == len(sizes)

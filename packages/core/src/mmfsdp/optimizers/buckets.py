@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.scopes import place_in, scope_of
 from mmfsdp.collective.steps import check_same_arguments
+from mmfsdp.errors import PlanError
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.groups import group_of
 from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
@@ -94,7 +95,10 @@ def buckets_of(
 def _member(param: torch.Tensor, settings: Mapping[str, Any], name: str, mesh: DeviceMesh | None) -> Member:
     own_mesh = param.device_mesh if isinstance(param, DTensor) else mesh
     division = division_of(param, mesh, name)
-    matrices = matrices_of(param.shape, parts=settings["parts"], is_stack=settings["is_stack"])
+    try:
+        matrices = matrices_of(param.shape, parts=settings["parts"], is_stack=settings["is_stack"])
+    except PlanError as error:
+        raise PlanError(f"{name!r}: {error.message} Give it to another optimizer.", fqn=name) from error
     return Member(name, param, settings, own_mesh, division, tuple(matrices))
 
 
@@ -121,7 +125,7 @@ def _on_mesh(
         ranks, rank, group = mesh.size(), place_in(mesh), group_of(mesh)
     loads = [0.0] * ranks
     buckets = []
-    for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes):
+    for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes, ranks):
         matrices: list[tuple[Member, Matrix]] = []
         chosen: list[tuple[Member, range]] = []
         for member in (members[place] for place in places):

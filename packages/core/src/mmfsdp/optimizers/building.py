@@ -9,12 +9,18 @@ import torch
 import torch.nn as nn
 from torch.optim import AdamW
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.optimizers.functions import MUON, MatrixFunction, UpdateMatrix
 from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer, loss_of, state_with_matrices
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
 __all__ = ["MuonWithAdamW", "build_optimizer", "matrix_optimizer"]
+
+_RATES = ("lr", "weight_decay")
+_MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "parts", "is_stack")
+_SETTINGS = {"muon": (*_RATES, *_MUON), "adamw": (*_RATES, "betas", "eps")}
+"""The settings that a param group of each optimizer must have."""
 
 
 class MuonWithAdamW(MatrixOptimizer):
@@ -31,20 +37,48 @@ class MuonWithAdamW(MatrixOptimizer):
         plain = [group for group in groups if group["optimizer"] == "adamw"]
         self._adamw = AdamW(plain) if plain else None  # it fills in the settings that a group lacks
         # What MMEngine's OptimWrapper logs as the base learning rate.
-        defaults = {name: groups[0][name] for name in ("lr", "weight_decay")} if groups else {}
+        defaults = {name: groups[0][name] for name in _RATES} if groups else {}
         super().__init__(groups, MUON, defaults, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights. Collective: see `MatrixOptimizer.step`."""
         loss = loss_of(closure)
-        if self._adamw is not None:
-            # Loading a state replaces groups and state.
-            self._adamw.param_groups = [group for group in self.param_groups if group["optimizer"] == "adamw"]
-            self._adamw.state = self.state
+        if plain := [group for group in self.param_groups if group["optimizer"] == "adamw"]:
+            # Groups may have been added, and loading a state replaces groups and state.
+            self._adamw = self._adamw or AdamW(plain)
+            self._adamw.param_groups, self._adamw.state = plain, self.state
             self._adamw.step()
         self._update_matrices()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. Every rank must add the same ones before its next step.
+
+        Args:
+            param_group: ``params``, and ``optimizer``: ``'muon'`` or ``'adamw'``. Settings that it lacks are those of
+                the first group of that optimizer.
+
+        Raises:
+            ConfigError: It does not say which optimizer updates it, or no group has a setting that it lacks.
+        """
+        kind = param_group.get("optimizer")
+        if kind not in _SETTINGS:
+            raise ConfigError(
+                f"A param group of {type(self).__name__} says by optimizer='muon' or 'adamw' who updates it, got "
+                f"{kind!r}. Add {{'params': [...], 'optimizer': 'adamw', 'lr': ...}}.",
+                config="optimizer",
+            )
+        like: dict[str, Any] = next((group for group in self.param_groups if group["optimizer"] == kind), {})
+        missing = [name for name in _SETTINGS[kind] if name not in param_group and name not in like]
+        if missing:
+            raise ConfigError(
+                f"A param group of {kind} lacks {name_list(missing)}, and no other group of {kind} has it.",
+                config="optimizer",
+            )
+        own = self._adamw.defaults if kind == "adamw" and self._adamw is not None else {}
+        shared = {name: like[name] for name in _SETTINGS[kind] if name in like}
+        super().add_param_group({**own, **shared, **param_group})
 
     def matrix_groups(self) -> list[dict[str, Any]]:
         """Return the param groups of Muon."""
@@ -59,7 +93,7 @@ def build_optimizer(model: nn.Module) -> MuonWithAdamW:
 
     Raises:
         ConfigError: The config has no such setting.
-        ShardStateError: The model is not sharded, or has other parameters than its plan.
+        ShardStateError: The model is not sharded, or trains other parameters than its plan; the message names one.
 
     Example:
         >>> model = mmfsdp.shard(model, {"optimizer": {"muon": "auto", "lr": 1e-2, "adamw": {"lr": 1e-3}}})
@@ -81,6 +115,13 @@ def build_optimizer(model: nn.Module) -> MuonWithAdamW:
             f"The plan has a parameter {missing[0]!r}, which the model has not, or not any more. Shard the model with "
             "the parameters that are trained.",
             fqn=missing[0],
+        )
+    planned = {fqn for group in chosen.groups for fqn in group.fqns}
+    if unplanned := [fqn for fqn, param in params.items() if param.requires_grad and fqn not in planned]:
+        raise ShardStateError(
+            f"{name_list(unplanned)} would be trained by no optimizer: added to the model, or set to require a "
+            "gradient, after the plan was made. Do both before you call shard().",
+            fqn=unplanned[0],
         )
     groups = [
         {"params": [params[fqn] for fqn in group.fqns], "optimizer": group.optimizer, **_settings(group.settings)}

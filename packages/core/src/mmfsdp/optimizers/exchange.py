@@ -74,10 +74,12 @@ class Message:
                 )
 
     def receive(self) -> Parcel:
-        """Wait for the message, and return what came."""
+        """Wait for the message, and hand over what came, once: its memory is free when the caller drops it."""
         if self._work is not None:
             with Waiting(_DOING):
                 self._work.wait()
             self._work = None
             del self._sent
-        return self._received
+        received = self._received
+        del self._received
+        return received

@@ -192,23 +192,27 @@ class MatrixOptimizer(Optimizer):
 
     def _answer(self, bucket: Bucket, message: Message) -> Message:
         """Compute the updates of the matrices that this rank owns, and send them."""
-        received = message.receive()
+        return Message(bucket.group, self._updates(bucket, message.receive()), bucket.route.returned)
+
+    def _updates(self, bucket: Bucket, received: Parcel) -> Parcel:
         parcel = Parcel(bucket.route.answered, bucket.dtype, bucket.device)
-        if owned := bucket.route.owned:
-            heads = torch.stack(received.heads())
-            are_alike = (heads == heads[0]).all(0)
-            parts, answers, codes = received.parts(), parcel.parts(), []
-            for place, is_alike in zip(owned, are_alike, strict=True):
-                member, matrix = bucket.matrices[place]
-                whole = torch.cat([elements for _, elements in parts[place]]).view(matrix.rows, matrix.columns)
-                own = self._owned.of(id(member.param), matrix.start)
-                code, update = updated_matrix(self._function, whole, own, member, is_alike, self._outcomes)
-                for piece, elements in answers[place]:
-                    elements.copy_(update.reshape(-1)[slice(*piece.span)])
-                codes.append(code)
-            for heads in parcel.heads():
-                heads.copy_(torch.stack(codes))
-        return Message(bucket.group, parcel, bucket.route.returned)
+        owned = bucket.route.owned
+        if not owned:
+            return parcel
+        heads = torch.stack(received.heads())
+        are_alike = (heads == heads[0]).all(0)
+        parts, answers, codes = received.parts(), parcel.parts(), []
+        for place, is_alike in zip(owned, are_alike, strict=True):
+            member, matrix = bucket.matrices[place]
+            whole = torch.cat([elements for _, elements in parts[place]]).view(matrix.rows, matrix.columns)
+            own = self._owned.of(id(member.param), matrix.start)
+            code, update = updated_matrix(self._function, whole, own, member, is_alike, self._outcomes)
+            for piece, elements in answers[place]:
+                elements.copy_(update.reshape(-1)[slice(*piece.span)])
+            codes.append(code)
+        for said in parcel.heads():
+            said.copy_(torch.stack(codes))
+        return parcel
 
     def _apply(self, bucket: Bucket, message: Message) -> None:
         """Change this rank's shards by the updates."""

@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 __all__ = ["divide_into_buckets", "muon_flops"]
 
+_HELD = 6
+"""Parts of buckets that a rank holds at once: what it sends and receives of the next bucket, what it owns of this one
+and its updates, and updates of the one before that it sends and receives."""
 
-def divide_into_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+
+def divide_into_buckets(sizes: Sequence[int], most: int, ranks: int) -> list[list[int]]:
     """Return the places of ``sizes`` in order, in buckets of at most ``most`` together, or of one.
+
+    On fewer than six ranks buckets are smaller, as parts are larger: all that a rank holds take about ``most``.
 
     Args:
         sizes: Bytes of each parameter in a message; all parameters that travel on one mesh, whatever their param group.
         most: Bytes of a bucket.
+        ranks: Ranks of the mesh.
     """
     buckets: list[list[int]] = []
-    held = 0
+    held, most = 0, most * min(ranks, _HELD) // _HELD
     for place, size in enumerate(sizes):
         if not buckets or held + size > most:
             buckets.append([])

@@ -44,7 +44,7 @@ class OptimizerPlan(Record):
 
     groups: tuple[OptimizerGroup, ...]
     bucket_bytes: int
-    """The most that matrices that travel together take."""
+    """The most that matrices that travel together take, and about what a rank holds of messages."""
 
     def matrices(self, group: OptimizerGroup, params: Mapping[str, ParamEntry]) -> list[tuple[int, int]]:
         """Return the rows and columns of each matrix of a group."""
@@ -56,19 +56,21 @@ class OptimizerPlan(Record):
             found += [(shape[is_stack] // parts, math.prod(shape[is_stack + 1 :]))] * count
         return found
 
-    def buckets(self, params: Mapping[str, ParamEntry]) -> list[list[tuple[int, str]]]:
+    def buckets(self, params: Mapping[str, ParamEntry], ranks: int) -> list[list[tuple[int, str]]]:
         """Return the parameters under Muon that travel together, each with the place of its group.
 
-        Buckets are filled across groups, so two groups may share one.
+        Buckets are filled across groups, so two groups may share one. All are of one mesh, as those of a plan are.
 
         Args:
             params: The parameters of the plan by FQN.
+            ranks: Ranks of its mesh.
         """
         under_muon = [
             (place, fqn) for place, group in enumerate(self.groups) if group.optimizer == "muon" for fqn in group.fqns
         ]
         sizes = [params[fqn].numel * WIRE_BYTES for _, fqn in under_muon]
-        return [[under_muon[place] for place in bucket] for bucket in divide_into_buckets(sizes, self.bucket_bytes)]
+        buckets = divide_into_buckets(sizes, self.bucket_bytes, ranks)
+        return [[under_muon[place] for place in bucket] for bucket in buckets]
 
 
 def render_optimizer(plan: ShardPlan, width: int | None) -> list[str]:
@@ -79,7 +81,7 @@ def render_optimizer(plan: ShardPlan, width: int | None) -> list[str]:
     params = {param.fqn: param for param in plan.all_params()}
     whole = {param.fqn for param in plan.ignored_params}
     # The messages of a bucket are listed at the group that it begins with.
-    begun = Counter(bucket[0][0] for bucket in chosen.buckets(params))
+    begun = Counter(bucket[0][0] for bucket in chosen.buckets(params, plan.mesh.world_size))
     rows = [_cells(plan, chosen, group, params, whole, begun[place]) for place, group in enumerate(chosen.groups)]
     return ["", *format_table(list(_COLUMNS), rows, width)]
 
