@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mmfsdp
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError
@@ -189,3 +190,15 @@ def test_the_page_shows_what_differs(tmp_path: Path) -> None:
     page = comparison_page(mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2)))
     assert "update of 0.weight (step 0)" in page
     assert page.count("<svg") == 2
+
+
+def test_steps_that_only_make_states_do_not_count(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mmfsdp.recording(tmp_path, model, optimizer):
+        get_optimizer_state_dict(model, optimizer)  # makes a step with learning rate 0
+        for _ in range(2):
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {entry.key.step for entry in read_record(tmp_path)[0].entries} == {0, 1}

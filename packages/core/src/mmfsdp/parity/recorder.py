@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.parity.between_steps import BetweenSteps
 from mmfsdp.parity.clipping import watch_clipping
 from mmfsdp.parity.naming import plain_name, units_of, unwrapped
 from mmfsdp.parity.perturbing import perturb_inputs
-from mmfsdp.parity.records import Key, Spread
+from mmfsdp.parity.records import CHANGED, Key, Spread
 from mmfsdp.parity.writing import Part, Writer
 from mmfsdp.planning.compiled import is_compiled
 from mmfsdp.runtime.dtensors import box_of
@@ -115,8 +116,10 @@ class Recording:
         head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
         self._writer = self._make_writer(folder, self._rank, head)
         self._step, self._calls = step, dict[tuple[str, str], int]()
-        self._running = self._started = False
+        self._running = self._started = self._called = False
+        self._counts = True  # whether the step that runs is one of training
         self._samples = 0
+        self._between = BetweenSteps()
         self._before: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
             if perturb is not None:
@@ -127,8 +130,8 @@ class Recording:
                 before, after = map(hidden, self._hooks(name))
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after).remove)
-            hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            hooks.callback(optimizer.register_step_pre_hook(self._begin_update).remove)
+            hooks.callback(optimizer.register_step_post_hook(self._end_update).remove)
             hooks.enter_context(watch_clipping(self.before_clipping, self.norm))
             self._stack = hooks.pop_all()
 
@@ -184,11 +187,15 @@ class Recording:
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._running = module.training and self._is_on
+        self._called = True
         if not self._running:
             return
         if not self._started:
             self._started = True
             self._writer.add_boxes([self._part("initial parameter", name, param) for param, name in self._params()])
+        params = [*self._params()]
+        changed = [params[place] for place in self._between.changed(param for param, _ in params)]
+        self._writer.add_boxes([self._part(CHANGED, name, param) for param, name in changed])
         leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
         self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
@@ -273,6 +280,17 @@ class Recording:
                     parts.append((self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)))
         self._writer.add_boxes(parts)
 
+    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # To save an optimizer that has no state yet, torch makes a step with learning rate 0.
+        self._counts = self._called or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+        if self._counts:
+            self._before_step(optimizer, args, kwargs)
+
+    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._counts:
+            self._after_step(optimizer, args, kwargs)
+        self._called = False
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
             self._gradients("gradient")
@@ -293,6 +311,8 @@ class Recording:
             self._writer.add_boxes(parts)
             self._buffers()
             self._writer.flush()
+            if (self._step + 1) % self._every == 0:
+                self._between.remember(param for param, _ in self._params())
         self._before.clear()
         self._calls.clear()
         self._step += 1
