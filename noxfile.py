@@ -158,6 +158,12 @@ def false_alarms(session: nox.Session) -> None:
     session.run("python", "-m", "tests.parity.false_alarms", *session.posargs)
 
 
+@nox.session(venv_backend="none", default=False)
+def campaign(session: nox.Session) -> None:
+    """Inject random faults into the digits example until ``-- --faults 1000`` are done; a second call goes on."""
+    session.run(HERE, "-m", "tests.campaign.campaign", *session.posargs)
+
+
 @nox.session(default=False)
 @nox.parametrize("extra", ["mmengine", "onedl"])
 def configs(session: nox.Session, extra: str) -> None:
