@@ -499,7 +499,7 @@ def weights_are_rounded_after_each_step(loop: Loop) -> None:
     loop.after_step = rounded
 
 
-@fault("output", "layers.0.up")
+@fault(CHANGED, "layers.0.up")
 def a_unit_is_not_gathered_again(loop: Loop) -> None:
     def stale() -> None:
         dist.barrier()

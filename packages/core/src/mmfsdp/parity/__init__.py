@@ -6,5 +6,5 @@ from mmfsdp.basics.lazy import lazy
 
 # The stub beside this file lists the public names.
 __getattr__, __dir__, __all__ = lazy(
-    __name__, __file__, needs_torch={"Recording", "Watch", "prove", "recording", "watching"}
+    __name__, __file__, needs_torch={"Recording", "Watch", "WatchSettings", "prove", "recording", "watching"}
 )

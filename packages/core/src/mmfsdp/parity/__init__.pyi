@@ -9,4 +9,5 @@ from mmfsdp.parity.recorder import Recording as Recording
 from mmfsdp.parity.recorder import recording as recording
 from mmfsdp.parity.records import Key as Key
 from mmfsdp.parity.watcher import Watch as Watch
+from mmfsdp.parity.watcher import WatchSettings as WatchSettings
 from mmfsdp.parity.watcher import watching as watching

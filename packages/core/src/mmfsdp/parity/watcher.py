@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.parity.recorder import Order, Recording
 from mmfsdp.parity.rings import Ring
 
-__all__ = ["Watch", "watching"]
+__all__ = ["Watch", "WatchSettings", "watching"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _USUAL = 50  # norms that a new one is compared with
@@ -68,18 +69,48 @@ def watching(
     Raises:
         ConfigError: An argument has an unknown value.
     """
-    made = Watch(
-        folder, model, optimizer,
-        every=every, jump=jump, keep=keep, alarms=alarms, depth=depth, order=order, first_step=first_step,
-    )  # fmt: skip
+    settings = WatchSettings(every, jump, keep, alarms, depth, order)
+    made = Watch(folder, model, optimizer, settings, first_step=first_step)
     try:
         yield made
     finally:
         made.close()
 
 
+@dataclass(frozen=True)
+class WatchSettings:
+    """The settings of a watch, as `watching` takes them.
+
+    Raises:
+        ConfigError: A setting has an unknown value.
+    """
+
+    every: int = 10
+    jump: float = 10.0
+    keep: int = 4
+    alarms: int = 3
+    depth: int = 2
+    order: Order = "blocks"
+
+    def __post_init__(self) -> None:
+        is_known = self.depth >= 0 and self.order in ("blocks", "strided")
+        if not is_known or self.every < 1 or self.keep < 2 or self.alarms < 1 or not self.jump > 1:
+            given = ", ".join(f"{name}={value!r}" for name, value in asdict(self).items())
+            raise ConfigError(
+                "watching() needs every >= 1, jump > 1, keep >= 2, alarms >= 1, depth >= 0 and order 'blocks' or "
+                f"'strided', got {given}."
+            )
+
+
 class Watch(Recording):
-    """A watch that runs; `watching` makes it, and has its arguments. Who makes one calls ``close()`` at the end.
+    """A watch that runs; `watching` makes it. Who makes one calls ``close()`` at the end.
+
+    Args:
+        folder: Where records are written; it is made at the first alarm.
+        model: See `mmfsdp.recording`.
+        optimizer: See `mmfsdp.recording`.
+        settings: When to record, and what an alarm is.
+        first_step: See `mmfsdp.recording`.
 
     Attributes:
         alarms: What has gone wrong, a sentence each.
@@ -90,26 +121,17 @@ class Watch(Recording):
         folder: str | Path,
         model: nn.Module,
         optimizer: Optimizer,
+        settings: WatchSettings,
         *,
-        every: int = 10,
-        jump: float = 10.0,
-        keep: int = 4,
-        alarms: int = 3,
-        depth: int = 2,
-        order: Order = "blocks",
         first_step: int = 0,
     ) -> None:
-        if depth < 0 or every < 1 or keep < 2 or alarms < 1 or not jump > 1 or order not in ("blocks", "strided"):
-            raise ConfigError(
-                "watching() needs every >= 1, jump > 1, keep >= 2, alarms >= 1, depth >= 0 and order 'blocks' or "
-                f"'strided', got {every=}, {jump=}, {keep=}, {alarms=}, {depth=}, {order=}."
-            )
         self.alarms: list[str] = []
-        self._folder, self._jump, self._keep, self._most = Path(folder), jump, keep, alarms
+        self._folder, self._wanted = Path(folder), settings
         self._norms: list[tuple[int, torch.Tensor | float]] = []
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._until = -1  # until this step all are recorded
         self._is_wrong = False
+        every, depth, order = settings.every, settings.depth, settings.order
         super().__init__(
             Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=None, step=first_step
         )
@@ -120,7 +142,7 @@ class Watch(Recording):
         super().norm(value)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Ring:
-        self._ring = Ring(folder, rank, head, self._keep)
+        self._ring = Ring(folder, rank, head, self._wanted.keep)
         return self._ring
 
     @property
@@ -142,10 +164,10 @@ class Watch(Recording):
         if self._ring.odd:
             why = why or f"Step {step} has numbers that are not finite"
         known, self._is_wrong = self._is_wrong, bool(why)
-        if why and not known and len(self.alarms) < self._most:
+        if why and not known and len(self.alarms) < self._wanted.alarms:
             target = self._folder / f"step_{step:06}"
             self._ring.dump(target)
-            self._until = step + self._keep
+            self._until = step + self._wanted.keep
             self.alarms.append(f"{why}. {self._began()} The record: {target}")
             if self._rank == 0 or self._ring.odd:
                 _log.error("%s", self.alarms[-1])
@@ -154,7 +176,7 @@ class Watch(Recording):
     def _began(self) -> str:
         if self._ring.odd:
             return f"On rank {self._rank}, {self._ring.odd}."
-        found = self._ring.origin(self._jump)
+        found = self._ring.origin(self._wanted.jump)
         if found is None:
             return "No tensor of the last recorded step has grown by as much: it ended before, or grew slowly."
         key, norm, usual = found
@@ -169,7 +191,7 @@ class Watch(Recording):
             usual = statistics.median(self._usual) if len(self._usual) >= _FEWEST else math.inf
             if not math.isfinite(norm):
                 why = why or f"The norm of step {step} is {norm}"
-            elif norm > self._jump * usual:
+            elif norm > self._wanted.jump * usual:
                 why = why or f"The norm of step {step} is {norm:.4g}, {norm / usual:.0f} times as much as before"
             else:
                 self._usual.append(norm)

@@ -10,7 +10,7 @@ import torch
 from mmengine.hooks import Hook
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.parity import Watch
+from mmfsdp.parity import Watch, WatchSettings
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
@@ -64,7 +64,7 @@ class WatchHook(Hook):
         [wrapper] = wrappers.values()
         folder = Path(runner.work_dir, "watch") if self._folder is None else Path(self._folder)
         first = runner.iter // max(int(getattr(wrapper, "_accumulative_counts", 1)), 1)
-        self._watch = Watch(folder, runner.model, wrapper.optimizer, first_step=first, **self._settings)
+        self._watch = Watch(folder, runner.model, wrapper.optimizer, WatchSettings(**self._settings), first_step=first)
         _tell_norm(wrapper, self._watch)
 
     def after_train(self, runner: Any) -> None:
