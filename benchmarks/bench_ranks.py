@@ -34,6 +34,7 @@ __all__ = ["main"]
 RANKS = sized((8, 64, 512, 2048), (2,))
 TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
 MANY = sized(200, 8)  # tensors of what `load_pretrained` reads
+WIDE = sized(64, 4)  # tensors of what a run resumes from, each of a row per rank
 BLOCKS = 24
 LIMIT = 2.0  # times the work of a rank among 8
 
@@ -52,6 +53,13 @@ def main() -> dict[str, Any]:
                 convert(whole, path, to=kind, ranks=size, fsync=False)
                 with counted_reads():
                     found[f"load {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
+            wide = Path(folder, "wide.pth")
+            torch.save({f"layers.{i}.weight": torch.randn(max(RANKS), 4) for i in range(WIDE)}, wide)
+            for kind in ("local", "dcp"):
+                path = Path(folder, f"wide {kind}")
+                convert(wide, path, to=kind, ranks=size, fsync=False)
+                with counted_reads():
+                    found[f"resume {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
             many = Path(folder, "many.safetensors")
             save_file({f"layers.{i}.weight": torch.zeros(ROWS, 2, dtype=torch.bfloat16) for i in range(MANY)}, many)
             with counted_reads():
@@ -60,9 +68,10 @@ def main() -> dict[str, Any]:
         for what, figures in found.items():
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             print(f"{size:5} ranks, {what}: {shown}", flush=True)
-    for what in ("save", "load local", "load dcp", "load pretrained"):
+    for what in ("save", "load local", "load dcp", "resume local", "resume dcp", "load pretrained"):
         figures = ("reads", "messages", "sent bytes", "seconds")
-        for figure in (*figures, *(f"first: {name}" for name in figures if what == "load pretrained")):
+        answers = what == "load pretrained" or what.startswith("resume")
+        for figure in (*figures, *(f"first: {name}" for name in figures if answers)):
             few, many = (results[str(size)][what][figure] for size in (RANKS[0], RANKS[-1]))
             verdict = "reached" if many <= LIMIT * max(few, 1e-9) else "MISSED"
             print(f"{what}, {figure} of a rank: {few:.4g} to {many:.4g}, at most {LIMIT} x: {verdict}", flush=True)
