@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmfsdp
 from mmfsdp.optimizers.shards import local_of
-from mmfsdp.planning import ShardPlan
+from mmfsdp.planning import ShardPlan, estimate_memory
 from mmfsdp.testing import run_ranks
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
@@ -58,7 +58,10 @@ def counted(rank: int, config: dict[str, Any]) -> tuple[dict[str, float], dict[s
             tensors = [local_of(value) for name, value in optimizer.state[param].items() if name != "step"]
             held[group["optimizer"]] += sum(tensor.nbytes for tensor in tensors)
     real = {"messages": sent.messages, "sent": sent.nbytes, "flops": flops.get_total_flops(), **held}
-    return planned(mmfsdp.runtime.find_sharded_model(model).plan), real
+    plan = mmfsdp.runtime.find_sharded_model(model).plan
+    counts = sum(len(group["params"]) for group in optimizer.param_groups if group["optimizer"] == "adamw")
+    assert estimate_memory(plan, rank=rank).optimizer_state == sum(held.values()) + 4 * counts
+    return planned(plan), real
 
 
 def planned(plan: ShardPlan) -> dict[str, float]:

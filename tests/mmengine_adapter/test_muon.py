@@ -16,6 +16,7 @@ from mmfsdp.errors import ConfigError, PolicyError, ShardStateError, StateDictEr
 from mmfsdp.optimizers import MuonWithAdamW
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine import MuonConstructor
+from mmfsdp_mmengine.doctor.diagnosing import diagnose
 
 PARAMWISE = {
     "custom_keys": {"blocks.0": {"lr_mult": 0.5, "decay_mult": 2.0}},
@@ -56,6 +57,50 @@ def test_rates_are_those_of_mmengine() -> None:
         assert given == pytest.approx(wanted[0.02 if name in under_muon else 0.01][name]), name
     groups = {group["optimizer"] for group in wrapper.optimizer.param_groups}
     assert groups == {"muon", "adamw"}
+
+
+def test_the_log_shows_what_the_optimizers_do(tmp_path: Path) -> None:
+    changes = {"train_cfg": {"by_epoch": True, "max_epochs": 1}, "log_level": "INFO"}
+    run_ranks(trained, 2, tmp_path, 2, changes)
+    [log] = tmp_path.rglob("*.log")
+    shown = log.read_text().partition("Sharding plan:")[2]
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["optimizer", "tensors", "params", "state/rank", "messages", "sent/rank", "FLOPs"] in rows
+    found = [(row[0], row[1]) for row in rows if row and row[0] in ("muon", "adamw")]
+    # Two groups of Muon, as blocks.0 has rates of its own; AdamW's differ by block, norm and bias.
+    assert sum(int(tensors) for kind, tensors in found if kind == "muon") == 5
+    assert len({kind for kind, _ in found}) == 2
+
+
+DIAGNOSED: dict[str, tuple[dict[str, Any], tuple[str, str] | None]] = {
+    "right": ({}, None),
+    "no constructor": ({"constructor": None}, ("optim_wrapper.constructor", "MuonWithAdamW needs a constructor")),
+    "other type": ({"type": "SGD"}, ("optim_wrapper.optimizer.type", "MuonConstructor builds MuonWithAdamW, but")),
+    "no match": ({"muon": ["blocs.*"]}, ("optim_wrapper.optimizer.muon", "Pattern 'blocs.*' matches no trained")),
+    "unknown": ({"learning_rate": 1}, ("optim_wrapper.optimizer", "learning_rate")),
+}
+
+
+@pytest.mark.parametrize("case", DIAGNOSED)
+def test_doctor_builds_it(case: str, tmp_path: Path) -> None:
+    changes, wanted = DIAGNOSED[case]
+    optim = {**OPTIM, "optimizer": {**OPTIM["optimizer"], **changes}}
+    if "constructor" in optim["optimizer"]:
+        del optim["constructor"], optim["optimizer"]["constructor"]
+    imports = {"imports": ["mmfsdp_mmengine"]}
+    found = diagnose("config.py", toy_config(tmp_path, 2, optim_wrapper=optim, custom_imports=imports))
+    errors = [item for item in found.findings if item.level == "error"]
+    if wanted is None:
+        assert errors == []
+        assert found.plan is not None
+        assert found.plan.optimizer is not None
+        assert {group.optimizer for group in found.plan.optimizer.groups} == {"muon", "adamw"}
+        assert found.memory is not None
+        assert found.memory.optimizer == "muon and adamw"
+        return
+    [error] = errors
+    assert error.path.startswith(wanted[0])
+    assert wanted[1] in error.here
 
 
 def trained(rank: int, folder: Path, ranks: int, changes: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,12 @@ from mmfsdp_mmengine.configs.environment import check_environment
 from mmfsdp_mmengine.configs.lookup import check_known
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
-from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, check_optimizer_named, optim_wrappers_of
+from mmfsdp_mmengine.optimizers.binding import (
+    OptimizerBinding,
+    check_optimizer_named,
+    optim_wrappers_of,
+    with_optimizers,
+)
 from mmfsdp_mmengine.optimizers.structure import structure_of
 from mmfsdp_mmengine.processes.distributed import start_alone, start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
@@ -126,6 +131,9 @@ class FSDPStrategy(CheckpointingStrategy):
             self._shard(self._init_model_weights(self.build_model(model)), optim_wrapper)
         elif self._structure is not None:  # a validation prepared the model already
             self._bind(OptimizerBinding(self._structure, self.build_optim_wrapper(optim_wrapper, self._structure)))
+            plan = find_sharded_model(self.model).plan
+            if (chosen := with_optimizers(plan, self.optim_wrapper)) is not plan:
+                self.logger.info(f"Sharding plan with its optimizer:\n{chosen.table()}")
         self.model = self.compile_model(self.model, compile)
         if param_scheduler is not None:
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self.optim_wrapper)
@@ -138,7 +146,7 @@ class FSDPStrategy(CheckpointingStrategy):
             self.model = self._wrap_model(model)
             return
         binding = OptimizerBinding(model, self.build_optim_wrapper(optim_wrapper, model))
-        self.model = self._wrap_model(model)
+        self.model = self._wrap_model(model, binding.optim_wrapper)
         self._bind(binding)
 
     def _bind(self, binding: OptimizerBinding) -> None:
@@ -216,7 +224,7 @@ class FSDPStrategy(CheckpointingStrategy):
             model.init_weights()  # type: ignore[operator]
         return model
 
-    def _wrap_model(self, model: nn.Module) -> nn.Module:
+    def _wrap_model(self, model: nn.Module, optim_wrapper: Any = None) -> nn.Module:
         if is_model_wrapper(model):
             return model
         config: dict[str, Any] = plain(self.model_wrapper or {})
@@ -243,7 +251,7 @@ class FSDPStrategy(CheckpointingStrategy):
             )
         if self._pending is not None:
             self._pending.guard(wrapped)
-        self.logger.info(f"Sharding plan:\n{wrapped.plan.table()}")
+        self.logger.info(f"Sharding plan:\n{with_optimizers(wrapped.plan, optim_wrapper).table()}")
         return wrapped
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: dict[str, Any]) -> Any:

@@ -13,6 +13,8 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.optimizers.functions import MUON, MatrixFunction, UpdateMatrix
 from mmfsdp.optimizers.matrix_optimizer import BUCKET_BYTES, MatrixOptimizer, loss_of, state_with_matrices
+from mmfsdp.planning import ShardPlan
+from mmfsdp.planning.optimizer_groups import OptimizerGroup, OptimizerPlan
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
 __all__ = ["MuonWithAdamW", "build_optimizer", "matrix_optimizer"]
@@ -79,6 +81,24 @@ class MuonWithAdamW(MatrixOptimizer):
         own = self._adamw.defaults if kind == "adamw" and self._adamw is not None else {}
         shared = {name: like[name] for name in _SETTINGS[kind] if name in like}
         super().add_param_group({**own, **shared, **param_group})
+
+    def planned(self, plan: ShardPlan) -> ShardPlan:
+        """Return a plan that says what this optimizer does, as one that was made with it. Not collective.
+
+        Args:
+            plan: The plan of the model whose parameters it updates.
+        """
+        groups = [
+            OptimizerGroup(
+                optimizer=group["optimizer"],
+                fqns=tuple(self._names[id(param)] for param in group["params"]),
+                settings={name: group[name] for name in _SETTINGS[group["optimizer"]]},
+            )
+            for group in self.param_groups
+        ]
+        return plan.model_copy(
+            update={"optimizer": OptimizerPlan(groups=tuple(groups), bucket_bytes=self._bucket_bytes)}
+        )
 
     def matrix_groups(self) -> list[dict[str, Any]]:
         """Return the param groups of Muon."""

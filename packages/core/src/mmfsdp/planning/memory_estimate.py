@@ -9,12 +9,15 @@ from typing import Any
 
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.planning.optimizer_memory import SCALAR_BYTES, optimizer_tensors
+from mmfsdp.planning.optimizer_memory import OPTIMIZERS, SCALAR_BYTES, optimizer_tensors
 from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import compute_itemsize, gathered_bytes, reducing_bytes
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
+
+_KEPT = {"muon": (1, 0), "adamw": OPTIMIZERS["adamw"]}
+"""For each optimizer of a plan the tensors and scalars that it keeps per parameter, as `OPTIMIZERS` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
     Args:
         plan: The plan.
         optimizer: One of `OPTIMIZERS` in any case, or how many tensors of a parameter's shape and dtype another
-            optimizer keeps for it. Default: unknown.
+            optimizer keeps for it. Default: as the plan's optimizers, or unknown if it names none.
         rank: The rank; shards of the last ones may be smaller.
 
     Raises:
@@ -106,19 +109,25 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
         MeshError: The mesh has no such rank.
     """
     name, tensors, scalars = optimizer_tensors(optimizer)
+    kept: dict[str, tuple[int, int]] = {}
+    if optimizer is None and plan.optimizer is not None:
+        name = " and ".join(dict.fromkeys(group.optimizer for group in plan.optimizer.groups))
+        kept = {fqn: _KEPT[group.optimizer] for group in plan.optimizer.groups for fqn in group.fqns}
     parameters = plan.param_bytes(rank)
     gradients = state = 0
     for unit in plan.units:
         gradients += _gradient_bytes(plan, unit, rank)
         for param, numel in _local(plan, unit, rank):
             if param.requires_grad:
-                state += numel * itemsize(param.dtype) * tensors + SCALAR_BYTES * scalars
+                own, counts = kept.get(param.fqn, (tensors, scalars))
+                state += numel * itemsize(param.dtype) * own + SCALAR_BYTES * counts
     # Ignored parameters are held whole and never offloaded.
     managed = parameters - sum(param.nbytes for param in plan.ignored_params) + gradients + state
     for param in plan.ignored_params:
         if param.requires_grad:
             gradients += param.nbytes
-            state += param.nbytes * tensors + SCALAR_BYTES * scalars
+            own, counts = kept.get(param.fqn, (tensors, scalars))
+            state += param.nbytes * own + SCALAR_BYTES * counts
     return MemoryEstimate(
         rank=rank,
         parameters=parameters,

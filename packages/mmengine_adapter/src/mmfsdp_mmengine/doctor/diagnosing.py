@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.nn as nn
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 from mmfsdp import ShardPlan, plan
 from mmfsdp.errors import MmfsdpError
@@ -14,7 +15,9 @@ from mmfsdp.planning import estimate_memory
 from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.doctor import models, optimizer_findings, running, sharding, state
 from mmfsdp_mmengine.doctor.config_models import build_model, sharding_settings
-from mmfsdp_mmengine.doctor.subject import Subject, in_scope, sharding_of
+from mmfsdp_mmengine.doctor.subject import Subject, class_of, in_scope, sharding_of
+from mmfsdp_mmengine.optimizers.binding import with_optimizers
+from mmfsdp_mmengine.optimizers.muon import MuonConstructor
 
 __all__ = ["FINDINGS", "RANKS", "diagnose"]
 
@@ -62,6 +65,8 @@ def _diagnose(
     except MmfsdpError as error:
         found.append(Finding("error", str(error.context.get("config", "model")), error.message))
     whole, refused = _plan(settings, model, mesh)
+    if model is not None and whole is not None:
+        whole = _with_muon(whole, settings, model)
     subject = Subject(settings, sharding_of(settings), model, whole, written)
     for look in FINDINGS:
         found += look(subject)
@@ -94,6 +99,18 @@ def _plan(
     except MmfsdpError as error:
         return None, error
     return planned, None
+
+
+def _with_muon(whole: ShardPlan, settings: Mapping[str, Any], model: nn.Module) -> ShardPlan:
+    """Return the plan with what Muon and AdamW update, if the config trains with them."""
+    given = settings.get("optim_wrapper")
+    constructor = given.get("constructor") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or class_of(constructor, OPTIM_WRAPPER_CONSTRUCTORS) is not MuonConstructor:
+        return whole
+    try:
+        return with_optimizers(whole, optimizer_findings.build_on(model, given))
+    except Exception:  # a finding says why it cannot be built
+        return whole
 
 
 def _mesh(settings: dict[str, Any], means: Translated, given: int | tuple[int, int] | None) -> int | tuple[int, int]:

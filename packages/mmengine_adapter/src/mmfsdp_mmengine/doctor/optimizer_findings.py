@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.nn as nn
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 
 from mmfsdp.basics import canonical_dtype
 from mmfsdp.errors import MmfsdpError, closest
 from mmfsdp.frontends import Finding
+from mmfsdp.optimizers import MuonWithAdamW
 from mmfsdp.planning import optimizer_named
 from mmfsdp_mmengine.configs.arguments import copied
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, quiet, unregistered
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
+from mmfsdp_mmengine.optimizers.muon import MuonConstructor
 
-__all__ = ["FINDINGS", "optimizer_of", "plainest"]
+__all__ = ["FINDINGS", "build_on", "optimizer_of", "plainest"]
 
 _UNEVEN = ("LBFGS", "Adafactor")
 
@@ -56,9 +59,19 @@ def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
         for where, given, registry in (
             (f"{path}.type", wrapper.get("type"), OPTIM_WRAPPERS),
             (f"{path}.constructor", wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS),
-            (f"{path}.optimizer.type", kind, OPTIMIZERS),
         ):
             yield from unregistered(given, registry, where)
+        if class_of(wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS) is MuonConstructor:
+            pass  # it checks the type itself
+        elif name_of(kind) == MuonWithAdamW.__name__:
+            yield Finding(
+                "error",
+                f"{path}.constructor",
+                f"{name_of(kind)} needs a constructor, which divides the parameters among Muon and AdamW.",
+                advice=f"constructor={MuonConstructor.__name__!r}",
+            )
+        else:
+            yield from unregistered(kind, OPTIMIZERS, f"{path}.optimizer.type")
         if subject.sharding is not None and name_of(kind) in _UNEVEN:
             yield Finding(
                 "warning",
@@ -76,11 +89,11 @@ def parameter_groups(subject: Subject) -> Iterator[Finding]:
     if not isinstance(given, Mapping) or any(True for _ in unknown_optimizers(subject)):
         return
     try:
-        with quiet():
-            built = build_optim_wrapper(subject.model, plainest(given))
+        built = build_on(subject.model, given)
         OptimizerBinding(subject.model, built)
     except MmfsdpError as error:
-        yield Finding("error", str(error.context.get("config", "optim_wrapper")), error.message)
+        path = str(error.context.get("config", "optim_wrapper"))
+        yield Finding("error", f"optim_wrapper.{path}" if path.startswith("optimizer.") else path, error.message)
         return
     except Exception as error:  # whatever a user's constructor raises
         yield Finding("error", "optim_wrapper", f"cannot be built: {type(error).__name__}: {error}")
@@ -216,6 +229,12 @@ def optimizer_of(settings: Mapping[str, Any]) -> str | None:
     if not isinstance(optimizer, Mapping):
         return None
     return optimizer_named(name_of(optimizer.get("type")), optimizer)
+
+
+def build_on(model: nn.Module, given: Mapping[str, Any]) -> Any:
+    """Return the optimizer wrapper of a config, without MMEngine's log; raises whatever its constructor raises."""
+    with quiet():
+        return build_optim_wrapper(model, plainest(given))
 
 
 def plainest(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from mmengine.registry import OPTIMIZERS
 
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
-from mmfsdp.optimizers import MatrixOptimizer
+from mmfsdp.optimizers import MatrixOptimizer, MuonWithAdamW
 from mmfsdp_mmengine.optimizers.clipping import clip_globally
 
-__all__ = ["OptimizerBinding", "check_optimizer_named", "optim_wrappers_of", "waiting_gradients"]
+__all__ = ["OptimizerBinding", "check_optimizer_named", "optim_wrappers_of", "waiting_gradients", "with_optimizers"]
 
 
 def optim_wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
@@ -52,6 +52,19 @@ def waiting_gradients(optim_wrapper: Any) -> tuple[int, int] | None:
             counts = wrapper._accumulative_counts
             return wrapper._inner_count % counts, counts
     return None
+
+
+def with_optimizers(plan: ShardPlan, optim_wrapper: Any) -> ShardPlan:
+    """Return the plan with what Muon and AdamW update, if that is the one optimizer; else the plan.
+
+    Args:
+        plan: The plan of the model.
+        optim_wrapper: An optimizer wrapper, an OptimWrapperDict, or None.
+    """
+    optimizers = [wrapper.optimizer for wrapper in optim_wrappers_of(optim_wrapper).values()] if optim_wrapper else []
+    if len(optimizers) == 1 and isinstance(optimizers[0], MuonWithAdamW):
+        return optimizers[0].planned(plan)
+    return plan
 
 
 class OptimizerBinding:
