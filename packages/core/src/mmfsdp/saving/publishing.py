@@ -56,6 +56,7 @@ class DirectorySave:
             CheckpointError: The directory cannot be created, a host does not see it, or the target exists and
                 ``overwrite`` is False; raised on every rank, and nothing is left behind.
         """
+        made: list[Path] = []
 
         def create() -> tuple[Path, str, str]:
             if not overwrite:
@@ -63,10 +64,17 @@ class DirectorySave:
             with as_checkpoint_error(target):
                 make_parent(target)
                 temporary = temporary_sibling(target, exclusive=not overwrite)
+                made.append(temporary)
                 temporary.mkdir()
             return temporary, secrets.token_hex(8), host_of()
 
-        temporary, save_id, first_host = shared(lambda: create() if scope.is_first else None, scope)
+        try:
+            temporary, save_id, first_host = shared(lambda: create() if scope.is_first else None, scope)
+        except BaseException:  # a rank may be gone, once the directory is there
+            for each in made:
+                with contextlib.suppress(OSError):
+                    discard(each)
+            raise
         save = cls(target, temporary, save_id, scope.place, scope.size, overwrite)
         save._or_abandon(lambda: on_all_ranks(lambda: save._look(first_host), scope))
         return save
