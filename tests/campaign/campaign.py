@@ -13,10 +13,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +67,28 @@ def run(
         share: How probable it is that the number of ranks changes whenever the job starts again.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    (folder / "run").mkdir(parents=True)
+    chosen = names or [*FAULTS]
+    with disk_of(folder / "run") if "full disk" in chosen else nullcontext(True) as limited:
+        chosen = [name for name in chosen if limited or name != "full disk"]
+        return through_faults(folder, seed, steps, count, gap, chosen, share)
+
+
+@contextmanager
+def disk_of(folder: Path) -> Iterator[bool]:
+    """Give a folder a small file system of its own, if this user may, and say whether it has one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, check=False)
+    try:
+        yield done.returncode == 0
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+def through_faults(
+    folder: Path, seed: int, steps: int, count: int, gap: float, names: list[str], share: float
+) -> dict[str, Any]:
     chance = random.Random(seed)
     elastic = chance.random() < share
     ranks = 2
@@ -74,18 +98,15 @@ def run(
     while (code := job.launcher.poll()) != 0:
         now = time.monotonic()
         if now > deadline:
+            error = f"not at its end {PATIENCE:.0f} s after the last fault; ranks alive: {len(job.pids())}, see log"
             end(job)
-            return {
-                "seed": seed,
-                "faults": faults,
-                "error": f"still not at its end {PATIENCE:.0f} s after the last fault",
-            }
+            return {"seed": seed, "faults": faults, "error": error}
         if code is not None:  # a scheduler would start the job again
             ranks = chance.choice([1, 2, 3]) if elastic else 2
             job = Job(folder, launch(folder, steps, ranks, not elastic), chance, ranks)
             launches += 1
         elif len(faults) < count and now >= due:
-            name = chance.choice(names or [*FAULTS])
+            name = chance.choice(names)
             faults.append(name)
             FAULTS[name](job)
             due, deadline = time.monotonic() + chance.uniform(0, 2 * gap), time.monotonic() + PATIENCE
@@ -103,8 +124,10 @@ def run(
 
 
 def end(job: Job) -> None:
-    """End a job that hangs."""
-    job.signal_ranks(job.pids(), 9)
+    """End a job that hangs; its ranks write their stacks into the log before."""
+    job.signal_ranks(job.pids(), signal.SIGUSR2)
+    time.sleep(1.0)
+    job.signal_ranks(job.pids(), signal.SIGKILL)
     job.launcher.kill()
     job.launcher.wait()
 

@@ -5,6 +5,7 @@ It writes to FOLDER who its ranks are, the samples of every step, and at the end
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -71,6 +72,7 @@ def introduce() -> None:
 
 def main() -> None:
     introduce()
+    faulthandler.register(signal.SIGUSR2)
     mmfsdp.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
