@@ -147,6 +147,7 @@ def test_on_the_ranks_of_a_launcher() -> None:
         {"engine": "fsdp1"},
         {"engine": "replicate"},
         {"sharding": "SHARD_GRAD_OP", "activation_checkpointing": "full", "cpu_offload": True},
+        {"compile": {"backend": "eager"}},
         {"optimizer": {"muon": "auto", "lr": 1e-2, "adamw": {"lr": 1e-3}}},
     ],
     ids=lambda settings: "-".join(settings),

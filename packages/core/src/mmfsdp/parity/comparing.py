@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mmfsdp.parity.assembling import Assembled, assemble
 from mmfsdp.parity.comparison import Compared, Comparison, Difference
 from mmfsdp.parity.diagnosis import diagnose
 from mmfsdp.parity.figures import distance
-from mmfsdp.parity.records import CHANGED, Entry, Key, RankRecord, read_record
+from mmfsdp.parity.records import Entry, Key, RankRecord, read_record
 from mmfsdp.parity.tolerances import Tolerances
 from mmfsdp.parity.wholes import differing_elements, kept_wholes, read_whole
 
@@ -66,7 +66,6 @@ def compare(
     _show_elements(
         found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
     )
-    _add_changed(two.keys() - one.keys(), shared, found)
     for key in two.keys() - one.keys():
         if key.step in shared and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
             found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))
@@ -115,19 +114,6 @@ def _compare(
     elif tensor.dtype != other.dtype and key.step == 0 and key.call == 0:
         found.notes.append(f"{key} is {tensor.dtype} in the reference and {other.dtype} in the other run.")
     found.compared.append(Compared(key, far, limit, not (far <= limit) or apart))
-
-
-def _add_changed(only: Set[Key], shared: Set[int], found: Comparison) -> None:
-    """Add, at the beginning of their step, the parameters that changed before it, and did not in the reference."""
-    why = "its values are not those that the step before has left, as in the reference"
-    for key in sorted((key for key in only if key.kind == CHANGED and key.step in shared), key=_order, reverse=True):
-        later = (place for place, item in enumerate(found.differences) if item.key.step >= key.step)
-        place = next(later, len(found.differences))
-        found.differences.insert(place, Difference(key, None, 0.0, 0.0, 0.0, why, (), None))
-
-
-def _order(key: Key) -> tuple[int, str, int]:
-    return key.step, key.name, key.call
 
 
 def _show_elements(found: Comparison, wholes: Sequence[tuple[Path, dict[Key, list[tuple[int, Entry]]]]]) -> None:

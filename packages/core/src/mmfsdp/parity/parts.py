@@ -76,7 +76,7 @@ class PartedRecording(Recording):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for part in range(1, self._parts) if self._is_on else ():
             self.play(part)
-            self._buffers()
+            self._writer.add_boxes(self._params.buffers())
             self._writer.flush()
         self.play(0)
         super()._after_step(optimizer, args, kwargs)

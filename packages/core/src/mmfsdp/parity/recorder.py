@@ -15,15 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
-from mmfsdp.errors import ConfigError, StateDictError
-from mmfsdp.parity.between_steps import BetweenSteps
+from mmfsdp.errors import ConfigError
 from mmfsdp.parity.clipping import watch_clipping
-from mmfsdp.parity.naming import plain_name, units_of, unwrapped
+from mmfsdp.parity.naming import units_of, unwrapped
+from mmfsdp.parity.parameters import Parameters
 from mmfsdp.parity.perturbing import perturb_inputs
-from mmfsdp.parity.records import CHANGED, Key, Spread
-from mmfsdp.parity.writing import Part, Writer
+from mmfsdp.parity.records import Key, Spread
+from mmfsdp.parity.writing import Writer
 from mmfsdp.planning.compiled import is_compiled
-from mmfsdp.runtime.dtensors import box_of
 
 __all__ = ["Order", "Recording", "recording"]
 
@@ -108,10 +107,10 @@ class Recording:
         whole: Sequence[str] = (),
     ) -> None:
         self._whole = whole
-        self._model, self._optimizer, self._every, self._order = unwrapped(model), optimizer, every, order
+        self._model, self._every, self._order = unwrapped(model), every, order
         self._rank, self._world = self._place()
-        self._is_flat = isinstance(model, FullyShardedDataParallel)
-        self._names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
+        is_flat = isinstance(model, FullyShardedDataParallel)
+        self._params = Parameters(self._model, optimizer, self._key, is_flat=is_flat)
         head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
         head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
         self._writer = self._make_writer(folder, self._rank, head)
@@ -119,8 +118,6 @@ class Recording:
         self._running = self._started = self._called = False
         self._counts = True  # whether the step that runs is one of training
         self._samples = 0
-        self._between = BetweenSteps()
-        self._before: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
             if perturb is not None:
                 hooks.enter_context(perturb_inputs(self._model, perturb))
@@ -192,10 +189,7 @@ class Recording:
             return
         if not self._started:
             self._started = True
-            self._writer.add_boxes([self._part("initial parameter", name, param) for param, name in self._params()])
-        params = [*self._params()]
-        changed = [params[place] for place in self._between.changed(param for param, _ in params)]
-        self._writer.add_boxes([self._part(CHANGED, name, param) for param, name in changed])
+            self._writer.add_boxes([self._params.part("initial parameter", *item) for item in self._params.named()])
         leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
         self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
@@ -242,43 +236,10 @@ class Recording:
             number = number.full_tensor() if isinstance(number, DTensor) else number
             self._writer.add(self._key(kind, ""), spread, number, (0,) * number.dim(), tuple(number.shape))
 
-    def _part(self, kind: str, name: str, value: torch.Tensor) -> Part:
-        key, held = self._key(kind, name), _local(value)
-        try:
-            box = box_of(value)
-        except StateDictError:  # a placement that is no box: only this rank's part is known
-            return key, "own", held, (0,) * held.dim(), tuple(held.shape)
-        return key, "box", held.reshape(box.sizes), box.offsets, tuple(value.shape)
-
-    def _params(self) -> Iterator[tuple[torch.Tensor, str]]:
-        for group in () if self._is_flat else self._optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in self._names:
-                    yield param, self._names[id(param)]
-
-    def _gradients(self, kind: str) -> None:
-        grads = [(name, param.grad) for param, name in self._params()]
-        self._writer.add_boxes(
-            [self._part(kind, name, grad) for name, grad in grads if grad is not None and grad.layout == torch.strided]
-        )
-
     def before_clipping(self) -> None:
         """Record gradients before a loop clips them in its own way. Not collective."""
         if self._is_on:
-            self._gradients("gradient before clipping")
-
-    def _settings(self) -> None:
-        """Record the numbers in each group of the optimizer, under the name of the group's first parameter."""
-        parts: list[Part] = []
-        for group in () if self._is_flat else self._optimizer.param_groups:
-            first = next((self._names[id(param)] for param in group["params"] if id(param) in self._names), None)
-            for setting, value in group.items() if first is not None else ():
-                numbers = [*value] if isinstance(value, tuple | list) else [value]
-                is_used = setting != "params" and not setting.startswith("initial_")
-                if is_used and numbers and all(map(_is_number, numbers)):
-                    held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-                    parts.append((self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)))
-        self._writer.add_boxes(parts)
+            self._writer.add_boxes(self._params.gradients("gradient before clipping"))
 
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # To save an optimizer that has no state yet, torch makes a step with learning rate 0.
@@ -293,38 +254,17 @@ class Recording:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
-            self._gradients("gradient")
-            self._settings()
-            self._before = {id(param): _local(param).clone() for param, _ in self._params()}
+            self._writer.add_boxes(self._params.gradients("gradient"))
+            self._writer.add_boxes([*self._params.settings()])
+            self._params.keep()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
-            parts = []
-            for param, name in self._params():
-                if (old := self._before.get(id(param))) is not None:
-                    update = old.neg_().add_(_local(param))
-                    parts.append(self._part("update", name, _like(update, param)))
-                for entry, value in optimizer.state.get(param, {}).items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
-                        parts.append(self._part("state", f"{name}[{entry}]", value))
-                parts.append(self._part("parameter", name, param))
-            self._writer.add_boxes(parts)
-            self._buffers()
+            self._writer.add_boxes([*self._params.after_step(), *self._params.buffers()])
             self._writer.flush()
-            if (self._step + 1) % self._every == 0:
-                self._between.remember(param for param, _ in self._params())
-        self._before.clear()
+        self._params.forget()
         self._calls.clear()
         self._step += 1
-
-    def _buffers(self) -> None:
-        self._writer.add_boxes(
-            [
-                self._part("buffer", plain_name(name), buffer)
-                for name, buffer in self._model.named_buffers()
-                if not isinstance(buffer, DTensor) and buffer.layout == torch.strided
-            ]
-        )
 
     def _key(self, kind: str, name: str) -> Key:
         call = self._calls.get((kind, name), 0)
@@ -339,22 +279,3 @@ def _itself(function: Callable[..., None]) -> Callable[..., None]:
 def _plain(tree: Any) -> Any:
     """Return outputs such as those of transformers, which are dicts too, as plain dicts."""
     return dict(tree) if isinstance(tree, dict) else tree
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a setting is a number that the processor holds; reading others would wait for their device."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0 and value.device.type == "cpu"
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
-
-
-def _like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

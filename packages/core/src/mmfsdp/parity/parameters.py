@@ -1,0 +1,115 @@
+"""What a record holds of the end of a step: gradients, settings, updates, optimizer state, parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmfsdp.errors import StateDictError
+from mmfsdp.parity.naming import plain_name
+from mmfsdp.parity.records import Key
+from mmfsdp.parity.writing import Part
+from mmfsdp.runtime.dtensors import box_of
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    """This rank's parts of a model's parameters, and of what an optimizer has for them. Nothing is collective.
+
+    Args:
+        model: The model, without DDP around it.
+        optimizer: Its optimizer.
+        key: Returns the key of a tensor from its kind and name.
+        is_flat: Whether parameters are pieces of flat ones, which are no boxes: then there are none here.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, key: Callable[[str, str], Key], *, is_flat: bool
+    ) -> None:
+        self._model, self._optimizer, self._key, self._is_flat = model, optimizer, key, is_flat
+        self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+        self._before: dict[int, torch.Tensor] = {}
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that the optimizer updates, with their names."""
+        groups = [] if self._is_flat else self._optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        return [(self._names[id(param)], param) for param in params if id(param) in self._names]
+
+    def part(self, kind: str, name: str, value: torch.Tensor) -> Part:
+        """Return this rank's part of a tensor."""
+        key, held = self._key(kind, name), _local(value)
+        try:
+            box = box_of(value)
+        except StateDictError:  # a placement that is no box: only this rank's part is known
+            return key, "own", held, (0,) * held.dim(), tuple(held.shape)
+        return key, "box", held.reshape(box.sizes), box.offsets, tuple(value.shape)
+
+    def gradients(self, kind: str) -> list[Part]:
+        """Return the gradients that there are."""
+        grads = [(name, param.grad) for name, param in self.named()]
+        return [self.part(kind, name, grad) for name, grad in grads if grad is not None and _is_plain(grad)]
+
+    def settings(self) -> Iterator[Part]:
+        """Yield the numbers in each group of the optimizer, under the name of the group's first parameter."""
+        for group in () if self._is_flat else self._optimizer.param_groups:
+            first = next((self._names[id(param)] for param in group["params"] if id(param) in self._names), None)
+            for setting, value in group.items() if first is not None else ():
+                numbers = [*value] if isinstance(value, tuple | list) else [value]
+                is_used = setting != "params" and not setting.startswith("initial_")
+                if is_used and numbers and all(map(_is_number, numbers)):
+                    held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+                    yield self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)
+
+    def keep(self) -> None:
+        """Keep the parameters, to tell by how much a step changes them."""
+        self._before = {id(param): _local(param).clone() for _, param in self.named()}
+
+    def forget(self) -> None:
+        """Drop what `keep` has kept."""
+        self._before.clear()
+
+    def after_step(self) -> Iterator[Part]:
+        """Yield updates, the optimizer's state and parameters."""
+        for name, param in self.named():
+            if (old := self._before.get(id(param))) is not None:
+                yield self.part("update", name, _like(old.neg_().add_(_local(param)), param))
+            for entry, value in self._optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
+                    yield self.part("state", f"{name}[{entry}]", value)
+            yield self.part("parameter", name, param)
+
+    def buffers(self) -> list[Part]:
+        """Return the model's buffers."""
+        found = [(plain_name(name), buffer) for name, buffer in self._model.named_buffers()]
+        plain = [(name, buffer) for name, buffer in found if _is_plain(buffer) and not isinstance(buffer, DTensor)]
+        return [self.part("buffer", name, buffer) for name, buffer in plain]
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a setting is a number that the processor holds; reading others would wait for their device."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.device.type == "cpu"
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def _like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
