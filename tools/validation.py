@@ -61,7 +61,7 @@ TESTS = {
 NEVER = """## What never ran
 
 - **GPUs and NCCL.** `pytest -m gpu` has the tests, and every one of them was skipped so far. Forecasts of memory and
-  time for GPUs follow documentation and published figures, and were never measured.
+  time for GPUs are compared with [figures that others published](published_runs.md), and were never measured.
 - **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
   (`nox -s bench -- ranks`).
 - **Several physical machines.** Two hosts were processes of one machine.

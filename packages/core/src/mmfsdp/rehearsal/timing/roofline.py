@@ -9,6 +9,7 @@ from mmfsdp.rehearsal.timing.ranges import CASES
 __all__ = ["kind_of", "operator_seconds", "weight_of"]
 
 _VIEW = 1 / 3
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 def kind_of(operator: Operator) -> str:
@@ -46,6 +47,27 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     moving = operator.nbytes / (device.bandwidth * device.streaming[place])
     if kind == "moving":
         return max(moving, device.smallest), "memory"
-    share = (device.attention if kind == "attention" else device.products)[place]
+    share = _attention_share(operator, device, place) if kind == "attention" else device.products[place]
+    if kind == "product" and device.filling:
+        shortest = _shortest_side(operator)
+        share *= shortest / (shortest + device.filling) if shortest else 1.0
     computing = operator.flops / (device.peak(operator.dtype) * share)
     return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"
+
+
+def _attention_share(operator: Operator, device: Device, place: int) -> float:
+    reached = device.attention_backward if operator.name.endswith("_backward") else None
+    share = (reached or device.attention)[place]
+    return min(share * device.cudnn, 1.0) if "cudnn" in operator.name else share
+
+
+def _shortest_side(operator: Operator) -> int:
+    """Return the length of the shortest side of a product of two matrices; 0 if the operator is another one.
+
+    Before a tile of the result is complete, and after, the units that multiply wait for memory: the shorter the sums
+    and the fewer the tiles, the larger that share.
+    """
+    matrices = [shape for shape in operator.shapes if len(shape) in (2, 3)][-2:]
+    if operator.name not in _PRODUCTS or len(matrices) < 2:
+        return 0
+    return min(*matrices[0][-2:], matrices[1][-1])

@@ -1,0 +1,60 @@
+"""The pages of published runs are what their script writes, and their forecasts are those of the code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benchmarks.bench_published import FORECASTS, forecast, summary
+from benchmarks.published.rebuilding import UnknownRunError, rebuild, runs
+from tools.published_runs import PAGES, pages
+
+FOUND = json.loads(FORECASTS.read_text(encoding="utf-8"))
+SMALL = 69, 159
+"""MPT-125m on A100, for its time; LitGPT's StableLM of 16 layers, for its memory."""
+
+
+def test_the_pages_are_up_to_date() -> None:
+    for name, text in pages().items():
+        assert text == PAGES[name].read_text(encoding="utf-8"), "run: python tools/published_runs.py"
+
+
+def test_every_record_has_a_source_and_is_forecast_or_refused() -> None:
+    known, refused = {row["run"] for row in FOUND["runs"]}, {int(number) for number in FOUND["refused"]}
+    for number, run in enumerate(runs()):
+        assert run["source"]
+        assert run["date"]
+        try:
+            rebuild(run)
+        except UnknownRunError:
+            assert number in refused - known
+        else:
+            assert number in known - refused
+
+
+@pytest.mark.parametrize("number", SMALL)
+def test_forecasts_are_those_of_the_code(number: int) -> None:
+    run = runs()[number]
+    again, before = forecast(number, run, rebuild(run)), next(row for row in FOUND["runs"] if row["run"] == number)
+    assert {*again} == {*before}
+    for kind in {*again} - {"run", "half"}:
+        assert again[kind] == pytest.approx(before[kind], rel=0.005), "run: python -m benchmarks.bench_published"
+
+
+def test_steps_of_the_half_that_fitted_nothing_are_forecast_well() -> None:
+    found = summary(FOUND["runs"])["seconds, test"]
+    assert found["count"] >= 30
+    assert found["median"] <= 0.1
+    assert found["worst"] <= 0.2
+    assert found["inside"] >= 0.9 * found["count"]
+    assert found["widest"] <= 1.3
+
+
+def test_memory_of_steps_on_fsdp2_is_forecast_well() -> None:
+    errors = [
+        row["allocated"][-1] / row["allocated"][0] - 1
+        for row in FOUND["runs"]
+        if "allocated" in row and runs()[row["run"]]["sharding"].startswith("FSDP2")
+    ]
+    assert errors
+    assert max(map(abs, errors)) <= 0.02
