@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -192,6 +193,19 @@ def test_signals_that_the_program_handles_are_left_to_it(tmp_path: Path) -> None
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert came == [signal.SIGUSR1]
+
+
+def test_leaving_does_not_wait_for_processes_that_were_forked(tmp_path: Path) -> None:
+    with single_rank():
+        model = mmfsdp.shard(nn.Linear(4, 4))
+        with mmfsdp.watch_ranks(model, 60.0), mmfsdp.CheckpointManager(tmp_path, model):
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            worker.start()
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 20
+        worker.kill()
+        worker.join()
+        worker.close()
 
 
 def outside_the_main_thread(folder: str, lines: list[str]) -> None:

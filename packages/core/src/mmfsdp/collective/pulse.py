@@ -83,6 +83,8 @@ class Pulse:
     def close(self) -> None:
         """Close all connections. Not collective; to the others this rank is `GONE`."""
         for connection in self._places:
+            with suppress(OSError):  # the other one is gone
+                connection.shutdown(socket.SHUT_RDWR)  # worker processes of data loaders may hold it, too
             connection.close()
         self._selector.close()
 

@@ -71,7 +71,9 @@ class StopSignals:
         if self._taken:
             signal.set_wakeup_fd(self._former)
         self._taken = {}
-        self._theirs.close()  # the thread reads the end, and ends
+        # The thread reads the end, and ends. Closing alone is no end: workers of data loaders may hold it, too.
+        self._theirs.shutdown(socket.SHUT_RDWR)
+        self._theirs.close()
         self._thread.join()
         self._ours.close()
 
