@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +31,10 @@ from mmfsdp.errors import (
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import PendingSave
 from mmfsdp.saving.load import load_with_rest
+from mmfsdp.saving.manager_settings import ManagerSettings
 from mmfsdp.saving.node_tier import NodeTier
 from mmfsdp.saving.publishing import as_checkpoint_error
-from mmfsdp.saving.run_directory import Retention, RunDirectory, check_count
+from mmfsdp.saving.run_directory import Retention, RunDirectory
 from mmfsdp.saving.run_state import RunState, Stateful
 from mmfsdp.saving.run_store import RunStore
 from mmfsdp.saving.save import save_checkpoint
@@ -119,10 +119,19 @@ class CheckpointManager:
         exit_code: int = 75,
     ) -> None:
         refuse_empty(directory)
-        _check_settings(every_steps, every_minutes, kind, if_busy)
-        _check_stopping(grace_seconds, exit_code)
-        _check_fast(fast_directory, fast_every_steps)
-        self._retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
+        self._settings = ManagerSettings(
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            retention=Retention(max_to_keep, keep_period, keep_best, best_mode),
+            kind=kind,
+            background=background,
+            if_busy=if_busy,
+            is_tiered=fast_directory is not None,
+            fast_every_steps=fast_every_steps,
+            raise_errors=raise_errors,
+            grace_seconds=grace_seconds,
+            exit_code=exit_code,
+        )
         sharded = find_sharded_model(model)
         # Messages of the steps must not mix with those of saves, which may be running.
         self._scope = new_scope(sharded.mesh)
@@ -130,26 +139,10 @@ class CheckpointManager:
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}
         named |= {} if scaler is None else {"scaler": scaler}
         self._state = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals)
-        given = {
-            "every_steps": every_steps,
-            "every_minutes": every_minutes,
-            "retention": self._retention,
-            "kind": kind,
-            "background": background,
-            "if_busy": if_busy,
-            "fast_every_steps": fast_every_steps,
-            "state": sorted([*named, *(state or {})]),
-            "averaged": averaged is not None,
-            "raise_errors": raise_errors,
-            "grace_seconds": grace_seconds,
-            "exit_code": exit_code,
-        }
+        given = {**vars(self._settings), "state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
         check_same_arguments(self._scope, "CheckpointManager()", given)
         self.directory = place(same_path(directory, self._scope))
-        self._model, self._optimizer = model, optimizer
-        self._every_steps, self._every_minutes = every_steps, every_minutes
-        self._kind, self._background, self._safe_globals = kind, background, safe_globals
-        self._raise_errors, self._if_busy = raise_errors, if_busy
+        self._model, self._optimizer, self._safe_globals = model, optimizer, safe_globals
         self.failed_saves = 0
         """How many saves have failed so far."""
         self._in_row = 0  # failed saves since the last one that succeeded
@@ -160,7 +153,6 @@ class CheckpointManager:
         self._complete: int | None = None  # the newest step that is on disk
         self._messages = StepMessages(self._scope)
         self._asked_about: PendingSave | None = None  # the save that the message under way is about
-        self._exit_code = exit_code
         self._signals: StopSignals | None = None
         self._begun = time.monotonic()
         shapes = repr(sorted((param.fqn, param.shape) for param in sharded.plan.all_params()))
@@ -173,7 +165,7 @@ class CheckpointManager:
 
         self._files = on_all_ranks(open_directory, self._scope)
         self._unread = shared(lambda: self._files and len(self._files.checkpoints()), self._scope)
-        self._fast, self._fast_every_steps = None, fast_every_steps
+        self._fast = None
         if fast_directory is not None:
             where = Path(same_path(fast_directory, self._scope))
             try:
@@ -267,15 +259,15 @@ class CheckpointManager:
         """
         self._refuse_unread()
         self._newest = step, metric
-        due = self._every_steps is not None and step % self._every_steps == 0
+        due = self._settings.is_due(step)
         due |= self._retry_at is not None and step >= self._retry_at
         heard = self._hear()
         if heard.stop:
             self._stop(step, metric, heard)
-        skips = self._if_busy == "skip" and self._pending is not None  # all ranks know alike that it has not ended
+        # All ranks know alike that it has not ended.
+        skips = self._settings.if_busy == "skip" and self._pending is not None
         saved = self.save(step, metric) if (due or heard.due) and not skips else False
-        every = self._fast_every_steps
-        if not saved and not skips and every is not None and step % every == 0:
+        if not saved and not skips and self._settings.is_due_fast(step):
             saved = self._save_fast(step)
         self._tell()
         return saved
@@ -290,7 +282,7 @@ class CheckpointManager:
             self._failed(step, error)
             return False
         self._pending = step, pending
-        if not self._background:
+        if not self._settings.background:
             self._finish()
         return True
 
@@ -347,15 +339,15 @@ class CheckpointManager:
         if step == self._saved:
             return True
         value = None if metric is None else float(metric)
-        path = self.directory / (f"step_{step}.pth" if self._kind == "full" else f"step_{step}")
-        gathers = self._kind == "full" and not self._background
+        path = self.directory / (f"step_{step}.pth" if self._settings.kind == "full" else f"step_{step}")
+        gathers = self._settings.kind == "full" and not self._settings.background
         extra = self._state.content(step, self._scope, whole=gathers)
         self._begun = time.monotonic()
         try:
             self._on_first(lambda files: files.announce(step, value), path)
-            blocking = not self._background
+            blocking = not self._settings.background
             pending = save_checkpoint(
-                path, self._model, self._optimizer, kind=self._kind, extra=extra, blocking=blocking
+                path, self._model, self._optimizer, kind=self._settings.kind, extra=extra, blocking=blocking
             )
         except (TargetExistsError, RunDirectoryError):
             raise
@@ -450,13 +442,13 @@ class CheckpointManager:
 
     def _retain(self, files: RunDirectory | RunStore) -> None:
         try:
-            files.retain(self._retention)
+            files.retain(self._settings.retention)
         except (OSError, CheckpointError) as error:  # an old checkpoint too many does no harm
             _log.warning("An old checkpoint cannot be removed: %s", error)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         self.failed_saves += 1
-        if self._raise_errors:
+        if self._settings.raise_errors:
             raise error
         pause = min(2**self._in_row, _LONGEST_PAUSE)
         self._in_row += 1
@@ -466,13 +458,13 @@ class CheckpointManager:
 
     def _notice(self) -> Notice:
         """Return what this rank can tell the others at the end of a step."""
-        passed = self._every_minutes is not None and time.monotonic() - self._begun >= 60 * self._every_minutes
+        passed = self._settings.have_passed(time.monotonic() - self._begun)
         self._asked_about = None if self._pending is None else self._pending[1]
         running = self._asked_about is not None and not self._asked_about.done()
         return Notice(passed and self._scope.is_first, running, self._signals is not None and self._signals.asked)
 
     def _tell(self) -> None:
-        if self._every_minutes is not None or self._pending is not None or self._signals is not None:
+        if self._settings.every_minutes is not None or self._pending is not None or self._signals is not None:
             self._messages.send(self._notice)
 
     def _hear(self) -> Notice:
@@ -493,12 +485,12 @@ class CheckpointManager:
         if self._scope.is_first:
             _log.warning(
                 "Leaving with exit code %d, as rank %d was asked to. %s",
-                self._exit_code,
+                self._settings.exit_code,
                 heard.sender,
                 self._what_is_kept(),
             )
         atexit.register(_end_groups)
-        raise SystemExit(self._exit_code)
+        raise SystemExit(self._settings.exit_code)
 
     def _what_is_kept(self) -> str:
         """Say what is on disk, for a process that is about to end."""
@@ -512,26 +504,3 @@ def _end_groups() -> None:
     """End gloo's threads: one that is busy when the interpreter ends makes the exit code that of SIGABRT."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _check_settings(every_steps: int | None, every_minutes: float | None, kind: str, if_busy: str) -> None:
-    check_count("every_steps", every_steps)
-    if every_minutes is not None and not 0 < every_minutes < math.inf:
-        raise ConfigError(f"every_minutes={every_minutes!r} is not a positive number.")
-    if kind not in ("full", "local", "sharded"):
-        raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
-    if if_busy not in ("wait", "skip"):
-        raise ConfigError(f"if_busy must be 'wait' or 'skip', got {if_busy!r}.")
-
-
-def _check_fast(directory: str | Path | None, every_steps: int | None) -> None:
-    check_count("fast_every_steps", every_steps)
-    if (directory is None) != (every_steps is None):
-        raise ConfigError("fast_directory and fast_every_steps belong together: pass both, or neither.")
-
-
-def _check_stopping(grace_seconds: float | None, exit_code: int) -> None:
-    if grace_seconds is not None and not 0 < grace_seconds < math.inf:
-        raise ConfigError(f"grace_seconds={grace_seconds!r} is not a positive number; None leaves signals alone.")
-    if isinstance(exit_code, bool) or not isinstance(exit_code, int) or not 0 <= exit_code < 256:
-        raise ConfigError(f"exit_code={exit_code!r} is not a whole number from 0 to 255.")
