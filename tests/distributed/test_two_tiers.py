@@ -18,7 +18,7 @@ from mmfsdp import errors
 from mmfsdp.saving.node_files import NodeFile, Plan, choose, holders
 from mmfsdp.testing import run_ranks
 
-PROGRAM = ROOT / "tests" / "distributed" / "programs" / "two_tiers.py"
+PROGRAM = ROOT / "tests" / "distributed" / "two_tiers_program.py"
 
 
 @pytest.mark.parametrize(
