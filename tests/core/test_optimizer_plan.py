@@ -80,6 +80,14 @@ def test_patterns_and_exceptions() -> None:
     assert set(chosen(Vision(), muon=None).values()) == {ADAMW}
 
 
+def test_low_rank_factors_on_request() -> None:
+    factors = {"lora_A": nn.Linear(8, 2, bias=False), "lora_B": nn.Linear(2, 8, bias=False)}
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(8, 8), **factors})])})
+    names = {f"blocks.0.{name}.weight" for name in factors}
+    assert {name for name, how in chosen(model).items() if how == MUON} == {"blocks.0.fc.weight"}
+    assert {name for name, how in chosen(model, muon="**.lora_*.weight").items() if how == MUON} == names
+
+
 def test_frozen_parameters_have_no_optimizer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].requires_grad_(True)
