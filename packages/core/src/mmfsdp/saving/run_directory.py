@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remov
 from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 
-__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count", "take_directory"]
+__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count", "only_complete", "take_directory"]
 
 STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
 _ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
@@ -105,15 +105,7 @@ class RunDirectory:
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return step and path of the complete checkpoints, the newest first; log why others are skipped."""
-        found = []
-        for step, path in self.checkpoints():
-            try:
-                check_complete(path)
-            except (CheckpointError, OSError) as error:
-                _log.warning("Skipped the checkpoint %r, which is not complete: %s", str(path), error)
-            else:
-                found.append((step, path))
-        return found
+        return only_complete(self.checkpoints())
 
     def set_aside(self, after: int) -> None:
         """Rename the checkpoints after a step, which could not be loaded: ``step_8.damaged``. Nothing is removed."""
@@ -139,6 +131,19 @@ class RunDirectory:
         for step in retention.to_remove(paths, metrics_of(self._record)):
             remove_checkpoint(paths[step])
         remove_remains(self.path)
+
+
+def only_complete(checkpoints: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """Return those of some checkpoints, with their steps, that are complete; log why others are skipped."""
+    found = []
+    for step, path in checkpoints:
+        try:
+            check_complete(path)
+        except (CheckpointError, OSError) as error:
+            _log.warning("Skipped the checkpoint %r, which is not complete: %s", str(path), error)
+        else:
+            found.append((step, path))
+    return found
 
 
 def _names_of_damaged(path: Path) -> Iterator[Path]:

@@ -8,9 +8,8 @@ import os
 import secrets
 from pathlib import Path
 
-from mmfsdp.checkpoint.retention import check_complete
-from mmfsdp.errors import CheckpointError, RunDirectoryError
-from mmfsdp.saving.run_directory import STEP_NAME, Retention
+from mmfsdp.errors import RunDirectoryError
+from mmfsdp.saving.run_directory import STEP_NAME, Retention, only_complete
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 from mmfsdp.saving.stores import Store
 
@@ -53,15 +52,7 @@ class RunStore:
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return step and path of the complete checkpoints, the newest first; log why others are skipped."""
-        found = []
-        for step, path in self.checkpoints():
-            try:
-                check_complete(path)
-            except (CheckpointError, OSError) as error:
-                _log.warning("Skipped the checkpoint %r, which is not complete: %s", str(path), error)
-            else:
-                found.append((step, path))
-        return found
+        return only_complete(self.checkpoints())
 
     def set_aside(self, after: int) -> None:
         """Move the checkpoints after a step, which could not be loaded, to ``step_8.damaged``."""

@@ -29,6 +29,8 @@ GROUPED_PRODUCT = "aten::_grouped_mm"
 
 _OF_FSDP = "fsdp::"
 
+_ATTENTION = "aten::_scaled_dot_product_"
+
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 _LIKE = {  # attention on the CPU, which torch counts from 2.15 on
@@ -101,7 +103,8 @@ class Costs:
             return 0, 0, "", ()
         dtype = self.dtype_of(inputs or outputs)
         formula = flop_registry.get(_LIKE.get(func.overloadpacket, func.overloadpacket))
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        counted = _with_equal_heads(args, func._schema.name)
+        flops = 0 if formula is None else int(formula(*counted, **kwargs, out_val=result))
         if func._schema.name == GROUPED_PRODUCT:
             flops = _grouped_flops(*args[:2])
         if flops and self._is_causal(func, args, kwargs):
@@ -126,6 +129,21 @@ class Costs:
             known = any(alias is not None and not alias.is_write for alias in aliases)
             known = self._views[func] = known or func._schema.name in _WRITES_NOTHING
         return known
+
+
+def _with_equal_heads(args: Sequence[Any], name: str) -> Sequence[Any]:
+    """Return the arguments of an operator, for attention with as many heads of keys and values as of queries.
+
+    Where keys and values have fewer, kernels repeat them; torch 2.9 does not count their FLOPs otherwise.
+    """
+    if not name.startswith(_ATTENTION):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # after the gradient of the result
+    query, *others = args[first : first + 3]
+    if all(part.shape[1] == query.shape[1] for part in others):
+        return args
+    shapes = [torch.Size((part.shape[0], query.shape[1], *part.shape[2:])) for part in others]
+    return [*args[: first + 1], *shapes, *args[first + 3 :]]
 
 
 def _grouped_flops(one: torch.Tensor, other: torch.Tensor) -> int:
