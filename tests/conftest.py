@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,3 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ranks() -> Iterator[None]:
+    """End the ranks of a file of tests with it, so that no file meets what another one left in their processes."""
+    yield
+    if "mmfsdp.testing" in sys.modules:
+        sys.modules["mmfsdp.testing"].close_ranks()
