@@ -68,7 +68,7 @@ class Rebuilt:
     ranks: int
     config: Mapping[str, Any]
     device: str
-    network: str
+    network: str = ""
     """A preset of `mmfsdp.rehearsal.networks`; empty: as the device usually is."""
     accumulate: int = 1
     optimizer: str = "adamw"
@@ -168,17 +168,7 @@ def _torchtitan(run: Mapping[str, Any]) -> Rebuilt:
         "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
         "activation_checkpointing": _checkpointing(run),
     }
-    return Rebuilt(
-        shape,
-        run["seq_len"],
-        run["micro_batch"],
-        run["num_gpus"],
-        config,
-        _device(run),
-        "",
-        keeps_logits=is_early,
-        keeps_last=engine == "fsdp2",
-    )
+    return _rebuilt(run, shape, config, keeps_logits=is_early, keeps_last=engine == "fsdp2")
 
 
 def _foundry(run: Mapping[str, Any]) -> Rebuilt:
@@ -194,17 +184,13 @@ def _foundry(run: Mapping[str, Any]) -> Rebuilt:
         "precision": {"param_dtype": "bfloat16", "reduce_dtype": reduced},
         "activation_checkpointing": _checkpointing(run),
     }
-    device = _device(run)
-    is_ampere = device.startswith("a100")
-    return Rebuilt(
+    is_ampere = _device(run).startswith("a100")
+    return _rebuilt(
+        run,
         shape,
-        run["seq_len"],
-        run["micro_batch"],
-        run["num_gpus"],
         config,
-        device,
-        "roce-200" if is_ampere else "roce-400",
-        run.get("grad_accum") or 1,
+        network="roce-200" if is_ampere else "roce-400",
+        accumulate=run.get("grad_accum") or 1,
         attention=_OF_FOUNDRY["a100" if is_ampere else "h100"],
     )
 
@@ -216,9 +202,7 @@ def _fms(run: Mapping[str, Any]) -> Rebuilt:
         "precision": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
         "activation_checkpointing": _checkpointing(run),
     }
-    shape = _shape(LLAMAS, run)
-    network = "roce-50" if "400 Gbps" in run["notes"] else "roce-100"
-    return Rebuilt(shape, run["seq_len"], run["micro_batch"], run["num_gpus"], config, _device(run), network)
+    return _rebuilt(run, _shape(LLAMAS, run), config, network="roce-50" if "400 Gbps" in run["notes"] else "roce-100")
 
 
 def _litgpt(run: Mapping[str, Any]) -> Rebuilt:
@@ -227,10 +211,12 @@ def _litgpt(run: Mapping[str, Any]) -> Rebuilt:
         config["sharding"] = {"ignored_parameters": ["**"]}  # plain modules, which keep no copies
     if run["num_gpus"] > 1:
         config |= {"engine": "fsdp1", "activation_checkpointing": _checkpointing(run)}
-    shape, device = _shape(LITS, run), _device(run)
-    return Rebuilt(
-        shape, run["seq_len"], run["micro_batch"], run["num_gpus"], config, device, "", max_norm=None, casts=True
-    )
+    return _rebuilt(run, _shape(LITS, run), config, max_norm=None, casts=True)
+
+
+def _rebuilt(run: Mapping[str, Any], shape: Shape | LitShape, config: Mapping[str, Any], **settings: Any) -> Rebuilt:
+    """Return a run of which a record states batch, ranks and device."""
+    return Rebuilt(shape, run["seq_len"], run["micro_batch"], run["num_gpus"], config, _device(run), **settings)
 
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Rebuilt]] = {

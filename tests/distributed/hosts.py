@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Host", "two_hosts"]
+import pytest
+
+__all__ = ["Host", "hosts_or_skip"]
 
 ROOT = Path(__file__).parents[2]
 _INTERFACE = "veth-mmfsdp"  # in a namespace of its own, so that no two runs meet
@@ -97,7 +99,7 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+def _two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Bring two hosts up, ``node-a`` and ``node-b``, and take them down whatever happened.
 
     Args:
@@ -133,3 +135,14 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def hosts_or_skip(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Yield two hosts, as `_two_hosts` does; skip the test where the machine allows none."""
+    with ExitStack() as stack:
+        try:
+            pair = stack.enter_context(_two_hosts(folder))
+        except OSError as error:
+            pytest.skip(f"Two hosts need network, mount and process namespaces: {error}")
+        yield pair

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.shelf import Shelf, url_of
+from tests.distributed.store_runs import trained
 from torch import nn
 
 import mmfsdp
@@ -27,13 +28,6 @@ STEPS = 7
 
 def train(rank: int, url: str | None, stop: int, kind: str, dies_at: int | None = None) -> Any:
     """Train from the newest checkpoint on; rank 1 dies while it sends a file of a step."""
-    torch.manual_seed(0)
-    model = mmfsdp.shard(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = None
-    if url is not None:
-        options: dict[str, Any] = {"every_steps": 2, "max_to_keep": 2, "keep_period": 6, "kind": kind}
-        manager = mmfsdp.CheckpointManager(url, model, optimizer, **options)
     if dies_at is not None and rank == 1:
         send = Shelf.put_file
 
@@ -44,16 +38,7 @@ def train(rank: int, url: str | None, stop: int, kind: str, dies_at: int | None 
             send(self, source, target, **given)
 
         Shelf.put_file = die  # type: ignore[method-assign]
-    for step in range(0 if manager is None else manager.resume(), stop):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        model(rows).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if manager is not None:
-            manager.step(step + 1)
-    if manager is not None:
-        manager.close()
-        assert manager.failed_saves == 0
+    model, optimizer = trained(url, stop, max_to_keep=2, keep_period=6, kind=kind)
     return mmfsdp.model_state_dict(model, rank0_only=False), mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)
 
 
@@ -77,7 +62,7 @@ def test_what_a_killed_save_left_is_removed_later(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(train, 2, url_of(tmp_path), STEPS, "local", 4)
     left = {path.name for path in (tmp_path / "step_4").iterdir()}
-    assert left == {"rank0.pth"}  # without a manifest it is no checkpoint
+    assert left == {"rank0.pth"}  # there is no manifest, so it does not count as a checkpoint
     resumed = run_ranks(train, 1, url_of(tmp_path), STEPS, "local")  # on other ranks, which write other files
     torch.testing.assert_close(resumed[0], whole[0], rtol=1e-5, atol=1e-6)
     assert names(tmp_path) == ["holder.json", "run.json", "step_4", "step_6"]

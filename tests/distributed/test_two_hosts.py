@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.hosts import ROOT, Host, two_hosts
+from tests.distributed.hosts import ROOT, Host, hosts_or_skip
 from tests.forked_scripts import environ_alone, python, run_script
 
 from mmfsdp.checkpoint import verify
@@ -27,15 +27,8 @@ LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Host, Host]]:
     """A folder that both hosts see, and the hosts."""
     folder = tmp_path_factory.mktemp("hosts")
-    context = two_hosts(folder)
-    try:
-        pair = context.__enter__()
-    except OSError as error:
-        pytest.skip(f"Two hosts need network, mount and process namespaces: {error}")
-    try:
+    with hosts_or_skip(folder) as pair:
         yield folder, *pair
-    finally:
-        context.__exit__(None, None, None)
 
 
 def documented() -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.hosts import ROOT, Host, two_hosts
+from tests.distributed.hosts import ROOT, Host, hosts_or_skip
 from tests.forked_scripts import python
 from torch import nn
 
@@ -81,12 +81,7 @@ def run(pair: tuple[Host, Host], folder: Path, stop: int, how: str) -> list[tupl
 
 @pytest.mark.timeout(300)
 def test_a_node_that_loses_its_disk(tmp_path: Path) -> None:
-    context = two_hosts(tmp_path)
-    try:
-        pair = context.__enter__()
-    except OSError as error:
-        pytest.skip(f"Two hosts need network, mount and process namespaces: {error}")
-    try:
+    with hosts_or_skip(tmp_path) as pair:
         run(pair, tmp_path, 5, "dies")  # step 4 is on the disks
         lost = "; ".join(f"rm -rf {tmp_path}/disk/{name}" for name in ("fast", "durable"))
         pair[1].start(["sh", "-c", lost]).communicate()
@@ -94,8 +89,6 @@ def test_a_node_that_loses_its_disk(tmp_path: Path) -> None:
         pair[0].start(["sh", "-c", lost]).communicate()
         pair[1].start(["sh", "-c", lost]).communicate()
         whole = run(pair, tmp_path, 8, "ends")
-    finally:
-        context.__exit__(None, None, None)
     assert [out.split()[0] for out, _ in resumed] == ["4"] * 4
     assert [out.split()[1:] for out, _ in resumed] == [out.split()[1:] for out, _ in whole]
     assert "The files of ranks [2, 3] of step 4 came from their copies on other nodes." in resumed[0][1]

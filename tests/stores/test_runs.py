@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed.store_runs import trained
 from tests.stores.conftest import keys
-from torch import nn
 
 import mmfsdp
 from mmfsdp.testing import run_ranks
@@ -18,22 +18,7 @@ NAMES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_
 
 def train(rank: int, environ: dict[str, str], stop: int, kind: str, url: str | None = "s3://bucket/run") -> Any:
     os.environ.update(environ)
-    torch.manual_seed(0)
-    model = mmfsdp.shard(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = None
-    if url is not None:
-        manager = mmfsdp.CheckpointManager(url, model, optimizer, every_steps=2, max_to_keep=1, kind=kind)
-    for step in range(0 if manager is None else manager.resume(), stop):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        model(rows).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if manager is not None:
-            manager.step(step + 1)
-    if manager is not None:
-        manager.close()
-        assert manager.failed_saves == 0
+    model, _ = trained(url, stop, max_to_keep=1, kind=kind)
     return mmfsdp.model_state_dict(model, rank0_only=False)
 
 

@@ -51,12 +51,13 @@ class Pulse:
             if not scope.is_first:
                 self._add(_connect(*meeting, place=scope.place), 0)
 
+        def accept() -> None:
+            if server is not None:
+                with server:
+                    self._accept(server, meeting[2])
+
         on_all_ranks(connect, scope)
-        if server is not None:
-            on_all_ranks(lambda: self._accept(server, meeting[2]), scope)
-            server.close()
-        else:
-            on_all_ranks(lambda: None, scope)
+        on_all_ranks(accept, scope)
 
     def send(self, message: Any) -> None:
         """Send something that JSON can express: from the first rank to all others, from others to the first."""
@@ -132,7 +133,7 @@ class Pulse:
 
 
 def _meeting(server: socket.socket) -> tuple[list[str], int, str]:
-    """Return where the first rank can be reached: addresses, port and a password."""
+    """Return where the first rank can be reached: addresses, port, and a token that tells ranks from strangers."""
     names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     return [name for name in names if name], server.getsockname()[1], secrets.token_hex(16)
 

@@ -38,7 +38,7 @@ class Writer:
         folder: The record's folder; a file of the same rank in it is replaced.
         rank: This rank.
         head: What the run is.
-        whole: Patterns such as ``"gradient of head.*"``: tensors to write whole, too.
+        whole: Patterns such as ``"gradient of head.*"``: these tensors are also written whole.
     """
 
     def __init__(self, folder: Path, rank: int, head: Mapping[str, Any], whole: Sequence[str] = ()) -> None:

@@ -117,9 +117,6 @@ def rehearse(
     elif mesh is not None:
         raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
     check_plain(model)
-    known = None if device is None else device_of(device)
-    if known is not None and known.capability != UNKNOWN and device_type != "cuda":
-        raise ConfigError(f"{known.name} is a GPU, but device_type is {device_type!r}. Drop one of them.")
     if not 0 <= rank < plan.mesh.world_size:
         raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
     return _rehearsed(
@@ -134,7 +131,7 @@ def rehearse(
         device_type=device_type,
         assume=assume,
         ema=ema,
-        device=known,
+        device=device,
     )
 
 
@@ -151,7 +148,6 @@ def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any)
         **options: The other arguments of `rehearse` but ``mesh``, with the same defaults.
     """
     settings = {name: value for name, value in (rehearse.__kwdefaults__ or {}).items() if name != "mesh"} | options
-    settings["device"] = None if settings["device"] is None else device_of(settings["device"])
     try:
         return _rehearsed(plan, model, batch, **settings, once=True)
     except _IdleError:
@@ -175,9 +171,15 @@ def _rehearsed(
     device_type: str,
     assume: float | None,
     ema: EmaFn | None,
-    device: Device | None = None,
+    device: str | Device | None,
     once: bool = False,
 ) -> Rehearsal:
+    known = None if device is None else device_of(device)
+    capability = None
+    if known is not None and known.capability != UNKNOWN:
+        capability = known.capability
+        if device_type != "cuda":
+            raise ConfigError(f"{known.name} is a GPU, but device_type is {device_type!r}. Drop one of them.")
     places = Places()
     with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
@@ -203,7 +205,6 @@ def _rehearsed(
         if assume is not None:
             stack.enter_context(assumed_arrays(scalar))
         if not on_cpu:
-            capability = None if device is None or device.capability == UNKNOWN else device.capability
             stack.enter_context(device_operators(mode, capability))
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
@@ -258,7 +259,7 @@ def _rehearsed(
         plan=plan,
         operators=tuple(recorder.operators),
         calls=costs.calls,
-        device=device,
+        device=known,
     )
 
 

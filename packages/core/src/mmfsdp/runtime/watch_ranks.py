@@ -141,7 +141,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
             self._end(text)
 
     def _end(self, text: str) -> None:
-        """Print why, and where this process is, and end it; its main thread may wait for ever."""
+        """Print the reason and this process's stacks, and end it. Its main thread may be waiting and never return."""
         me = f"rank {self._scope.place} on host {host_of()!r}"
         os.write(2, f"mmfsdp: {me} ends with exit code {_EXIT_CODE}. {text}\nStacks of {me}:\n".encode())
         faulthandler.dump_traceback(2)

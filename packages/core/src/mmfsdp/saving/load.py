@@ -29,8 +29,6 @@ from mmfsdp.state.report import LoadReport
 
 __all__ = ["load_checkpoint", "load_with_rest", "reference_of", "under_tied_names"]
 
-"""The prefix that DistributedDataParallel and other wrappers add to every name."""
-
 
 def load_checkpoint(
     path: str | Path,

@@ -374,7 +374,7 @@ class CheckpointManager:
         If the last save failed, the newest step is saved once more.
 
         Raises:
-            CheckpointError: That failed, too.
+            CheckpointError: The second attempt also failed.
         """
         try:
             self._messages.receive()

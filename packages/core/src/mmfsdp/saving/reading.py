@@ -134,7 +134,7 @@ def open_shared(
         safe_globals: See `load_checkpoint`.
         reference: Returns what `read_checkpoint` takes; called on the ranks that open the checkpoint.
         change: Called on the first rank with the content; every rank receives what it returns.
-        lazy: Keys of the content whose tensors stay on disk, too.
+        lazy: More keys of the content whose tensors stay on disk.
 
     Returns:
         The source that the tensors are read from, and the content.

@@ -19,7 +19,15 @@ from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remov
 from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 
-__all__ = ["STEP_NAME", "Retention", "RunDirectory", "check_count", "only_complete", "take_directory"]
+__all__ = [
+    "STEP_NAME",
+    "Retention",
+    "RunDirectory",
+    "check_count",
+    "names_of_damaged",
+    "only_complete",
+    "take_directory",
+]
 
 STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
 _ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
@@ -111,7 +119,8 @@ class RunDirectory:
         """Rename the checkpoints after a step, which could not be loaded: ``step_8.damaged``. Nothing is removed."""
         for step, path in self.checkpoints():
             if step > after and os.path.lexists(path):
-                target = next(name for name in _names_of_damaged(path) if not os.path.lexists(name))
+                targets = map(path.with_name, names_of_damaged(path.name))
+                target = next(target for target in targets if not os.path.lexists(target))
                 os.rename(path, target)
                 _log.warning("Renamed %r, which could not be loaded, to %r.", str(path), target.name)
 
@@ -146,11 +155,11 @@ def only_complete(checkpoints: Iterable[tuple[int, Path]]) -> list[tuple[int, Pa
     return found
 
 
-def _names_of_damaged(path: Path) -> Iterator[Path]:
+def names_of_damaged(name: str) -> Iterator[str]:
     """Yield ``step_8.damaged``, ``step_8.damaged-2``, ``step_8.damaged-3``, ..."""
-    yield path.with_name(f"{path.name}.damaged")
+    yield f"{name}.damaged"
     for number in itertools.count(2):
-        yield path.with_name(f"{path.name}.damaged-{number}")
+        yield f"{name}.damaged-{number}"
 
 
 def take_directory(path: Path) -> Lease:

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 
 from mmfsdp.errors import RunDirectoryError
-from mmfsdp.saving.run_directory import STEP_NAME, Retention, only_complete
+from mmfsdp.saving.run_directory import STEP_NAME, Retention, names_of_damaged, only_complete
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 from mmfsdp.saving.stores import Store
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("mmfsdp.saving")
 class RunStore:
     """The directory of a run in a store. Not collective: for one rank.
 
-    The last job that opens the directory holds it; the one before is told when it saves the next time.
+    The directory is held by the job that opened it last. The job before it gets an error at its next save.
 
     Args:
         path: The directory.
@@ -58,9 +58,8 @@ class RunStore:
         """Move the checkpoints after a step, which could not be loaded, to ``step_8.damaged``."""
         for step, path in self.checkpoints():
             if step > after:
-                taken, number = self._store.names(), 1
-                while (target := f"{path.name}.damaged" + (f"-{number}" if number > 1 else "")) in taken:
-                    number += 1
+                taken = self._store.names()
+                target = next(name for name in names_of_damaged(path.name) if name not in taken)
                 self._store.move(path.name, target)
                 _log.warning("Moved %r, which could not be loaded, to %r.", str(path), target)
         self._remove_remains()

@@ -71,7 +71,8 @@ class StopSignals:
         if self._taken:
             signal.set_wakeup_fd(self._former)
         self._taken = {}
-        # The thread reads the end, and ends. Closing alone is no end: workers of data loaders may hold it, too.
+        # The thread reads the end of the stream, and returns. close() alone would not send it, as workers of data
+        # loaders may have inherited the socket.
         self._theirs.shutdown(socket.SHUT_RDWR)
         self._theirs.close()
         self._thread.join()

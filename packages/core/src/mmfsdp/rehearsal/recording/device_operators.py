@@ -2,7 +2,7 @@
 
 Attention, RMSNorm and dropout are compositions, which torch takes apart by the device of their tensors, before autograd
 sees the parts. A kernel of our own for the CPU's autograd takes them apart as for CUDA, if a tensor belongs to the
-rehearsal; all other tensors get torch's own composition. So it does not matter how a model came by a function, and
+rehearsal; all other tensors get torch's own composition. Functions that a model imported by name are covered, and
 checkpointing, autograd and ``save_ops`` see CUDA's operators.
 """
 
