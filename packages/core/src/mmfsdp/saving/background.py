@@ -15,8 +15,9 @@ from mmfsdp.collective.channels import GlooChannel
 from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.saving.failures import failures, log_failure
+from mmfsdp.saving.publishing import as_checkpoint_error
 
-__all__ = ["PendingSave", "Saver", "saver_of", "settle_saves"]
+__all__ = ["PendingSave", "Saver", "own_copy", "saver_of", "settle_saves"]
 
 
 class PendingSave:
@@ -141,6 +142,25 @@ class Saver:
 
         future.add_done_callback(report)
         return pending
+
+
+def own_copy(content: dict[str, Any], saver: Saver, target: Path) -> dict[str, Any]:
+    """Copy this rank's part into the memory that is kept for saves in the background. Collective: every rank.
+
+    Args:
+        content: See `Saver.stage`.
+        saver: The mesh's saver, with no save running.
+        target: What is saved, for messages.
+
+    Raises:
+        CheckpointError: A rank has not enough memory; raised on every rank.
+    """
+
+    def stage() -> dict[str, Any]:
+        with as_checkpoint_error(target):
+            return saver.stage(content)
+
+    return on_all_ranks(stage, saver.scope)
 
 
 _savers: dict[tuple[int, ...], tuple[World, Saver]] = {}

@@ -19,10 +19,9 @@ from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.errors import CorruptCheckpointError, RunDirectoryError
 
-__all__ = ["NodeFile", "Plan", "choose", "exchange", "holders", "remove_others", "scan", "transfer"]
+__all__ = ["NodeFile", "Plan", "choose", "exchange", "holders", "path_of", "remove_others", "scan", "transfer"]
 
 _CHUNK = 8 << 20  # bytes that are under way at once
-_NAME = re.compile(r"step_(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,17 @@ class NodeFile:
 
     def path(self, directory: Path) -> Path:
         """Return where the file is in a node's directory."""
-        return directory / f"rank{self.owner}" / f"step_{self.step}.pth"
+        return path_of(directory, self.owner, self.step)
 
     def describe(self, directory: Path) -> None:
         """Write this beside the file, which makes the file count."""
         with atomic_output(self.path(directory).with_suffix(".json"), overwrite=True) as temporary:
             temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def path_of(directory: Path, owner: int, step: int) -> Path:
+    """Return where a rank's file of a step is in a node's directory."""
+    return directory / f"rank{owner}" / f"step_{step}.pth"
 
 
 def scan(directory: Path, *, model: str, run: str | None) -> list[NodeFile]:
@@ -191,7 +195,7 @@ def transfer(step: int, directory: Path, plan: Sequence[tuple[int, int]], place:
     """
     failures: list[Exception] = []
     for holder, owner in plan:
-        path = directory / f"rank{owner}" / f"step_{step}.pth"
+        path = path_of(directory, owner, step)
         if place == holder:
             _send(path, owner, group)
         elif place == owner:

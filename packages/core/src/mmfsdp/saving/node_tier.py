@@ -25,9 +25,9 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_objects, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.saving.archives import write_own_part
-from mmfsdp.saving.background import PendingSave, saver_of, settle_saves
+from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
 from mmfsdp.saving.content import restricted_load
-from mmfsdp.saving.node_files import NodeFile, choose, exchange, holders, remove_others, scan, transfer
+from mmfsdp.saving.node_files import NodeFile, choose, exchange, holders, path_of, remove_others, scan, transfer
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import take_directory
 from mmfsdp.saving.run_state import RunState
@@ -100,8 +100,7 @@ class NodeTier:
         if optimizer is not None:
             content["optimizer"] = optim_state_dict(model, optimizer, "sharded", param_names=True)
         saver = saver_of(self._mesh)
-        with as_checkpoint_error(self._directory):
-            kept = saver.stage(content)
+        kept = own_copy(content, saver, self._directory)
         save_id = shared(lambda: secrets.token_hex(8) if self._scope.is_first else None, saver.scope)
         return saver.start(lambda: self._write(step, save_id, kept, saver.scope, saver.group), self._directory)
 
@@ -140,7 +139,7 @@ class NodeTier:
             CheckpointError: A file cannot be read; raised on every rank.
             RunDirectoryError, StateDictError: It does not fit the run; raised on every rank, and nothing is loaded.
         """
-        path = self._directory / f"rank{self._scope.place}" / f"step_{step}.pth"
+        path = path_of(self._directory, self._scope.place, step)
 
         def read() -> dict[str, Any]:
             with as_checkpoint_error(path):
@@ -181,7 +180,7 @@ class NodeTier:
 
         def write() -> NodeFile:
             with as_checkpoint_error(self._directory):
-                path = self._directory / f"rank{place}" / f"step_{step}.pth"
+                path = path_of(self._directory, place, step)
                 path.parent.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
                 with atomic_output(path, overwrite=True) as temporary:
                     entry = write_own_part(temporary, content, self._mesh, save_id, place)

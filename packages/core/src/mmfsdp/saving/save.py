@@ -20,7 +20,7 @@ from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_pat
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
-from mmfsdp.saving.background import PendingSave, Saver, saver_of, settle_saves
+from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
 from mmfsdp.saving.gathering import gather_on_first, with_boxes
 from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
@@ -216,7 +216,7 @@ def _write(
     scope = saver.scope
     if kind == "full":
         content = with_boxes(content, rows_only=False, is_first=scope.is_first)
-    kept = _own_copy(dict(content), saver, target) if not blocking else dict(content)
+    kept = own_copy(dict(content), saver, target) if not blocking else dict(content)
     if kind == "full":
 
         def gather() -> None:
@@ -245,7 +245,7 @@ def _write_folder(
     if saver is not None:
         scope = saver.scope
         weights = with_boxes(folder.weights, rows_only=True, is_first=scope.is_first)
-        folder = replace(folder, weights=_own_copy(weights, saver, target))
+        folder = replace(folder, weights=own_copy(weights, saver, target))
     save = DirectorySave.begin(target, scope, overwrite=overwrite)
 
     def step() -> None:
@@ -260,16 +260,6 @@ def _write_folder(
 def _begin(target: Path, scope: Scope, overwrite: bool) -> DirectorySave:
     kind = StoreSave if is_remote(target) else DirectorySave
     return kind.begin(target, scope, overwrite=overwrite)
-
-
-def _own_copy(content: dict[str, Any], saver: Saver, target: Path) -> dict[str, Any]:
-    """Copy this rank's part into the memory that is kept for saves in the background. Collective: every rank."""
-
-    def stage() -> dict[str, Any]:
-        with as_checkpoint_error(target):
-            return saver.stage(content)
-
-    return on_all_ranks(stage, saver.scope)
 
 
 def _check_kind(kind: str, known: tuple[str, ...] = ("full", "local", "sharded")) -> None:
