@@ -23,9 +23,8 @@ from torch import nn
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint import open_layout
-from mmfsdp.saving import manager as manager_module
 from mmfsdp.saving import save as save_module
-from mmfsdp.saving import step_messages
+from mmfsdp.saving import save_ledger, step_messages
 from mmfsdp.saving.run_directory import Retention, RunDirectory
 from mmfsdp.testing import run_ranks, single_rank
 
@@ -408,15 +407,15 @@ class _Clock:
 
 def save_by_minutes(rank: int, folder: str) -> list[int]:
     model = build()
-    real = manager_module.time  # type: ignore[attr-defined]
-    manager_module.time = _Clock(0.0, 1e6) if rank else _Clock(6.0)  # type: ignore[attr-defined, assignment]
+    real = save_ledger.time  # type: ignore[attr-defined]
+    save_ledger.time = _Clock(0.0, 1e6) if rank else _Clock(6.0)  # type: ignore[attr-defined, assignment]
     step_messages.time = _Clock(0.3)  # type: ignore[attr-defined, assignment] # steps that send a message each
     try:
         manager = mmfsdp.CheckpointManager(folder, model, every_minutes=0.4, background=False)
         saved = [step for step in range(1, 16) if manager.step(step)]
         manager.close()
     finally:
-        manager_module.time = step_messages.time = real  # type: ignore[attr-defined]
+        save_ledger.time = step_messages.time = real  # type: ignore[attr-defined]
     return saved
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from mmfsdp.errors import RunDirectoryError
 
-__all__ = ["RECORD_NAME", "checked_record", "metrics_of", "record_bytes", "with_metric"]
+__all__ = ["RECORD_NAME", "checked_record", "identity_of", "metrics_of", "record_bytes", "with_metric"]
 
 RECORD_NAME = "run.json"
+
+
+def identity_of(params: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """Return what identifies a model, from the names and shapes of its parameters in any order."""
+    return hashlib.sha256(repr(sorted(params)).encode()).hexdigest()
 
 
 def checked_record(data: bytes | None, place: str, *, run: str | None, model: str) -> dict[str, Any]:
