@@ -257,6 +257,15 @@ class Broken(Net):
         return self.head(torch.cat([x, x], 1))
 
 
+class Mixes(torch.optim.SGD):
+    """Adds plain tensors to gradients, which torch refuses if they are sharded."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.add_(torch.zeros(param.shape))
+
+
 def _no_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).detach()
 
@@ -281,6 +290,8 @@ def errors() -> Iterator[Any]:
     )
     yield Net(), x, {"accumulate": 0}, ConfigError, "at least 1, got 0"
     yield Net(), x, {"rank": 4}, MeshError, "Rank 4 is not in 4 ranks"
+    yield Net(), x, {"optimizer": lambda p: Mixes(p, lr=1)}, RehearsalError, r"cannot run .*ignored_parameters=\[\"\*\*"
+    yield Net(), x, {"optimizer": torch.optim.LBFGS}, RehearsalError, "without a closure. .* such as SGD with momentum"
     yield Net(), x, {"loss": _no_loss}, RehearsalError, "failed in backward"
 
 

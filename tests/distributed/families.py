@@ -267,6 +267,43 @@ class LlamaLayer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class Packed(nn.Parameter):
+    """Codes of 4 bits, two in a byte, with the scales of 64 each, which are no buffer: as bitsandbytes keeps them."""
+
+    def __new__(cls, data: Tensor) -> Packed:
+        return torch.Tensor._make_subclass(cls, data, False)  # as its parameters are made
+
+
+class Adapted(nn.Module):
+    """A linear layer whose weight is frozen and packed, with an adapter of rank 8 that is trained."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.shape = layer.weight.shape
+        self.weight = nn.Parameter(
+            torch.randint(256, (self.shape.numel() // 2, 1), dtype=torch.uint8), requires_grad=False
+        )
+        self.scales = torch.rand(self.shape.numel() // 64, 1) / 50
+        self.down, self.up = nn.Linear(self.shape[1], 8, bias=False), nn.Linear(8, self.shape[0], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, Packed):  # FSDP has gathered a plain one
+            self.weight = Packed(self.weight)
+        codes = torch.cat([self.weight >> 4, self.weight & 15], 1).view(-1, 64)
+        whole = ((codes.float() - 7) * self.scales).view(self.shape)
+        return F.linear(x, whole.to(x.dtype)) + self.up(self.down(x))
+
+
+def _adapted() -> nn.Module:
+    """Return a model of words whose layers have adapters, all else frozen."""
+    model = Words([LlamaLayer(96) for _ in range(2)], 96, RmsNorm(96)).requires_grad_(False)
+    for layer in [*model.layers.modules()]:
+        for name, child in [*layer.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(layer, name, Adapted(child))
+    return model
+
+
 class Words(nn.Module):
     """A model of words: an embedding, layers, a norm and a head, which may be tied to the embedding."""
 
@@ -358,6 +395,7 @@ FAMILIES: dict[str, Case] = {
         _same_word,
         ("PostNormLayer",),
     ),
+    "qlora": Case(_adapted, _tokens, _next_word, ("LlamaLayer",)),
 }
 
 

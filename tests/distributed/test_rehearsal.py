@@ -25,6 +25,7 @@ CASES: list[tuple[str, str, str, int, int, str]] = [
     ("llama", "bf16", "ops", 1, 2, "fsdp2"),
     ("gpt2", "bf16", "none", 2, 2, "fsdp2"),
     ("bert", "fp32", "selective", 1, 2, "fsdp1"),
+    ("qlora", "bf16", "full", 1, 2, "fsdp2"),
     ("llama", "fp32", "full", 1, 4, "hybrid"),
 ]
 

@@ -23,6 +23,8 @@ _NEEDS_VALUES = (".numpy() is not supported for tensor subclasses", "passed to F
 """Messages of torch and Python where a tensor without values becomes an array or text."""
 _DTYPES = ("dtype", "scalar type", "bias type")
 """Phrases in torch's messages about operators whose inputs have different dtypes."""
+_SHARDS = ("DTensor", "Sharding propagation failed", "sharding strategy")
+"""Phrases in torch's messages about operators that have no rule for sharded tensors."""
 
 
 @contextmanager
@@ -45,6 +47,8 @@ def explained(places: Places, plan: ShardPlan, model: nn.Module) -> Iterator[Non
                 fqn=fqn,
             ) from error
         hint = _about_buffers(plan, model) if any(words in str(error) for words in _DTYPES) else ""
+        if places.phase == "optimizer":
+            hint = _about_optimizers(error)
         raise RehearsalError(
             f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}{hint}", fqn=fqn
         ) from error
@@ -59,6 +63,23 @@ def _about_buffers(plan: ShardPlan, model: nn.Module) -> str:
     return (
         f". Training also fails there. Parameters compute in {computing}, and floating point buffers such as {name!r} "
         f'keep their dtype; if they meet there, set precision.buffer_dtype to "{computing}".'
+    )
+
+
+def _about_optimizers(error: Exception) -> str:
+    """Return how to train with an optimizer that cannot update shards, if this is one; real ranks fail there too."""
+    if "closure" in str(error):
+        return (
+            ". A rehearsal calls optimizer.step() without a closure. Rehearse with an optimizer whose state is as "
+            "large, such as SGD with momentum."
+        )
+    if not any(words in str(error) for words in _SHARDS):
+        return ""
+    return (
+        "\nTraining also fails there: torch cannot run this optimizer on shards. Keep the parameters that it updates "
+        'whole with sharding.ignored_parameters=["**"] (or only those of some modules, ["head.**"]), choose an '
+        "optimizer that the page on optimizers lists, or train matrices with Muon (the setting optimizer), which "
+        "computes them whole."
     )
 
 

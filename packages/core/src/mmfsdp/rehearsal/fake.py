@@ -46,6 +46,7 @@ __all__ = [
     "is_fake",
     "is_made_in",
     "local_of",
+    "plain_params",
     "quiet",
     "skipped",
     "tensors_in",
@@ -95,6 +96,27 @@ def allocated_by_size() -> Iterator[None]:
         yield
     finally:
         vars(_flat_param)["_data_ptr_allocated"] = original
+
+
+@contextmanager
+def plain_params() -> Iterator[None]:
+    """Make plain parameters where modules make some of a class of their own from fake tensors, which torch refuses.
+
+    bitsandbytes' layers of 4 bits do so in forward, with the parameter that FSDP has gathered.
+    """
+    original = torch.Tensor._make_subclass
+
+    def make(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_fake(data) and issubclass(kind, torch.nn.Parameter):
+            return torch.nn.Parameter(data, *args, **kwargs)
+        made: torch.Tensor = original(kind, data, *args, **kwargs)
+        return made
+
+    torch.Tensor._make_subclass = staticmethod(make)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor._make_subclass = staticmethod(original)  # type: ignore[method-assign]
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from mmfsdp.rehearsal.fake import (
     allocated_by_size,
     assumed_arrays,
     fake_tensors,
+    plain_params,
     quiet,
     unseen_shapes,
     watched_resizes,
@@ -186,6 +187,7 @@ def _rehearsed(
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(unwatched())
         stack.enter_context(quiet())
+        stack.enter_context(plain_params())
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         stack.enter_context(allocated_by_size())

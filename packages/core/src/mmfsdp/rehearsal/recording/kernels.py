@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmfsdp.rehearsal.recording.operator_costs import QUANTIZED_PRODUCT
+
 __all__ = ["accelerator_scratch_bytes"]
 
 _ROWS, _COLUMNS = 128, 32  # to which flash attention's backward rounds up the sequence and the size of a head
@@ -14,14 +16,17 @@ def accelerator_scratch_bytes(name: str, args: Any, result: Any) -> int:
 
     The backward of fused attention in 16 bits adds up the gradient of the query in float32, and holds one number for
     each row; for grouped queries it also makes the gradients of keys and values per head of the query
-    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``). Workspaces of convolutions are not
-    known: cuDNN chooses them on the device.
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``). The product with a weight of 4 bits
+    unpacks it first (bitsandbytes/backends/cuda/ops.py; it does not for at most 256 rows). Workspaces of convolutions
+    are not known: cuDNN chooses them on the device.
 
     Args:
         name: The operator's name in its schema.
         args: Its positional arguments.
         result: What it returned.
     """
+    if name == QUANTIZED_PRODUCT:
+        return int(args[2][0] * args[2][1] * args[0].element_size())
     if not name.startswith("aten::_scaled_dot_product_") or not name.endswith("_backward"):
         return 0
     query, key = args[1], args[2]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from mmfsdp.rehearsal.recording.calls import Call, call_of
 from mmfsdp.rehearsal.recording.step_records import COPY_IN
 
-__all__ = ["GROUPED_PRODUCT", "Costs"]
+__all__ = ["GROUPED_PRODUCT", "QUANTIZED_PRODUCT", "Costs"]
 
 _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"}
 """Operators that read as much of their first tensor as they write."""
@@ -26,6 +26,9 @@ _WRITES_NOTHING = {
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
 """Matrix products of groups of rows, whose FLOPs torch does not count (2.9 to 2.15)."""
+
+QUANTIZED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""The product with a weight of 4 bits, as in ``bitsandbytes/_ops.py``: input, codes, and the weight's shape."""
 
 _OF_FSDP = "fsdp::"
 
@@ -107,6 +110,8 @@ class Costs:
         flops = 0 if formula is None else int(formula(*counted, **kwargs, out_val=result))
         if func._schema.name == GROUPED_PRODUCT:
             flops = _grouped_flops(*args[:2])
+        elif func._schema.name == QUANTIZED_PRODUCT:
+            flops = 2 * args[0].numel() * args[2][0]
         if flops and self._is_causal(func, args, kwargs):
             flops //= 2
         if flops and dtype == "float32":

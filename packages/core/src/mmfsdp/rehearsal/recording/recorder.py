@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_made_in, local_of, skipped, tensors_in
+from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_fake, is_made_in, local_of, skipped, tensors_in
 from mmfsdp.rehearsal.recording.foreach import on_shards
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
@@ -183,6 +183,7 @@ class Recorder(TorchDispatchMode):
             if func.namespace == "c10d":
                 return skipped(func, args)
         inputs = tensors_in((args, kwargs))
+        self._adopt_constants(inputs)
         result, is_real = self.values.run(func, args, kwargs, inputs)
         outputs = tensors_in((result,))
         made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
@@ -198,6 +199,18 @@ class Recorder(TorchDispatchMode):
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
         return result
+
+    def _adopt_constants(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note tensors that modules hold outside of parameters and buffers, such as the scales of quantised weights.
+
+        They have values, because the model's copy keeps them, and are there as long as the model is.
+        """
+        for tensor in inputs:
+            if tensor.dim() and not is_fake(tensor) and not isinstance(tensor, DTensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._live:
+                    self._add(storage, "buffer", self.places.module)
+                    self._live[id(storage)].begin = 0
 
     def _add(self, storage: torch.UntypedStorage, kind: str, module: str) -> None:
         self.moment += 1
