@@ -13,6 +13,7 @@ from tests.distributed.recorded import DIM, Loop, local
 
 FAULTS: dict[str, Any] = {}
 
+CHANGED = "parameter changed between steps"
 UNCLIPPED = "gradient before clipping"
 HEAD, QUERY = "head.weight", "layers.0.attend.q.weight"
 
@@ -473,13 +474,13 @@ def momentum_is_zeroed(loop: Loop) -> None:
 # Between steps
 
 
-@fault("output", "embed")
+@fault(CHANGED, "embed")
 def a_stale_average_is_copied_back(loop: Loop) -> None:
     old = local(loop.params()["embed.weight"].detach()).clone()
     loop.after_step = lambda: local(loop.params()["embed.weight"].detach()).copy_(old)
 
 
-@fault("output", "", how="ddp")
+@fault(CHANGED, HEAD, how="ddp")
 def one_replica_drifts(loop: Loop) -> None:
     def drift() -> None:
         if loop.rank == 1:
@@ -488,7 +489,7 @@ def one_replica_drifts(loop: Loop) -> None:
     loop.after_step = drift
 
 
-@fault("output", "embed", only="float32")
+@fault(CHANGED, "embed", only="float32")
 def weights_are_rounded_after_each_step(loop: Loop) -> None:
     def rounded() -> None:
         for param in loop.params().values():
@@ -498,7 +499,7 @@ def weights_are_rounded_after_each_step(loop: Loop) -> None:
     loop.after_step = rounded
 
 
-@fault("output", "layers.0.up")
+@fault(CHANGED, "layers.0.up")
 def a_unit_is_not_gathered_again(loop: Loop) -> None:
     def stale() -> None:
         dist.barrier()

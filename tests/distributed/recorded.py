@@ -83,8 +83,9 @@ class Loop:
 
     def build(self) -> None:
         self.model: Any = self.module
-        if self.how == "mmfsdp":
-            self.model = mmfsdp.shard(self.module, {"wrap": {"kind": "module_class", "classes": "Layer"}})
+        if self.how in ("mmfsdp", "mixed"):  # with whole parameters between shards, the optimizer's group is divided
+            whole = {"sharding": {"ignored_parameters": ["layers.0.norm.*"]}} if self.how == "mixed" else {}
+            self.model = mmfsdp.shard(self.module, {"wrap": {"kind": "module_class", "classes": "Layer"}, **whole})
         elif self.how == "fully_shard":
             for layer in self.module.layers:
                 fully_shard(layer, mp_policy=MixedPrecisionPolicy())
@@ -102,7 +103,9 @@ class Loop:
         return {name.removeprefix("module."): param for name, param in self.model.named_parameters()}
 
     def run(self, recording: Recording, steps: int) -> None:
-        clip = self.clip or (mmfsdp.clip_grad_norm_ if self.how == "mmfsdp" else torch.nn.utils.clip_grad_norm_)
+        clip = self.clip or (
+            mmfsdp.clip_grad_norm_ if self.how in ("mmfsdp", "mixed") else torch.nn.utils.clip_grad_norm_
+        )
         for step in range(steps):
             for place in range(self.accumulate):
                 x, y = self.batch(step, place)

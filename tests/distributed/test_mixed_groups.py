@@ -8,9 +8,11 @@ import pytest
 import torch
 from tests.distributed.models import BLOCKS, batches, build
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import mmfsdp
+from mmfsdp.runtime.mixed_groups import is_mixed
 from mmfsdp.testing import run_ranks
 
 WHOLE = {"wrap": BLOCKS, "sharding": {"ignored_parameters": ["head.*", "blocks.0.*.bias"]}}
@@ -101,3 +103,15 @@ def failing(rank: int) -> list[int]:
 def test_a_step_that_raises_loses_no_parameter() -> None:
     for found in run_ranks(failing, 2):
         assert found == [1, 1, 1, 3]
+
+
+def with_two_meshes(rank: int) -> bool:
+    meshes = [init_device_mesh("cpu", (1,)) for _ in range(2)]
+    assert meshes[0] is not meshes[1]
+    params = [nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)])) for mesh in meshes]
+    return is_mixed(torch.optim.AdamW(params).param_groups[0])
+
+
+def test_equal_meshes_are_stepped_together() -> None:
+    """Each model makes a mesh, and DTensors may come with that of an earlier one from a cache of torch's."""
+    assert run_ranks(with_two_meshes, 1) == [False]

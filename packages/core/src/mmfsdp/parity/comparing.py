@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.parity.assembling import Assembled, assemble
+from mmfsdp.parity.changed import add_changed
 from mmfsdp.parity.comparison import Compared, Comparison, Difference
 from mmfsdp.parity.diagnosis import diagnose
 from mmfsdp.parity.figures import distance
@@ -66,6 +67,7 @@ def compare(
     _show_elements(
         found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
     )
+    add_changed(found, (one, two), records, shared)
     for key in two.keys() - one.keys():
         if key.step in shared and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
             found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))

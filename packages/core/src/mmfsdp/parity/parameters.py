@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.errors import StateDictError
+from mmfsdp.parity.between_steps import BetweenSteps
 from mmfsdp.parity.naming import plain_name
-from mmfsdp.parity.records import Key
+from mmfsdp.parity.records import CHANGED, Key
 from mmfsdp.parity.writing import Part
 from mmfsdp.runtime.dtensors import box_of
 
@@ -35,6 +36,7 @@ class Parameters:
         self._model, self._optimizer, self._key, self._is_flat = model, optimizer, key, is_flat
         self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         self._before: dict[int, torch.Tensor] = {}
+        self._between = BetweenSteps()
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters that the optimizer updates, with their names."""
@@ -74,6 +76,16 @@ class Parameters:
     def forget(self) -> None:
         """Drop what `keep` has kept."""
         self._before.clear()
+
+    def remember(self) -> None:
+        """Keep the norms of parameters at the end of a step, for `changed` at the beginning of the next one."""
+        self._between.remember(param for _, param in self.named())
+
+    def changed(self) -> list[Part]:
+        """Return the parameters that are no longer what the step before has left, and forget that."""
+        params = self.named()
+        changed = self._between.changed(param for _, param in params)
+        return [self.part(CHANGED, name, param) for name, param in params if id(param) in changed]
 
     def after_step(self) -> Iterator[Part]:
         """Yield updates, the optimizer's state and parameters."""

@@ -190,6 +190,7 @@ class Recording:
         if not self._started:
             self._started = True
             self._writer.add_boxes([self._params.part("initial parameter", *item) for item in self._params.named()])
+        self._writer.add_boxes(self._params.changed())
         leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
         self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
@@ -262,6 +263,8 @@ class Recording:
         if self._is_on:
             self._writer.add_boxes([*self._params.after_step(), *self._params.buffers()])
             self._writer.flush()
+            if self._every == 1:
+                self._params.remember()
         self._params.forget()
         self._calls.clear()
         self._step += 1

@@ -12,6 +12,7 @@ from mmfsdp.errors import CheckpointNotFoundError, FormatError
 from mmfsdp.parity.figures import Figures
 
 __all__ = [
+    "CHANGED",
     "FORM",
     "Entry",
     "Key",
@@ -26,6 +27,9 @@ __all__ = [
 
 FORM = 1
 """The version of the files."""
+
+CHANGED = "parameter changed between steps"
+"""The kind of parameters that are not what the step before has left."""
 
 Spread = Literal["box", "rows", "mean", "alike", "own"]
 """How ranks share a tensor.

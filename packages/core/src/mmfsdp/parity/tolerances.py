@@ -11,7 +11,7 @@ from mmfsdp.parity.assembling import Assembled
 from mmfsdp.parity.figures import distance
 from mmfsdp.parity.records import Key
 
-__all__ = ["EPS", "Tolerances", "size_of"]
+__all__ = ["EPS", "Tolerances", "rounded_share", "size_of"]
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """The distance from 1 to the next number of a dtype."""
@@ -108,11 +108,21 @@ class Tolerances:
         eps = EPS.get(update.dtype, 1.0)
         if after is None or after.figures is None or eps > _COARSE:
             return 0.0
-        return eps * math.sqrt(_FEW) * after.figures.norm / (self.size(update) * max(size_of(update.shape), 1.0))
+        return rounded_share(eps, math.prod(update.shape)) * after.figures.norm / self.size(update)
 
     def between_ranks(self, tensor: Assembled) -> float:
         """Return how far ranks may be apart that must be equal."""
         return 8 * EPS["float64"] if tensor.dtype == "float64" else _ALIKE if tensor.is_float else 0.0
+
+
+def rounded_share(eps: float, count: int) -> float:
+    """Return by what share of its norm a tensor changes if a few of its elements are rounded the other way.
+
+    Args:
+        eps: The distance from 1 to the next number of its dtype.
+        count: Its number of elements.
+    """
+    return eps * math.sqrt(_FEW / max(count, 1))
 
 
 def size_of(shape: Sequence[int]) -> float:

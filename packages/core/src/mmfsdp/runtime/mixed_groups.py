@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -33,7 +34,7 @@ def divide_groups(optimizer: Optimizer) -> None:
     join_groups(optimizer)
     divided: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        kinds: dict[int, list[torch.Tensor]] = {}
+        kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {}
         for param in group["params"] if is_mixed(group) else ():
             kinds.setdefault(_kind(param), []).append(param)
         divided += [{**group, "params": params} for params in kinds.values()] or [group]
@@ -58,5 +59,6 @@ def join_groups(optimizer: Optimizer) -> None:
     optimizer.param_groups[:] = whole
 
 
-def _kind(param: torch.Tensor) -> int:
-    return id(param.device_mesh) if isinstance(param, DTensor) else 0
+def _kind(param: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh of a parameter. Models of one process often have equal meshes, which kernels take together."""
+    return param.device_mesh if isinstance(param, DTensor) else None

@@ -1,0 +1,49 @@
+"""Finds parameters that change between two steps, such as by a stale copy: by their norms, without keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["BetweenSteps"]
+
+
+class BetweenSteps:
+    """The norms of this rank's parts of parameters after a step. Equal numbers have equal norms, to the last bit.
+
+    They are kept by parameter: for the time of a step a param group may be divided, in another order.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[int, torch.Tensor] = {}
+
+    def remember(self, params: Iterable[torch.Tensor]) -> None:
+        """Keep the norms after a step. Not collective."""
+        self._norms = _norms(params)
+
+    def changed(self, params: Iterable[torch.Tensor]) -> set[int]:
+        """Return the identities of parameters whose norms differ from those kept, and drop those. Not collective."""
+        if not self._norms:
+            return set()
+        before, now = self._norms, _norms(params)
+        self._norms = {}
+        differ = {place: old.ne(now[place]) & old.isfinite() for place, old in before.items() if place in now}
+        flags = [*differ.values()]
+        if len({flag.device for flag in flags}) > 1:
+            flags = [flag.cpu() for flag in flags]
+        found = torch.stack(flags).tolist() if flags else []  # a device is waited for once
+        return {place for place, is_other in zip(differ, found, strict=True) if is_other}
+
+
+@torch.no_grad()
+def _norms(params: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    found = {}
+    for param in params:
+        held = param.to_local() if isinstance(param, DTensor) else param
+        if held.is_floating_point() or held.is_complex():
+            wide = held.dtype in (torch.float64, torch.complex64, torch.complex128)
+            norm = torch.linalg.vector_norm(held, dtype=None if wide else torch.float32)
+            found[id(param)] = norm.to(torch.float64)
+    return found
