@@ -1,6 +1,6 @@
 """Forecasts runs on GPUs that others published, and writes them beside the figures for docs/published_runs.md.
 
-Half of the runs fit the shares of the peaks in `mmfsdp.rehearsal.timing.device_specs`, the other half test them.
+Half of the runs fit the shares of the peaks in `mmfsdp.rehearsal.timing.device_presets`, the other half test them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from benchmarks.published.lit_models import LitDecoder, LitShape, lit_loss
 from benchmarks.published.models import Decoder
 from benchmarks.published.rebuilding import Rebuilt
 from mmfsdp.rehearsal import Collective, Operator, Range, Rehearsal
-from mmfsdp.rehearsal.timing.device_specs import device_of
+from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.links import links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 

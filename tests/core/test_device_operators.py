@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal import Rehearsal
+from mmfsdp.rehearsal import Rehearsal, advise, report
 from mmfsdp.rehearsal.fake import fake_tensors
 from mmfsdp.rehearsal.recording.attention_backends import attention_backend, attention_order
 from mmfsdp.rehearsal.recording.device_operators import device_operators
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.links import links_of
 
 ROWS, HEADS, SIZE = 256, 4, 64
 TOKENS = 2 * ROWS
@@ -228,5 +231,48 @@ def test_real_tensors_and_other_threads_are_left_alone() -> None:
 
 
 def test_a_gpu_is_no_cpu() -> None:
-    with pytest.raises(ConfigError, match="h100 is a GPU, but device_type is 'cpu'"):
+    with pytest.raises(ConfigError, match="h100 is of type 'cuda', but device_type is 'cpu'"):
         rehearse(Attends(), device="h100", device_type="cpu")
+
+
+def kernels(step: Rehearsal) -> set[str]:
+    return {item.name for item in step.operators if "attention" in item.name and item.phase == "forward"}
+
+
+def test_every_function_passes_the_device_on() -> None:
+    """The kernel of attention, the workspaces and the time are those of the device; a name may end with a network."""
+    model, batch = Attends(), torch.empty(2, ROWS, 64)
+    named = rehearse(model, device="a100@roce-50", mesh=16)
+    assert named.device is not None
+    assert (named.device.name, named.device.links) == ("a100@roce-50", links_of("roce-50", device_of("a100").links))
+    assert named.time() == named.time("a100@roce-50")
+    assert named.time().seconds == named.time("a100", "roce-50").seconds > named.time("a100").seconds
+    assert json.loads(json.dumps(named.describe()))["device"]["name"] == "a100@roce-50"
+    advised = advise({"precision": "bf16"}, model, batch, mesh=16, device="a100@roce-50")
+    assert (kernels(advised), advised.allocated(), advised.time()) == ({FLASH}, named.allocated(), named.time())
+    config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}}
+    choices = {"accumulate": [1], "wrap": [None], "activation_checkpointing": [None]}
+    for device, links in (("a100@roce-50", None), ("a100", "roce-50")):
+        found = mmfsdp.fit(
+            model, batch, ranks=16, config=config, choices=choices, device=device, links=links, optimizer="adamw"
+        )
+        step = found.options[0].rehearsal
+        assert found.memory == device_of("a100").memory
+        assert (kernels(step), step.device) == ({FLASH}, found.device)
+        assert found.options[0].seconds == step.time().seconds
+        assert (
+            step.time().seconds == mmfsdp.rehearse(config, model, batch, mesh=16, device="a100@roce-50").time().seconds
+        )
+        assert found.describe()["device"]["links"] == named.describe()["device"]["links"]
+    assert "a100@roce-50" in report(named)
+
+
+def test_the_device_says_of_which_type_it_is() -> None:
+    assert rehearse(Attends(), device="cpu").device_type == "cpu"
+    assert rehearse(Attends(), device="mi300x").device_type == rehearse(Attends()).device_type == "cuda"
+    assert rehearse(Attends(), device_type="cpu").time().device == "cpu"
+    for name, message in (("h100@", "'' is not a network"), ("h10@roce-50", "'h10' is not a device")):
+        with pytest.raises(ConfigError, match=message):
+            rehearse(Attends(), device=name)
+    with pytest.raises(ConfigError, match="How much memory cpu has is not known"):
+        mmfsdp.fit(Attends(), torch.empty(2, ROWS, 64), device="cpu")

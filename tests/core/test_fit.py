@@ -21,7 +21,7 @@ from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.rehearsing import rehearse_once
-from mmfsdp.rehearsal.timing.device_specs import device_of
+from mmfsdp.rehearsal.timing.device_names import device_of
 
 WIDTH, ROWS = 2048, 8192
 RANKS = 4
@@ -63,8 +63,7 @@ def on_meta(**settings: Any) -> tuple[nn.Module, torch.Tensor]:
 
 
 def prober(model: nn.Module, batch: torch.Tensor) -> Prober:
-    device = device_of("h100")
-    return Prober(model, batch, RANKS, device, device.links, options={"max_norm": 1.0})
+    return Prober(model, batch, RANKS, device_of("h100"), options={"max_norm": 1.0})
 
 
 CHOICES = [
@@ -110,7 +109,7 @@ def test_the_time_on_another_mesh_follows(known: str) -> None:
     }
     step, seconds = tried.estimate(choices[known]).steps[0][1], set()
     for choice in choices.values():
-        derived = resharded_seconds(step, tried.plan(choice), tried.device, tried.links)
+        derived = resharded_seconds(step, tried.plan(choice), tried.device)
         assert derived == pytest.approx(tried.estimate(choice).seconds, rel=1e-3)
         seconds.add(round(derived, 6))
     assert len(seconds) == len(names)
@@ -140,9 +139,9 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         for more, accumulate in (({}, 1), ({}, 2), ({"activation_checkpointing": FULL}, 4))
     ]
     true = {choice.key: tried.estimate(choice) for choice in every}
-    told, carried = Known(tried.device, tried.links), 0
+    told, carried = Known(tried.device), 0
     for known in every:
-        alone = Known(tried.device, tried.links)
+        alone = Known(tried.device)
         for bounds in (alone, told):
             bounds.learn(known, tried.plan(known), true[known.key])
             for choice in every:

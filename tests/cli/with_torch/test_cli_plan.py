@@ -141,10 +141,15 @@ def test_a_batch_rehearses_a_step() -> None:
     head, *bars = rehearse(*arguments, *given, "--chart")[1].splitlines()
     assert head.startswith(f"Memory of rank 0 over a step, peak {human_bytes(sgd.peak.nbytes)}:")
     assert {"backward", "zero_grad"} <= {bar.partition(",")[0] for bar in bars}
-    named = mmfsdp.rehearse(truth, build(), {"input": torch.empty(6, 4, device="meta")}, optimizer="sgd")
-    words = ("--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd", "--device", "a100")
-    assert f"\n\n{named.time('a100')}\n" in rehearse(*BLOCKS, *words)[1]
-    assert json.loads(rehearse(*BLOCKS, *words, "--json")[1])["time"]["seconds"] == named.time("a100").seconds
+    device = "a100@roce-50"
+    named = advise(
+        wrapped(), build(), {"input": torch.empty(6, 4, device="meta")}, mesh=2, optimizer="sgd", device=device
+    )
+    words = ("--ranks", 2, "--batch", "input=6x4:float32", "--optimizer", "sgd", "--device", device)
+    assert f"\n\n{named.time()}\n" in (shown := rehearse(*BLOCKS, *words)[1])
+    assert str(named) in shown
+    told = json.loads(rehearse(*BLOCKS, *words, "--json")[1])
+    assert (told["time"]["seconds"], told["rehearsal"]["device"]["name"]) == (named.time().seconds, device)
 
 
 def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
@@ -207,10 +212,11 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     assert all(getattr(read, name) == getattr(stated, name) for name in given)
     assert plan(*words[:2], "--config", pasted)[0] == 0
     assert "Give the shapes of a batch" in called("fit", "--memory", "10MiB")[2]
-    assert "Missing option '--memory'" in called("fit", *words)[2]
-    by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--memory", "4GiB", "--json")
-    searched = [json.loads(called("fit", *by_tokens, "--batch-dim", dim)[1])["considered"] for dim in (0, 1)]
-    assert searched == [2, 4]  # 1 and 2 micro-batches of two samples; 1 to 8 of eight
+    by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--device", "a100-40gb@roce-50", "--json")
+    searched = [json.loads(called("fit", *by_tokens, "--batch-dim", dim)[1]) for dim in (0, 1)]
+    assert [one["considered"] for one in searched] == [2, 4]  # 1 and 2 micro-batches of two samples; 1 to 8 of eight
+    assert searched[0]["memory"] == searched[0]["device"]["memory"] == 40 << 30
+    assert searched[0]["device"]["name"] == "a100-40gb@roce-50"
     assert "Give their number" in called("fit", *words[:-4], "--ranks", "2x2", "--memory", "10MiB")[2]
 
 

@@ -22,16 +22,18 @@ __all__ = ["fit_command"]
 @click.command("fit", cls=Command)
 @takes_model("Number of ranks, 8 by default; how they are arranged is searched")
 @takes_step
-@option("--memory", section="Step", metavar="SIZE", required=True, help="Memory of the device, such as 80GiB.")
-@device("Search by the time of this device, by default h100:")
+@option(
+    "--memory", section="Step", metavar="SIZE", help="Memory of the device, such as 80GiB; by default all that it has."
+)
+@device("The device to train on, by default h100:")
 @assume
 @json_report
 def fit_command(
-    chosen: ModelChoice, step: StepChoice, memory: str, device: str | None, assume: float | None, as_json: bool
+    chosen: ModelChoice, step: StepChoice, memory: str | None, device: str | None, assume: float | None, as_json: bool
 ) -> None:
     """Print the fastest settings that fit into a device's memory. Needs torch.
 
-    Settings that --config and --set give stay as they are. The time is that of --device, by default an h100.
+    Settings that --config and --set give stay as they are.
 
     Exit codes: 0 done; 2 nothing fits, the model, the batch or a setting is wrong, or torch is missing.
     """

@@ -23,7 +23,7 @@ _VIEW = "What to show"
 @click.command("rehearse", cls=Command)
 @takes_model("Number of ranks to rehearse for, 8 by default")
 @takes_step
-@device("Also print the time of the step, on:")
+@device("Rehearse for this device, and print the time of the step:")
 @assume
 @flag("--chart", section=_VIEW, help="Show memory over the step as bars.")
 @option(
@@ -74,16 +74,16 @@ def rehearse_command(
         suggested = chosen.config is None and source is not None and not source.shards()
         with static_part_first(plan, training, as_json=as_json):
             found = (
-                rehearsed(built, plan, training, assume)
+                rehearsed(built, plan, training, assume, device)
                 if chart
-                else advised(built, means, ranks, training, assume, step.batch_dim or 0)
+                else advised(built, means, ranks, training, assume, device, step.batch_dim or 0)
             )
-        time = None if device is None else found.time(device)
+        time = None if device is None else found.time()
         second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
         if html is not None:
-            steps = [found] if second is None else [found, rehearsed(built, second, training, assume)]
+            steps = [found] if second is None else [found, rehearsed(built, second, training, assume, device)]
             names = [str(chosen.config or chosen.model), str(other)][: len(steps)]
-            write_report(steps, names, html, device, overwrite=overwrite)
+            write_report(steps, names, html, overwrite=overwrite)
         if second is not None:
             say_lines(plan.diff(second).splitlines() or ["The plans are the same."], limit)
         elif as_json:

@@ -39,11 +39,9 @@ def free_target(path: Path, *, overwrite: bool) -> None:
             check_page_path(path)
 
 
-def write_report(
-    steps: Sequence[Rehearsal], names: Sequence[str], path: Path, device: str | None, *, overwrite: bool
-) -> None:
+def write_report(steps: Sequence[Rehearsal], names: Sequence[str], path: Path, *, overwrite: bool) -> None:
     """Write a page about one rehearsal or several, complete or not at all."""
     from mmfsdp.checkpoint import write_page
     from mmfsdp.rehearsal import report
 
-    write_page(report(*steps, names=names, device=device), path, overwrite=overwrite)
+    write_page(report(*steps, names=names), path, overwrite=overwrite)

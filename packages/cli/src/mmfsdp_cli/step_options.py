@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from mmfsdp_cli.charts import bars
 from mmfsdp_cli.choices import StepChoice
 from mmfsdp_cli.console import say
 from mmfsdp_cli.modelling import key_values, running_user_code
-from mmfsdp_cli.options import completing, option
+from mmfsdp_cli.options import option
 from mmfsdp_cli.plans import known_optimizer, memory_of, mesh_of, planned, print_plan
 
 if TYPE_CHECKING:
@@ -29,21 +29,23 @@ __all__ = ["advised", "assume", "batch_of", "device", "rehearsed", "static_part_
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SPANS = 24
-_KNOWN = "a100, h100, h200, b200, rtx4090, cpu, or a calibrated device"
+_KNOWN = "a100, h100, h200, b200, rtx4090, cpu, ..., or a calibrated device; h100@roce-200 also names the network"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _devices() -> Iterable[str]:
-    from mmfsdp.rehearsal import devices
+def _complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from mmfsdp.rehearsal import devices, networks
 
-    return devices()
+    name, sign, _ = incomplete.partition("@")
+    known = [f"{name}@{network}" for network in networks()] if sign else devices()
+    return [text for text in known if text.startswith(incomplete)]
 
 
 def device(help: str) -> Decorator:
-    """Take the device whose speed a step's time is computed with."""
+    """Take the device to train on."""
     return option(
-        "--device", section="Step", metavar="NAME|FILE", shell_complete=completing(_devices), help=f"{help} {_KNOWN}."
+        "--device", section="Step", metavar="NAME|FILE", shell_complete=_complete_device, help=f"{help} {_KNOWN}."
     )
 
 
@@ -101,7 +103,9 @@ def static_part_first(plan: ShardPlan, step: TrainingStep, *, as_json: bool) -> 
         raise
 
 
-def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None) -> Rehearsal:
+def rehearsed(
+    model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None, device: str | None
+) -> Rehearsal:
     """Return the rehearsal of a step.
 
     Args:
@@ -109,15 +113,22 @@ def rehearsed(model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: flo
         plan: Its plan.
         step: The step.
         assume: The share of elements that masks select; None to fail where a model needs their values.
+        device: The device to train on; None for a GPU that is not known.
     """
     from mmfsdp import rehearse
 
     with running_user_code():
-        return rehearse(plan, model, step.batch, **step.arguments(), assume=assume)
+        return rehearse(plan, model, step.batch, **step.arguments(), assume=assume, device=device)
 
 
 def advised(
-    model: nn.Module, means: Translated, ranks: str, step: TrainingStep, assume: float | None, batch_dim: int
+    model: nn.Module,
+    means: Translated,
+    ranks: str,
+    step: TrainingStep,
+    assume: float | None,
+    device: str | None,
+    batch_dim: int,
 ) -> Rehearsal:
     """Return the rehearsal of a step with the changes of its settings that lower its peak most.
 
@@ -127,19 +138,20 @@ def advised(
         ranks: Number of ranks, or a mesh, as text.
         step: The step.
         assume: See `rehearsed`.
+        device: See `rehearsed`.
         batch_dim: The dimension of the batch's tensors that counts samples.
     """
     from mmfsdp.rehearsal import advise
 
     if means.check_fn is not None or means.ignored_modules or means.ignored_params:
-        return rehearsed(
-            model, planned(model, ranks, means), step, assume
-        )  # these are of this model, not of its copies
+        # These are of this model, not of its copies.
+        return rehearsed(model, planned(model, ranks, means), step, assume, device)
     given = {
         **step.arguments(),
         "mesh": mesh_of(ranks),
         "policy": means.policy,
         "assume": assume,
+        "device": device,
         "batch_dim": batch_dim,
     }
     with running_user_code():

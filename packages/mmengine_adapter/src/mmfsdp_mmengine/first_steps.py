@@ -27,8 +27,8 @@ class RehearsalHook(Hook):
     rehearsed, a warning says why, and training goes on.
 
     Args:
-        device: What to predict the time with: a name or the file of a calibration, as ``--device`` takes it. Default:
-            only memory is predicted.
+        device: The device that trains: a name or the file of a calibration, as ``--device`` takes it. Default: a GPU
+            that is not known, or the CPU; only memory is predicted.
         steps: How many steps to time, after two that do not count.
     """
 
@@ -68,12 +68,14 @@ class RehearsalHook(Hook):
         model = build_model(settings)
         step = step_with(settings, model, batch)
         self._accumulate = step.accumulate
+        on_gpu = torch.cuda.is_available()  # without one, the CPU trains, whatever the time is predicted for
         found = rehearse(
             find_sharded_model(runner.model).plan,
             model,
             step.batch,
             **step.arguments(),
-            device_type="cuda" if torch.cuda.is_available() else "cpu",
+            device=self._device if on_gpu else None,
+            device_type=None if on_gpu else "cpu",
         )
         return FirstSteps(found, device=self._device, steps=self._steps)
 

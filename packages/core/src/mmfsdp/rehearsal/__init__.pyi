@@ -18,9 +18,9 @@ from mmfsdp.rehearsal.reporting.report_page import report as report
 from mmfsdp.rehearsal.result import Rehearsal as Rehearsal
 from mmfsdp.rehearsal.savings import Saving as Saving
 from mmfsdp.rehearsal.step import phase_seconds as phase_seconds
+from mmfsdp.rehearsal.timing.device_names import devices as devices
+from mmfsdp.rehearsal.timing.device_names import write_device as write_device
 from mmfsdp.rehearsal.timing.device_specs import Device as Device
-from mmfsdp.rehearsal.timing.device_specs import devices as devices
-from mmfsdp.rehearsal.timing.device_specs import write_device as write_device
 from mmfsdp.rehearsal.timing.links import Link as Link
 from mmfsdp.rehearsal.timing.links import Links as Links
 from mmfsdp.rehearsal.timing.links import networks as networks

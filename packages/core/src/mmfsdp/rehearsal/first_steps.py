@@ -30,7 +30,8 @@ class FirstSteps:
 
     Args:
         rehearsal: The step as it was rehearsed.
-        device: What to predict its time with, see `Rehearsal.time`; None to predict none.
+        device: What to predict its time with, see `Rehearsal.time`. Default: the device of the rehearsal; without one,
+            no time is predicted.
         steps: How many steps to time, after two that do not count.
         clock: Returns seconds.
 
@@ -49,7 +50,8 @@ class FirstSteps:
         if steps < 1:
             raise ConfigError(f"FirstSteps times at least 1 step, got {steps}.", config="steps")
         self._rehearsal, self._steps, self._clock = rehearsal, steps, clock
-        self._predicted = None if device is None else rehearsal.time(device).seconds
+        known = device or rehearsal.device
+        self._predicted = None if known is None else rehearsal.time(known).seconds
         self._marks: list[float] = []
 
     def step(self) -> str | None:

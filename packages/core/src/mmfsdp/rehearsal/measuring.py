@@ -27,7 +27,8 @@ from mmfsdp.rehearsal.realising import real_batch, real_model
 from mmfsdp.rehearsal.rehearsing import rehearse
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn, default_loss, phase_seconds, run_step
-from mmfsdp.rehearsal.timing.device_specs import Device, device_of
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 from mmfsdp.rehearsal.worlds import alone
 from mmfsdp.sharding.apply import apply_plan

@@ -15,7 +15,8 @@ from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, share
 from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.savings import Saving, savings_text
-from mmfsdp.rehearsal.timing.device_specs import Device, device_of
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
@@ -161,15 +162,15 @@ class Rehearsal:
         """Return how long the step takes on a device, by its roofline, and with FSDP's streams replayed.
 
         Args:
-            device: One of `mmfsdp.rehearsal.devices`, or another `Device`. Default: the device that was rehearsed, or
-                ``'h100'``.
+            device: One of `mmfsdp.rehearsal.devices`, or another `Device`. Default: the device that was rehearsed;
+                without one ``'h100'``, or ``'cpu'`` for a step on the CPU.
             links: How ranks are connected: one of `mmfsdp.rehearsal.networks`, or other `Links`. Default: as the
                 device usually is.
 
         Raises:
             ConfigError: There is no such device or network.
         """
-        known = device_of(device or self.device or "h100")
+        known = device_of(device or self.device or ("cpu" if self.device_type == "cpu" else "h100"))
         return time_of(self.operators, self.collectives, known, links_of(links, known.links))
 
     def sent(self) -> dict[tuple[str, int, int], tuple[int, int]]:
@@ -188,6 +189,7 @@ class Rehearsal:
             "mesh": self.mesh,
             "engine": self.engine,
             "device_type": self.device_type,
+            "device": None if self.device is None else self.device.describe(),
             "peak": self.peak.describe(),
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),

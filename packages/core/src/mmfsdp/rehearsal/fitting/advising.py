@@ -25,13 +25,13 @@ from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.step import LossFn
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 __all__ = ["advise"]
 
 _TRIED = 4  # changes that are rehearsed; each takes about a fifth of the time of the step of a model with 32 layers
 _WORTHWHILE = 0.01  # of the peak
-_DEVICE = "h100"  # whose steps tell what offloading costs
 
 
 def advise(
@@ -47,9 +47,10 @@ def advise(
     optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
-    device_type: str = "cuda",
+    device_type: str | None = None,
     assume: float | None = None,
     ema: EmaFn | None = None,
+    device: str | Device | None = None,
     batch_dim: int = 0,
 ) -> Rehearsal:
     """Rehearse a step as `rehearse` does, and find the changes of its settings that lower its peak most.
@@ -57,7 +58,7 @@ def advise(
     Only changes that concern what is held at the peak are tried: activation checkpointing, sharding over more ranks,
     freeing units after forward, large embeddings and heads or parts of blocks as units, precision, prefetching,
     smaller micro-batches, and shards in CPU memory if these are most of the peak; as that makes steps much longer, the
-    saving says how long they take on an H100, before and after. At most four are rehearsed, with copies of the model
+    saving says how long they take on the device, before and after. At most four are rehearsed, with copies of the model
     that have fewer layers where these tell the step's own peak to the byte, with the whole model otherwise. What a
     fused optimizer would save follows from the record. Not collective; see `rehearse`.
 
@@ -76,6 +77,7 @@ def advise(
         device_type: See `rehearse`.
         assume: See `rehearse`.
         ema: See `rehearse`.
+        device: See `rehearse`.
         batch_dim: The dimension of the batch's tensors that counts samples, for micro-batches.
 
     Returns:
@@ -99,6 +101,7 @@ def advise(
         "device_type": device_type,
         "assume": assume,
         "ema": ema,
+        "device": device,
     }
     step = rehearse(make_plan(model, given, mesh, policy=policy), model, batch, accumulate=accumulate, **options)
     changes = changes_of(step, given, samples_of(batch, batch_dim), wraps=policy is None)[:_TRIED]
@@ -122,7 +125,7 @@ class _Changed:
 
     @property
     def seconds(self) -> float:
-        return sum(weight * step.time(_DEVICE).seconds for weight, step in self.steps)
+        return sum(weight * step.time().seconds for weight, step in self.steps)
 
 
 class _Peaks:
@@ -182,8 +185,10 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
         return
     what = change.what
     if "cpu_offload" in change.settings:
-        now = step.time(_DEVICE).seconds
-        what += f", with steps of {human_seconds(changed.seconds)} in place of {human_seconds(now)} on {_DEVICE}"
+        now = step.time()
+        what += (
+            f", with steps of {human_seconds(changed.seconds)} in place of {human_seconds(now.seconds)} on {now.device}"
+        )
     elsewhere = "" if change.settings else f"accumulate={change.divides}, or the same in the training loop"
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 

@@ -26,11 +26,10 @@ class Known:
 
     Args:
         device: The device.
-        links: How ranks are connected.
     """
 
-    def __init__(self, device: Device, links: Links) -> None:
-        self._device, self._links = device, links
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._derived: dict[tuple[str, MeshSpec, bool], float] = {}
         self._seen: list[tuple[Choice, ShardPlan, Estimate]] = []
 
@@ -76,7 +75,7 @@ class Known:
 
     def _beside(self, plan: ShardPlan) -> int:
         """Return the bytes that a process takes of a GPU at least beside what a step holds."""
-        if self._device.name == "cpu":
+        if self._device.type == "cpu":
             return 0
         return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL[1] if plan.mesh.world_size > 1 else 0)
 
@@ -107,8 +106,8 @@ class Known:
             if key not in self._derived:
                 more = estimate.seconds
                 for weight, step in estimate.steps:
-                    changed = resharded_seconds(step, plan, self._device, self._links)
-                    more += weight * (changed - step.time(self._device, self._links).seconds)
+                    changed = resharded_seconds(step, plan, self._device)
+                    more += weight * (changed - step.time(self._device).seconds)
                 self._derived[key] = more
             return self._derived[key]
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.nn as nn
@@ -20,8 +21,9 @@ from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.searching import Found, Search, search, search_faster
 from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.step import LossFn
-from mmfsdp.rehearsal.timing.device_specs import Device, device_of
-from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.device_specs import Device
+from mmfsdp.rehearsal.timing.links import Links, links_of
 
 __all__ = ["fit"]
 
@@ -30,14 +32,14 @@ def fit(
     model: nn.Module,
     batch: Any,
     *,
-    memory: int | str = "80GiB",
+    memory: int | str | None = None,
     ranks: int = 8,
     config: ShardConfig | Mapping[str, Any] | None = None,
     policy: Any = None,
     choices: Mapping[str, Sequence[Any]] | None = None,
     count: int = 3,
     device: str | Device = "h100",
-    links: Links | None = None,
+    links: str | Links | None = None,
     loss: LossFn | None = None,
     optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
@@ -57,15 +59,15 @@ def fit(
     Args:
         model: The model, on any device; ``meta`` is enough.
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
-        memory: Memory of the device, as text such as ``'80GiB'`` or in bytes.
+        memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: that of ``device``.
         ranks: Number of ranks.
         config: The settings that stay as they are.
         policy: A wrapping policy in place of ``config.wrap``.
         choices: For ``sharding``, ``wrap``, ``precision``, ``activation_checkpointing``, ``prefetch`` and
             ``accumulate``: the values to try instead of the usual ones.
         count: How many settings to find.
-        device: The device whose time is estimated, one of `devices`.
-        links: How ranks are connected; default: as the device usually is.
+        device: The device to train on, see `rehearse`: its operators, its time, its memory.
+        links: How ranks are connected, see `Rehearsal.time`; default: as the device is.
         loss: See `rehearse`.
         optimizer: See `rehearse`.
         max_norm: See `rehearse`.
@@ -81,10 +83,11 @@ def fit(
         raise ConfigError(f"ranks is a number of ranks, at least 1, got {ranks!r}.")
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"count is a number of settings to find, at least 1, got {count!r}.")
-    room, chosen = parse_bytes(memory), device_of(device)
+    chosen = device_of(device)
+    chosen = replace(chosen, links=links_of(links, chosen.links))
+    room = _room(memory, chosen)
     settings = plain_settings(config)
     samples = samples_of(batch, batch_dim)
-    wanted = links or chosen.links
     units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
     outside = [] if policy is not None else large_outside(make_plan(model, units, 1))
     options = {
@@ -93,12 +96,10 @@ def fit(
         "max_norm": max_norm,
         "assume": assume,
         "ema": ema,
-        "device_type": "cpu" if chosen.name == "cpu" else "cuda",
     }
-    prober = Prober(model, batch, ranks, chosen, wanted, policy, options, batch_dim)
-    every = [
-        *choices_for(settings, ranks, samples, outside=outside, ranks_per_node=wanted.ranks_per_node, choices=choices)
-    ]
+    prober = Prober(model, batch, ranks, chosen, policy, options, batch_dim)
+    together = chosen.links.ranks_per_node
+    every = [*choices_for(settings, ranks, samples, outside=outside, ranks_per_node=together, choices=choices)]
     sections = REFINED - {*settings, *(choices or ()), *(() if policy is None else ("wrap",))}
     found = search(prober, every, room, count)
 
@@ -133,7 +134,7 @@ def fit(
     return Fit(
         memory=room,
         ranks=ranks,
-        device=chosen.name,
+        device=chosen,
         options=tuple(sorted(map(option, found.fits), key=lambda item: item.seconds)),
         faster=None if found.faster is None else option(found.faster),
         smallest=None if found.smallest is None else option(found.smallest),
@@ -141,6 +142,16 @@ def fit(
         impossible=len(found.invalid),
         rehearsed=prober.count,
     )
+
+
+def _room(memory: int | str | None, device: Device) -> int:
+    if memory is not None:
+        return parse_bytes(memory)
+    if not device.memory:
+        raise ConfigError(
+            f"How much memory {device.name} has is not known. Give memory, such as '80GiB'.", config="memory"
+        )
+    return device.memory
 
 
 def _better(found: Search, prober: Prober, choices: Sequence[Choice], memory: int, count: int) -> Search:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 
 __all__ = ["Fit", "FitOption"]
@@ -98,7 +99,8 @@ class Fit:
     memory: int
     """Bytes of the device."""
     ranks: int
-    device: str
+    device: Device
+    """The device, with the links between ranks."""
     options: tuple[FitOption, ...]
     """Settings that fit, the fastest first."""
     faster: FitOption | None
@@ -116,9 +118,10 @@ class Fit:
         """Return plain values only."""
         faster = None if self.faster is None else {**self.faster.describe(), "reason": self.faster.reason()}
         smallest = None if self.smallest is None else {**self.smallest.describe(), "reason": self.smallest.reason()}
-        names = ("memory", "ranks", "device", "considered", "impossible", "rehearsed")
+        names = ("memory", "ranks", "considered", "impossible", "rehearsed")
         return {
             **{name: getattr(self, name) for name in names},
+            "device": self.device.describe(),
             "options": [option.describe() for option in self.options],
             "faster": faster,
             "smallest": smallest,
@@ -126,7 +129,7 @@ class Fit:
 
     def table(self) -> str:
         """Return the settings as YAML to copy, each with its time and memory, and why faster ones do not fit."""
-        where = f"{human_bytes(self.memory)} on each of {self.ranks} ranks ({self.device})"
+        where = f"{human_bytes(self.memory)} on each of {self.ranks} ranks ({self.device.name})"
         counts = f"of {self.considered} combinations of settings, {self.rehearsed} rehearsed"
         if self.smallest is not None:
             missing = human_bytes(self.smallest.nbytes - self.memory)

@@ -19,7 +19,6 @@ from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime
 
 __all__ = ["Estimate", "Prober", "micro_batch", "samples_of"]
@@ -65,8 +64,7 @@ class Prober:
         model: The model, on any device.
         batch: What one rank gets in a step.
         ranks: Number of ranks.
-        device: The device whose time is estimated.
-        links: How ranks are connected.
+        device: The device to train on.
         policy: A wrapping policy in place of the settings' one.
         options: Further arguments of `rehearse`.
 
@@ -81,15 +79,14 @@ class Prober:
         batch: Any,
         ranks: int,
         device: Device,
-        links: Links,
         policy: Any = None,
         options: Mapping[str, Any] | None = None,
         batch_dim: int = 0,
     ) -> None:
         self.model, self.batch, self.ranks = model, batch, ranks
-        self.device, self.links, self._batch_dim = device, links, batch_dim
+        self.device, self._batch_dim = device, batch_dim
         self.count = 0
-        self._policy, self._options = policy, dict(options or {})
+        self._policy, self._options = policy, {**(options or {}), "device": device}
         self.stacks: tuple[Stack, ...] = stacks_of(model)
         self._short = [*short_models(model, self.stacks)] if self.stacks else []
         self._known: dict[str, Estimate] = {}
@@ -155,7 +152,7 @@ class Prober:
         in_forward = combined(
             [(weight, {key: value for key, value in found.items() if key[0] == 2 * last}) for weight, found in places]
         )
-        times = [(weight, step.time(self.device, self.links)) for weight, step, _ in parts]
+        times = [(weight, step.time(self.device)) for weight, step, _ in parts]
         more = max(choice.accumulate - _REHEARSED, 0)  # micro-batches that were not rehearsed
 
         def total(value: Callable[[Rehearsal], float]) -> float:

@@ -10,7 +10,6 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import time_of
 
 __all__ = ["can_reshard", "resharded_seconds"]
@@ -26,7 +25,7 @@ def can_reshard(known: ShardPlan, wanted: ShardPlan) -> bool:
     return _gathers_again(known) or not _gathers_again(wanted)
 
 
-def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device, links: Links) -> float:
+def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device) -> float:
     """Return the seconds of a step in which the ranks are arranged as another plan says.
 
     Messages go to other ranks, gradients are averaged over replicas if there are any, and shards have another size
@@ -36,12 +35,9 @@ def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device, links:
         step: A step of a plan from which that of ``wanted`` follows; see `can_reshard`.
         wanted: The plan, for the same model or one with more layers.
         device: The device.
-        links: How ranks are connected.
     """
     pairs = [*_rewritten(step, wanted)]
-    return time_of(
-        [operator for operator, _ in pairs], [sent for _, sent in pairs if sent is not None], device, links
-    ).seconds
+    return time_of([operator for operator, _ in pairs], [sent for _, sent in pairs if sent is not None], device).seconds
 
 
 def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, Collective | None]]:

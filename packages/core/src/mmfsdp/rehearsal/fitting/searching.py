@@ -116,7 +116,7 @@ def search_faster(result: Search, prober: Prober, choices: Sequence[Choice], mem
 
 
 def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, count: int) -> None:
-    known = Known(prober.device, prober.links)
+    known = Known(prober.device)
     misses: list[Choice] = []
     folded = 0
     heap = [(sending, place, False) for place, (_, sending) in enumerate(left)]
@@ -202,7 +202,7 @@ def _possible(prober: Prober, choices: Sequence[Choice], result: Search) -> Iter
             continue
         key = f"{choice.accumulate} {choice.plan_key}"
         if key not in sent:
-            sent[key] = sending_seconds(prober.plan(choice), choice.accumulate, prober.links)
+            sent[key] = sending_seconds(prober.plan(choice), choice.accumulate, prober.device.links)
         yield choice, sent[key]
 
 

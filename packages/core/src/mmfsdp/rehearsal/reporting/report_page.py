@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mmfsdp.basics.pages import html_page
 from mmfsdp.basics.text import human_bytes
@@ -13,8 +14,9 @@ from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.reporting.side_by_side import compared
 from mmfsdp.rehearsal.result import EAGER_INSTEAD, Rehearsal
-from mmfsdp.rehearsal.timing.device_specs import Device, device_of
-from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.device_specs import Device
+from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.scaling import scaled_times
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 
@@ -25,7 +27,7 @@ def report(
     *steps: Rehearsal,
     names: Sequence[str] | None = None,
     device: str | Device | None = None,
-    links: Links | None = None,
+    links: str | Links | None = None,
 ) -> str:
     """Return a page of HTML that shows what a step holds and when, whose it is, what runs when, and what is sent.
 
@@ -35,7 +37,7 @@ def report(
     Args:
         steps: What `rehearse` returned. Several are shown side by side, with their differences from the first one.
         names: A name for each of several; default: ``A``, ``B``, and so on.
-        device: The device for times: see `Rehearsal.time`. Default: ``'h100'``, or ``'cpu'`` for steps on the CPU.
+        device: The device for times: see `Rehearsal.time`, for the default, too.
         links: How ranks are connected; default: as the device usually is.
 
     Raises:
@@ -49,10 +51,11 @@ def report(
     trees = [module_tree(step) for step in steps]
     top = memory.top_of(steps)
     peak = max(step.peak.nbytes for step in steps) or 1
-    machines = [device_of(device or ("cpu" if step.device_type == "cpu" else "h100")) for step in steps]
-    times = [step.time(machine, links) for step, machine in zip(steps, machines, strict=True)]
+    machines = [device_of(device or step.device or ("cpu" if step.device_type == "cpu" else "h100")) for step in steps]
+    machines = [replace(machine, links=links_of(links, machine.links)) for machine in machines]
+    times = [step.time(machine) for step, machine in zip(steps, machines, strict=True)]
     scaled = [
-        scaled_times(step.plan.mesh, step.operators, step.collectives, machine, links)
+        scaled_times(step.plan.mesh, step.operators, step.collectives, machine)
         for step, machine in zip(steps, machines, strict=True)
     ]
     longest = max(time.seconds for time in times)

@@ -1,0 +1,182 @@
+"""Runs a step on fake tensors in a fake world, with the operators of its device, and records it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.step_memory import whole_bytes
+from mmfsdp.rehearsal.adopting import adopt, adopt_gradients, adopt_model, beginning, counts_on_host, state_of
+from mmfsdp.rehearsal.averaged_weights import Averages, EmaFn
+from mmfsdp.rehearsal.explaining import explained
+from mmfsdp.rehearsal.fake import (
+    FewChunks,
+    allocated_by_size,
+    assumed_arrays,
+    fake_tensors,
+    plain_params,
+    quiet,
+    unseen_shapes,
+    watched_resizes,
+)
+from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
+from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
+from mmfsdp.rehearsal.recording.assuming import scalar
+from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
+from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
+from mmfsdp.rehearsal.recording.device_operators import device_operators
+from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
+from mmfsdp.rehearsal.recording.operator_costs import Costs
+from mmfsdp.rehearsal.recording.operator_results import Values
+from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.recorder import Recorder
+from mmfsdp.rehearsal.recording.sync_norms import sync_norms
+from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.timing.device_names import target_of
+from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
+from mmfsdp.rehearsal.worlds import fake_world
+from mmfsdp.runtime.guards import unwatched
+from mmfsdp.runtime.torch_fsdp2.unreduced import gradients_of
+from mmfsdp.sharding.apply import shard_in_place
+from mmfsdp.sharding.device_mesh import build_mesh
+
+__all__ = ["IdleError", "run_fake"]
+
+
+class IdleError(Exception):
+    """A parameter that may be trained gets no gradient."""
+
+
+def run_fake(
+    plan: ShardPlan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    rank: int,
+    loss: LossFn | None,
+    optimizer: str | OptimizerFn | None,
+    max_norm: float | None,
+    accumulate: int,
+    device_type: str | None,
+    assume: float | None,
+    ema: EmaFn | None,
+    device: str | Device | None,
+    once: bool = False,
+) -> Rehearsal:
+    """Run a step, by default the second of two, and return its record.
+
+    The arguments are those of `mmfsdp.rehearse`; with ``once``, one step is run, for which the optimizer makes its
+    state from gradients of zeros.
+
+    Raises:
+        IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
+        RehearsalError: The model failed, or needs the values of tensors.
+        ConfigError: There is no such device, or it is of another type.
+    """
+    known, device_type = target_of(device, device_type)
+    capability = None if known is None or known.capability == UNKNOWN else known.capability
+    places = Places()
+    with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
+        ranks = build_mesh(plan.mesh, "cpu")
+        mode = stack.enter_context(fake_tensors())
+        stack.enter_context(unwatched())
+        stack.enter_context(quiet())
+        stack.enter_context(plain_params())
+        if device_type != "cpu":
+            stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
+        stack.enter_context(allocated_by_size())
+        if plan.compiled_already:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with FewChunks():
+            state = shard_in_place(fake_model(model), plan.model_copy(update={"compile": None}), ranks)
+        module = state.module  # the state alone would not keep it
+        offloads = whole = None
+        if plan.cpu_offload and plan.engine != "fsdp1" and device_type != "cpu":
+            offloads = {unit.fqn: plan.unit_param_bytes(unit, rank) for unit in plan.units}
+            if plan.mesh.shard == 1:
+                whole = {unit.fqn: whole_bytes(unit) for unit in plan.units if unit.params}
+        made = optimizer_of(optimizer, module, plan, "cpu" if offloads else device_type)
+        batches = [fake_batch(batch) for _ in range(accumulate)]
+        on_cpu = device_type == "cpu"
+        if assume is not None:
+            stack.enter_context(assumed_arrays(scalar))
+        if not on_cpu:
+            stack.enter_context(device_operators(mode, capability))
+            stack.enter_context(autocast_as_on(device_type))
+        costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
+        values = Values(places, assume, keeps=not state.is_fsdp1)
+        scratch = convolution_bytes if on_cpu else accelerator_scratch_bytes
+        recorder = Recorder(mode, places, scratch, costs, values, offloads, whole)
+        with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
+            adopt(recorder, state, batches)
+            with places.watch(state, lambda group: adopt_gradients(recorder, gradients_of(group))):
+                averages = None
+                if ema is not None:
+                    begin, places.phase = recorder.moment, "ema"
+                    averages = Averages(ema, module)
+                    recorder.adopt_new(begin, "ema")
+                if once:
+                    _gather_once(module)
+                    _make_state(module, made)
+                    if averages is not None:
+                        averages.update()
+                idle: list[torch.Tensor] = []
+                # The first step makes the optimizer's state, and what FSDP keeps from step to step.
+                for micro_batches in (batches,) if once else (batches[:1], batches):
+                    recorder.restart()
+                    with explained(places, plan, module):
+                        run_step(
+                            beginning(recorder, state, idle),
+                            module,
+                            micro_batches,
+                            loss or default_loss,
+                            made,
+                            max_norm,
+                            None if averages is None else averages.update,
+                        )
+                    recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
+                    # FSDP2 may replace shards with padded ones when the model first runs.
+                    adopt_model(recorder, module)
+                    recorder.adopt(state_of(made), "optimizer state")
+                    if not on_cpu and offloads is None:
+                        recorder.leave_out(counts_on_host(made))
+    if once and idle:
+        raise IdleError
+    return Rehearsal(
+        rank=rank,
+        mesh=str(plan.mesh),
+        engine=plan.engine,
+        device_type=device_type,
+        allocations=recorder.finish(),
+        on_cpu=tuple(recorder.on_cpu),
+        collectives=tuple(recorder.collectives),
+        phases=tuple(recorder.phases),
+        last=recorder.moment,
+        plan=plan,
+        operators=tuple(recorder.operators),
+        calls=costs.calls,
+        device=known,
+    )
+
+
+def _gather_once(module: nn.Module) -> None:
+    """Let FSDP2 make what it keeps from step to step."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            part.reshard()
+
+
+def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state."""
+    for param in module.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
