@@ -36,6 +36,8 @@ class _Live:
     begin: int
     offloaded: int | None = None
     """The moment from which it is in CPU memory, if it ever is."""
+    is_constant: bool = False
+    """Whether it was found with values that nobody has seen being made."""
 
 
 class Recorder(TorchDispatchMode):
@@ -145,6 +147,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> tuple[Allocation, ...]:
         """Return all allocations of the device's memory; those that still exist end now."""
         for live in self._live.values():
+            if live.is_constant:
+                live.begin, live.kind = 0, "buffer"
             if live.nbytes:
                 self._note_end(live, None)
         return tuple(self.ended)
@@ -203,14 +207,15 @@ class Recorder(TorchDispatchMode):
     def _adopt_constants(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note tensors that modules hold outside of parameters and buffers, such as the scales of quantised weights.
 
-        They have values, because the model's copy keeps them, and are there as long as the model is.
+        They have values, because the model's copy keeps them, and are there when the step ends. What forward makes
+        from numbers has values, too, and is gone by then.
         """
         for tensor in inputs:
             if tensor.dim() and not is_fake(tensor) and not isinstance(tensor, DTensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._live:
-                    self._add(storage, "buffer", self.places.module)
-                    self._live[id(storage)].begin = 0
+                    self._add(storage, self.places.kind, self.places.module)
+                    self._live[id(storage)].is_constant = True
 
     def _add(self, storage: torch.UntypedStorage, kind: str, module: str) -> None:
         self.moment += 1
