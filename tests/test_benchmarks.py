@@ -68,7 +68,7 @@ def test_options_of_documented_modules_exist(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stpe"], "there is no benchmark 'stpe'; there are arithmetic, convert, "),
+        (["stpe"], "there is no benchmark 'stpe'; there are arithmetic, background, convert, "),
         (["plan", "--depth"], "unrecognized arguments: --depth"),
     ],
 )

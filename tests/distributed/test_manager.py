@@ -350,9 +350,9 @@ def save_slowly(rank: int, folder: str, if_busy: str) -> list[bool]:
     model, may_go_on = build(), threading.Event()
     write = save_module.write_rank_file
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **given: Any) -> Any:
         assert may_go_on.wait(20)
-        return write(*args)
+        return write(*args, **given)
 
     save_module.write_rank_file = slowly  # type: ignore[assignment]
     with mmfsdp.CheckpointManager(folder, model, every_steps=1, kind="local", if_busy=if_busy) as manager:

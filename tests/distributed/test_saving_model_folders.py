@@ -68,7 +68,7 @@ def by_columns(rank: int, folder: str) -> None:
         model.weight.copy_(torch.arange(24.0).reshape(4, 6))
     model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
     from mmfsdp.collective.scopes import scope_of
-    from mmfsdp.saving.gathering import gather_on_first, with_boxes
+    from mmfsdp.saving.gathering import with_boxes, write_gathered
     from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
     from mmfsdp.saving.publishing import DirectorySave
 
@@ -81,9 +81,9 @@ def by_columns(rank: int, folder: str) -> None:
     rows = with_boxes(chosen.weights, rows_only=True, is_first=scope.is_first)
     started = DirectorySave.begin(Path(folder, "later"), scope, overwrite=False)
     started.finish(lambda started: write_model_folder(started, replace(chosen, weights=rows), scope), scope)
-    gathered = gather_on_first({"a": [model.weight]}, scope.channel.group, scope)
-    if rank == 0:
-        assert gathered["a"][0].equal(torch.arange(24.0).reshape(4, 6))
+    file = Path(folder, "whole.pth")
+    write_gathered({"a": [model.weight]}, scope.channel.group, scope, lambda write: write(file))
+    assert torch.load(file)["a"][0].equal(torch.arange(24.0).reshape(4, 6))
 
 
 def test_columns_are_gathered_tensor_by_tensor(tmp_path: Path) -> None:

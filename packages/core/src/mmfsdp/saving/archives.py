@@ -1,72 +1,55 @@
-"""Writes files with ``torch.save``, a rank's part or a whole checkpoint, and takes their checksums on the way."""
+"""Writes files as ``torch.save`` does, a rank's part or a whole checkpoint, and takes their checksums on the way."""
 
 from __future__ import annotations
 
-import io
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.checkpoint.manifest import BlockSums, FileEntry
+from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.embedded_sums import embed_sums
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.skeletons import skeleton_of, stored_bytes
+from mmfsdp.saving.summed_files import summed_file
 
-__all__ = ["SummedFile", "write_archive", "write_own_part", "write_rank_file", "write_whole"]
+__all__ = ["write_archive", "write_own_part", "write_rank_file", "write_whole"]
 
 
-class SummedFile:
-    """A file that is written from beginning to end, and the checksums of what was written.
+def write_archive(content: Mapping[str, Any], path: Path, *, direct: bool = False) -> FileEntry:
+    """Save as ``torch.save`` does, wait until all data is on disk, and return the checksums. Not collective.
 
     Args:
-        file: A file open for writing, at its beginning.
+        content: What to save.
+        path: The file.
+        direct: Write past the page cache, where that helps.
     """
-
-    def __init__(self, file: IO[bytes] | io.IOBase) -> None:
-        self._file: Any = file
-        self._sums = BlockSums()
-
-    def write(self, data: Any) -> int:
-        """Write bytes, and add them to the checksums."""
-        # An unbuffered file can write less than it is given, which torch ignores: this one is buffered.
-        count: int = self._file.write(data)
-        self._sums.add(data)
-        return count
-
-    def entry(self) -> FileEntry:
-        """Return the file's entry for the manifest."""
-        return self._sums.entry()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-def write_archive(content: Mapping[str, Any], path: Path) -> FileEntry:
-    """Save with ``torch.save``, wait until all data is on disk, and return the checksums. Not collective."""
-    # Given a path, torch writes through a C++ stream and closes it in a destructor: if the disk is full by then, the
-    # file is truncated and no error is raised.
-    with path.open("wb") as file:
-        summed = SummedFile(file)
-        torch.save(dict(content), summed)
-        file.flush()
-        os.fsync(file.fileno())
-    return summed.entry()
+    found = skeleton_of(dict(content))
+    if found is None:
+        with summed_file(path, direct=direct) as file:
+            torch.save(dict(content), file)  # type: ignore[arg-type]
+        return file.entry()
+    skeleton, storages = found
+    with summed_file(path, direct=direct, size=skeleton.size) as file:
+        skeleton.write(file.write, lambda number: file.append(stored_bytes(storages[number])))
+    return file.entry()
 
 
 def write_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Save with ``torch.save``, and store checksums of blocks in the file. Not collective; the caller syncs it."""
+    """Save as ``torch.save`` does, and store checksums of blocks in the file. Not collective; the caller syncs it."""
     embed_sums(path, write_archive(content, path))
 
 
-def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh) -> Files:
+def write_rank_file(
+    save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh, *, direct: bool = False
+) -> Files:
     """Write this rank's file of a ``local`` checkpoint: its part of each tensor, and which box of the whole that is.
 
     If several ranks hold the same box, one of them writes it. Not collective.
@@ -75,10 +58,11 @@ def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: Devic
         save: The save that the file belongs to.
         content: Nested dicts and lists, with DTensors where tensors are sharded.
         mesh: The ranks that save.
+        direct: See `write_archive`.
     """
     path = save.temporary / f"rank{save.rank}.pth"
     with as_checkpoint_error(save.target / path.name):
-        return {path.name: write_archive(_localised(content, save, mesh), path)}
+        return {path.name: write_archive(_localised(content, save, mesh), path, direct=direct)}
 
 
 def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, save_id: str, rank: int) -> FileEntry:
@@ -95,7 +79,7 @@ def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, sav
         StateDictError: A tensor lies on other ranks than the mesh.
     """
     save = DirectorySave(path, path, save_id, rank, mesh.size(), overwrite=True)
-    return write_archive(_localised(content, save, mesh, own_all=True), path)
+    return write_archive(_localised(content, save, mesh, own_all=True), path, direct=True)
 
 
 def _localised(

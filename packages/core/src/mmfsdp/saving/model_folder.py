@@ -6,9 +6,8 @@ The files are planned as ``convert`` plans them, from names, dtypes and shapes a
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.atomic import refuse_other_content
-from mmfsdp.checkpoint.files.copying import reserve
-from mmfsdp.checkpoint.files.disk import copy_here, sync, write_all
+from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
+from mmfsdp.checkpoint.files.disk import copy_here, sync
 from mmfsdp.checkpoint.files.planned_files import complete_file
 from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
 from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
@@ -35,11 +34,11 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
 from mmfsdp.runtime.dtensors import box_of, placements_of, whole_tensor
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.skeletons import bytes_of
+from mmfsdp.saving.summed_files import copy_into
 from mmfsdp.saving.written_parts import Stretch, WrittenParts, joined_on_first
 
 __all__ = ["ModelFolder", "write_model_folder"]
-
-_BLOCK = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,17 @@ class ModelFolder:
         return cls(kept, on_all_ranks(check, scope), stem)
 
 
-def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -> Files:
+def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *, direct: bool = False) -> Files:
     """Write the files of a folder. Collective: every rank of the scope.
 
     Tensors are written one after the other. A rank holds a copy of its own rows of one tensor at a time; one that is
     not divided by rows, as with tensor parallelism, is gathered and written by the first rank.
+
+    Args:
+        save: The save that the files belong to.
+        folder: What to write.
+        scope: The ranks that save.
+        direct: Write past the page cache, where that helps.
 
     Returns:
         On the first rank all files with weights; on others none.
@@ -130,16 +135,21 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope) -
     on_all_ranks(create, scope)
     written: WrittenParts = {}
     failures: list[BaseException] = []
+    writer = BlockWriter(direct=direct)
     for file in planned:
-        target = _Target(save.temporary / file.name)
-        for piece in file.pieces:
-            own = _own(folder.weights[piece.entry.name], scope)
-            # A rank that failed goes on with what is collective, or the others would wait for it.
+        path = save.temporary / file.name
+        with ExitStack() as stack:
             with _collected(failures, save.target / file.name):
-                stretches = [] if own is None or failures else [*target.write(*own, piece)]
-                written |= {piece.entry.name: stretches} if stretches else {}
-        with _collected(failures, save.target / file.name):
-            target.close()
+                stack.enter_context(writer.to(path))
+            for piece in file.pieces:
+                own = _own(folder.weights[piece.entry.name], scope)
+                # A rank that failed goes on with what is collective, or the others would wait for it.
+                with _collected(failures, save.target / file.name):
+                    if own is not None and not failures and (stretch := _write(writer, *own, piece)) is not None:
+                        written[piece.entry.name] = [stretch]
+            with _collected(failures, save.target / file.name):
+                stack.close()
+                sync(path)
 
     def succeed() -> None:
         for failure in failures:
@@ -183,37 +193,21 @@ def _own(tensor: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, Bounds] | No
     return tensor.to_local(), box_of(tensor).bounds
 
 
-class _Target:
-    """A file that this rank writes parts of."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def write(self, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Iterator[Stretch]:
-        """Write rows of a tensor; yield where they went."""
-        if not tensor.numel():
-            return
-        offsets, _ = box
-        row = math.prod(piece.entry.shape[1:]) * tensor.element_size()
-        begin = piece.at + (offsets[0] * row if offsets else 0)
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        crc = 0
-        for position in range(0, len(data), _BLOCK):
-            block = data[position : position + _BLOCK]
-            write_all(self._descriptor, block, begin + position)
-            crc = crc32(block, crc)
-        yield begin, len(data), crc
-
-    def close(self) -> None:
-        """Wait until what was written is on disk, and close the file."""
-        if self._descriptor is not None:
-            try:
-                os.fsync(self._descriptor)
-            finally:
-                os.close(self._descriptor)
+def _write(writer: BlockWriter, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Stretch | None:
+    """Write rows of a tensor, and return where they went."""
+    if not tensor.numel():
+        return None
+    offsets, _ = box
+    row = math.prod(piece.entry.shape[1:]) * tensor.element_size()
+    begin = at = piece.at + (offsets[0] * row if offsets else 0)
+    data, crc = bytes_of(tensor.detach().cpu().contiguous()), 0
+    while data:
+        room = writer.room(at, len(data))
+        copy_into(room, data[: len(room)])
+        crc = crc32(room, crc)
+        writer.filled(len(room))
+        data, at = data[len(room) :], at + len(room)
+    return begin, at - begin, crc
 
 
 def _completed(path: Path, file: PlannedFile, parts: WrittenParts) -> Any:

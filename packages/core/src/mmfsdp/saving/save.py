@@ -21,7 +21,7 @@ from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
-from mmfsdp.saving.gathering import gather_on_first, with_boxes
+from mmfsdp.saving.gathering import WriteFile, with_boxes, write_gathered
 from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
 from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
 from mmfsdp.saving.store_save import StoreSave, refuse_in_store, send_whole
@@ -220,17 +220,16 @@ def _write(
     if kind == "full":
 
         def gather() -> None:
-            whole = gather_on_first(kept, saver.group, scope)
-            on_all_ranks(lambda: _write_full(target, whole, overwrite) if scope.is_first else None, scope)
+            write_gathered(kept, saver.group, scope, lambda write: _publish(target, write, overwrite))
 
         return saver.start(gather, target)
     save = _begin(target, scope, overwrite)
 
     def step() -> None:
         if kind == "local":
-            save.finish(lambda save: write_rank_file(save, kept, state.mesh), scope)
+            save.finish(lambda save: write_rank_file(save, kept, state.mesh, direct=True), scope)
         else:
-            save.finish(lambda save: write_distributed(save, kept, saver.group), scope)
+            save.finish(lambda save: write_distributed(save, kept, saver.group, direct=not blocking), scope)
 
     if not blocking:
         return saver.start(step, target)
@@ -249,7 +248,7 @@ def _write_folder(
     save = DirectorySave.begin(target, scope, overwrite=overwrite)
 
     def step() -> None:
-        save.finish(lambda save: write_model_folder(save, folder, scope), scope)
+        save.finish(lambda save: write_model_folder(save, folder, scope, direct=not blocking), scope)
 
     if saver is not None:
         return saver.start(step, target)
@@ -278,9 +277,14 @@ def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> No
 
     with as_checkpoint_error(target):
         map_leaves(dict(content), check)
+    _publish(target, lambda file: write_whole(content, file), overwrite)
+
+
+def _publish(target: Path, write: WriteFile, overwrite: bool) -> None:
+    with as_checkpoint_error(target):
         if is_remote(target):
-            send_whole(target, lambda file: write_whole(content, file))
+            send_whole(target, write)
             return
         make_parent(target)
-    with as_checkpoint_error(target), atomic_output(target, overwrite=overwrite) as temporary:
-        write_whole(content, temporary)
+        with atomic_output(target, overwrite=overwrite) as temporary:
+            write(temporary)

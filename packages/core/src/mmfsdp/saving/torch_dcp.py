@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.files.disk import not_written
-from mmfsdp.checkpoint.manifest import FileEntry
+from mmfsdp.checkpoint.formats.dcp import TensorInfo
+from mmfsdp.checkpoint.formats.dcp_items import Location
+from mmfsdp.checkpoint.formats.dcp_writer import dcp_metadata
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import MmfsdpError, StateDictError
-from mmfsdp.saving.archives import SummedFile
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.skeletons import Skeleton, bytes_of, skeleton_of_tensor
+from mmfsdp.saving.summed_files import summed_file
 
 __all__ = ["flattened", "write_distributed"]
+
+_METADATA = ".metadata"
 
 KeyPath = tuple[str | int, ...]
 
 
-def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: dist.ProcessGroup) -> Files:
+def write_distributed(
+    save: DirectorySave, content: Mapping[str, Any], group: dist.ProcessGroup, *, direct: bool = False
+) -> Files:
     """Write with torch's distributed checkpoint (DCP). Collective: every rank of the group.
 
     Args:
         save: The save that the files belong to.
         content: Nested dicts and lists with DTensors, and tensors that are the same on every rank.
         group: A group of the ranks that save, with a CPU backend.
+        direct: Write past the page cache, where that helps.
 
     Returns:
         This rank's files; on the group's first rank also ``.metadata``.
@@ -46,7 +53,7 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: di
     Raises:
         CheckpointError: The files could not be written; raised on every rank.
     """
-    writer = _Writer(save.temporary, save.target)
+    writer = _Writer(save, direct=direct)
     try:
         with as_checkpoint_error(save.target), naming_lost_ranks("ranks wrote a checkpoint"):
             save_distributed(
@@ -60,11 +67,7 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], group: di
         if isinstance(first, MmfsdpError):
             raise type(first)(first.message, **{**first.context, "rank": rank}) from error
         raise not_written(save.target, first, rank=rank) from error
-    files = {name: file.entry() for name, file in writer.files.written.items() if (save.temporary / name).exists()}
-    metadata = save.temporary / ".metadata"
-    if group.rank() == 0:
-        files[metadata.name] = FileEntry.of(metadata)
-    return files
+    return writer.files
 
 
 class _Planner(DefaultSavePlanner):
@@ -95,35 +98,93 @@ class _Planner(DefaultSavePlanner):
         self.mappings = {name: path for name, (path, _) in names.items()}
 
 
-class _SummingFiles(FileSystem):
-    """torch's file system, which also takes the checksum of every file that is written."""
+class _Writer(StorageWriter):
+    """Writes one file per rank. Its errors name the cause: one that travels to another rank loses its ``__cause__``.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: dict[str, SummedFile] = {}
+    Args:
+        save: The save that the files belong to.
+        direct: Whether to write past the page cache, where that helps.
+    """
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """See torch's `FileSystem`."""
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            summed = self.written[Path(path).name] = SummedFile(stream)
-            yield summed
+    def __init__(self, save: DirectorySave, *, direct: bool) -> None:
+        self.files: Files = {}
+        self._save, self._direct = save, direct
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See torch's `StorageWriter`."""
 
-class _Writer(FileSystemWriter):
-    """torch's writer, whose errors name the cause: an error that travels to another rank loses its ``__cause__``."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch's `StorageWriter`."""
 
-    def __init__(self, path: Path, target: Path) -> None:
-        super().__init__(path)
-        self._target = target
-        self.fs = self.files = _SummingFiles()
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """See torch's `StorageWriter`."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See torch's `StorageWriter`."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See torch's `StorageWriter`."""
+        return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with as_checkpoint_error(self._target):
-            return super().write_data(plan, planner)
+        """See torch's `StorageWriter`."""
+        results: Future[list[WriteResult]] = Future()
+        with as_checkpoint_error(self._save.target):
+            results.set_result(self._write(plan, planner) if plan.items else [])
+        return results
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = f"__{self._save.rank}_0.distcp"
+        found = [(item.index, planner.resolve_data(item)) for item in plan.items]
+        size = sum(_size(data) for _, data in found)
+        results: list[WriteResult] = []
+        with summed_file(self._save.temporary / name, direct=self._direct, size=size) as file:
+            for index, data in found:
+                begin = file.end
+                if isinstance(data, torch.Tensor):
+                    memory = bytes_of(data.detach().cpu().contiguous())
+                    _skeleton(data).write(file.append, lambda _, memory=memory: file.append(memory))  # type: ignore[misc]
+                else:
+                    file.append(data.getbuffer())
+                location = Location(name, begin, file.end - begin)
+                results.append(WriteResult(index, location.length, location))
+        self.files[name] = file.entry()
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """See torch's `StorageWriter`; called on the first rank."""
+        stored = {
+            (one.index.fqn, None if one.index.offset is None else tuple(one.index.offset)): one.storage_data
+            for written in results
+            for one in written
+        }
+        tensors: dict[str, TensorInfo] = {}
+        locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+        for name, found in metadata.state_dict_metadata.items():
+            if not isinstance(found, TensorStorageMetadata):
+                locations[name, None] = stored[name, None]
+                continue
+            boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks)
+            tensors[name] = TensorInfo(canonical_dtype(found.properties.dtype), tuple(found.size), boxes)
+            locations |= {(name, box[0]): stored[name, box[0]] for box in boxes}
+        data = dcp_metadata(metadata.planner_data, tensors, locations)
+        with (
+            as_checkpoint_error(self._save.target),
+            summed_file(self._save.temporary / _METADATA, direct=False) as file,
+        ):
+            file.append(data)
+        self.files[_METADATA] = file.entry()
+
+
+def _skeleton(tensor: torch.Tensor) -> Skeleton:
+    return skeleton_of_tensor(tensor.dtype, tuple(tensor.shape))
+
+
+def _size(data: Any) -> int:
+    return _skeleton(data).size if isinstance(data, torch.Tensor) else len(data.getbuffer())
 
 
 def flattened(content: Mapping[str, Any]) -> dict[str, tuple[KeyPath, Any]]:
