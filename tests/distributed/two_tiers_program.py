@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,6 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 import mmfsdp
+from mmfsdp.checkpoint.tree import leaves
+
+
+def told(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield the step, and sums of weights and optimizer state, which do not depend on the number of ranks."""
+    yield str(step)
+    states = [mmfsdp.model_state_dict(model, rank0_only=False)]
+    states.append(mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"])
+    for _, value in leaves(states):
+        if isinstance(value, torch.Tensor):
+            yield f"{float(value.double().sum()):.17g}"
 
 
 def main() -> None:
@@ -28,6 +40,8 @@ def main() -> None:
         disk / "durable", model, optimizer, kind="full", fast_directory=disk / "fast", fast_every_steps=2
     )
     begin = manager.resume()
+    if begin:
+        print(*told(begin, model, optimizer))
     for step in range(begin + 1, stop + 1):
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
@@ -35,6 +49,8 @@ def main() -> None:
         manager.step(step)
         if step % 2 == 0:
             manager.wait()
+            if dies:
+                print(*told(step, model, optimizer))
     if dies:
         dist.barrier()
         sys.stdout.flush()

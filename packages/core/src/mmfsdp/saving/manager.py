@@ -50,7 +50,7 @@ class CheckpointManager:
         if_busy: What to do if the save before is still running when the next one is due: ``wait`` for it, or ``skip``
             the next one. `save` always waits.
         fast_directory: A directory on each node's own disk or in its memory, for frequent saves between those to
-            ``directory``: each rank's file has a copy on the next node. A run resumes from it on as many ranks.
+            ``directory``: each rank's file has a copy on the next node.
         fast_every_steps: Save there every n steps.
         schedulers: A learning rate scheduler, or several.
         scaler: A gradient scaler.

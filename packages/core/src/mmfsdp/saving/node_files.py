@@ -19,7 +19,19 @@ from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.errors import CorruptCheckpointError, RunDirectoryError
 
-__all__ = ["NodeFile", "Plan", "choose", "exchange", "holders", "path_of", "remove_others", "scan", "transfer"]
+__all__ = [
+    "Newest",
+    "NodeFile",
+    "Transfer",
+    "choose",
+    "exchange",
+    "holders",
+    "path_of",
+    "plan_transfers",
+    "remove_others",
+    "scan",
+    "transfer",
+]
 
 _CHUNK = 8 << 20  # bytes that are under way at once
 
@@ -100,30 +112,54 @@ def holders(nodes: Sequence[str]) -> list[int | None]:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The newest step that the nodes have whole together, and who must send a file to its owner."""
+class Newest:
+    """The newest step that the nodes have whole together."""
 
     step: int
-    transfers: tuple[tuple[int, int], ...]
-    """The rank that has a file, and the rank whose part it is."""
+    ranks: int
+    """How many ranks saved it."""
+    holders: Mapping[int, Sequence[int]]
+    """For each of these ranks, the present ranks on whose nodes its file is."""
 
 
-def choose(reports: Sequence[Sequence[NodeFile]]) -> Plan | None:
-    """Return the newest step of which every rank's file is on some node, saved by as many ranks; ``None`` without one.
+def choose(reports: Sequence[Sequence[NodeFile]]) -> Newest | None:
+    """Return the newest step of which the file of every rank that saved it is on some node; ``None`` without one.
 
     Args:
-        reports: For each rank, what is on its node.
+        reports: For each present rank, what is on its node.
     """
-    saves: dict[tuple[int, str], dict[int, list[int]]] = {}
+    saves: dict[tuple[int, str, int], dict[int, list[int]]] = {}
     for place, files in enumerate(reports):
         for file in files:
-            if file.ranks == len(reports):
-                saves.setdefault((file.step, file.save_id), {}).setdefault(file.owner, []).append(place)
-    for (step, _), owners in sorted(saves.items(), reverse=True):
-        if len(owners) == len(reports):
-            missing = [(places[0], owner) for owner, places in sorted(owners.items()) if owner not in places]
-            return Plan(step, tuple(missing))
+            key = file.step, file.save_id, file.ranks
+            saves.setdefault(key, {}).setdefault(file.owner, []).append(place)
+    for (step, _, ranks), holders in sorted(saves.items(), reverse=True):
+        if len(holders) == ranks:
+            return Newest(step, ranks, dict(sorted(holders.items())))
     return None
+
+
+Transfer = tuple[int, int, int]
+"""The rank that sends a file, the one that receives it, and the rank that saved it."""
+
+
+def plan_transfers(newest: Newest, needs: Sequence[Collection[int]], nodes: Sequence[str]) -> list[Transfer]:
+    """Return what must be sent so that every node has the files that its ranks need; each file goes to a node once.
+
+    Args:
+        newest: The step.
+        needs: For each present rank, the ranks whose files it needs.
+        nodes: The node of each present rank.
+    """
+    there = {(nodes[place], owner) for owner, places in newest.holders.items() for place in places}
+    planned = []
+    for place, owners in enumerate(needs):
+        for owner in sorted(owners):
+            if (nodes[place], owner) not in there:
+                there.add((nodes[place], owner))
+                holders = newest.holders[owner]
+                planned.append((holders[place % len(holders)], place, owner))
+    return planned
 
 
 def remove_others(directory: Path, kept: Collection[int]) -> None:
@@ -177,15 +213,15 @@ def exchange(
     return crcs, failure
 
 
-def transfer(step: int, directory: Path, plan: Sequence[tuple[int, int]], place: int, group: dist.ProcessGroup) -> None:
-    """Send files of a step to their owners, one after the other. Collective: the ranks that the plan names.
+def transfer(step: int, directory: Path, plan: Sequence[Transfer], place: int, group: dist.ProcessGroup) -> None:
+    """Send files of a step where they are needed, one after the other. Collective: the ranks that the plan names.
 
     A rank that fails goes on, so that none waits for it, and raises at the end.
 
     Args:
         step: The step.
         directory: The node's directory.
-        plan: See `Plan`.
+        plan: What `plan_transfers` returned.
         place: This rank's place.
         group: The ranks.
 
@@ -194,11 +230,11 @@ def transfer(step: int, directory: Path, plan: Sequence[tuple[int, int]], place:
         OSError: A file cannot be written.
     """
     failures: list[Exception] = []
-    for holder, owner in plan:
+    for holder, receiver, owner in plan:
         path = path_of(directory, owner, step)
         if place == holder:
-            _send(path, owner, group)
-        elif place == owner:
+            _send(path, receiver, group)
+        elif place == receiver:
             try:
                 _receive(path, holder, group)
             except (OSError, CorruptCheckpointError) as error:
@@ -207,15 +243,15 @@ def transfer(step: int, directory: Path, plan: Sequence[tuple[int, int]], place:
         raise failure
 
 
-def _send(path: Path, owner: int, group: dist.ProcessGroup) -> None:
+def _send(path: Path, receiver: int, group: dist.ProcessGroup) -> None:
     described = None
     with contextlib.suppress(OSError, ValueError):
         described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         path.open("rb").close()
     with naming_lost_ranks("ranks exchanged copies of their files"):
-        dist.send_object_list([described], dist.get_global_rank(group, owner), group=group)
+        dist.send_object_list([described], dist.get_global_rank(group, receiver), group=group)
     if described is not None:
-        exchange(path, owner, {}, group)
+        exchange(path, receiver, {}, group)
 
 
 def _receive(path: Path, holder: int, group: dist.ProcessGroup) -> None:

@@ -13,21 +13,30 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.siblings import Lease
 from mmfsdp.checkpoint.manifest import FileEntry
-from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.collective.steps import gather_objects, gather_to_first, on_all_ranks, shared
+from mmfsdp.collective.steps import broadcast_object, gather_objects, gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.saving.archives import write_own_part
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
-from mmfsdp.saving.content import restricted_load
-from mmfsdp.saving.node_files import NodeFile, choose, exchange, holders, path_of, remove_others, scan, transfer
+from mmfsdp.saving.node_files import (
+    Newest,
+    NodeFile,
+    choose,
+    exchange,
+    holders,
+    path_of,
+    plan_transfers,
+    remove_others,
+    scan,
+    transfer,
+)
+from mmfsdp.saving.node_shards import NodeShards, boxes_of_rank, header_of, needed_owners
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import take_directory
 from mmfsdp.saving.run_state import RunState
@@ -60,6 +69,7 @@ class NodeTier:
         self._directory, self._mesh, self._scope = directory, mesh, scope
         self._model, self._run = model, run
         self._leases: list[Lease] = []
+        self._found: Newest | None = None
 
         def open_directory() -> None:
             with as_checkpoint_error(directory):
@@ -105,47 +115,37 @@ class NodeTier:
         return saver.start(lambda: self._write(step, save_id, kept, saver.scope, saver.group), self._directory)
 
     def newest(self) -> int | None:
-        """Find the newest step that the nodes have together, and bring to each rank its own file. Collective.
-
-        Returns:
-            The step; ``None`` if there is none, or if other ranks saved it.
+        """Find the newest step that the nodes have together, whatever the number of ranks that saved it. Collective.
 
         Raises:
-            CheckpointError: A copy is damaged or cannot be read; raised on every rank.
+            CheckpointError: A directory cannot be read; raised on every rank.
         """
         files = on_all_ranks(self._own_files, self._scope)
         reports = gather_to_first(self._scope, files)
-        plan = shared(lambda: None if reports is None else choose(reports), self._scope)
-        if plan is None:
-            return None
-
-        def bring() -> None:
-            with as_checkpoint_error(self._directory):
-                transfer(plan.step, self._directory, plan.transfers, self._scope.place, saver.group)
-
-        saver = saver_of(self._mesh)
-        on_all_ranks(bring, self._scope)
-        if plan.transfers and self._scope.is_first:
-            lost = sorted({owner for _, owner in plan.transfers})
-            _log.warning("The files of ranks %s of step %d came from their copies on other nodes.", lost, plan.step)
-        return plan.step
+        self._found = shared(lambda: None if reports is None else choose(reports), self._scope)
+        return None if self._found is None else self._found.step
 
     def load(
         self, step: int, model: nn.Module, optimizer: Optimizer | None, state: RunState, safe_globals: Sequence[Any]
     ) -> None:
-        """Load what `newest` found; each rank reads its own file. Collective: every rank.
+        """Load what `newest` found. Collective: every rank.
+
+        A rank reads its part from the files on its node. Those that its node lacks come from others first.
 
         Raises:
             CheckpointError: A file cannot be read; raised on every rank.
             RunDirectoryError, StateDictError: It does not fit the run; raised on every rank, and nothing is loaded.
         """
-        path = path_of(self._directory, self._scope.place, step)
+        found = self._found
+        assert found is not None
+        assert found.step == step
+        own, needs = self._bring(found, model)
 
         def read() -> dict[str, Any]:
-            with as_checkpoint_error(path):
-                content = restricted_load(path, str(path), safe_globals)
-                placed = _placed(content, content.pop("mmfsdp")["tensors"], self._mesh)
-            return state.examined(placed, self._scope.size)
+            with as_checkpoint_error(self._directory):
+                paths = {owner: path_of(self._directory, owner, found.step) for owner in needs}
+                content = NodeShards(paths, own, safe_globals).content
+            return state.examined(content, self._scope.size)
 
         content = on_all_ranks(read, self._scope)
         finish = None if optimizer is None else prepare_optim_load(model, optimizer, content["optimizer"])
@@ -154,16 +154,62 @@ class NodeTier:
             finish()
         state.restore(content, self._scope)
 
+    def _bring(self, found: Newest, model: nn.Module) -> tuple[int, set[int]]:
+        """Bring to each node the files that its ranks need. Collective.
+
+        Returns:
+            The rank whose file gives this one what is not a shard, and all those whose files it needs.
+        """
+        place, size = self._scope.place, self._scope.size
+        own = place * found.ranks // size
+        origin = found.holders[0][0]
+
+        def describe() -> dict[str, Any] | None:
+            if place != origin:
+                return None
+            path = path_of(self._directory, 0, found.step)
+            with as_checkpoint_error(path):
+                return header_of(path)
+
+        header = broadcast_object(self._scope, on_all_ranks(describe, self._scope), origin=origin)
+        assert header is not None
+        near = {
+            owner
+            for owner, places in found.holders.items()
+            if any(self._nodes[there] == self._nodes[place] for there in places)
+        }
+        boxes = boxes_of_rank(header, self._mesh, model_state_dict(model, "sharded"))
+        if found.ranks != size:  # rows of ranks, such as random numbers, are read on as many ranks only
+            boxes = {path: box for path, box in boxes.items() if not path.startswith("run/")}
+        needs = {own, *needed_owners(header, boxes, near)}
+        all_needs = gather_to_first(self._scope, needs)
+        plan = shared(lambda: None if all_needs is None else plan_transfers(found, all_needs, self._nodes), self._scope)
+        saver = saver_of(self._mesh)
+
+        def send() -> None:
+            with as_checkpoint_error(self._directory):
+                transfer(found.step, self._directory, plan, place, saver.group)
+
+        on_all_ranks(send, self._scope)
+        if plan and self._scope.is_first:
+            came = sorted({owner for _, _, owner in plan})
+            _log.warning("The files of ranks %s of step %d came from other nodes.", came, found.step)
+        return own, needs
+
     def _own_files(self) -> list[NodeFile]:
         with as_checkpoint_error(self._directory):
             found = scan(self._directory, model=self._model, run=self._run)
             return [file for file in found if self._is_mine_to_tell(file)]
 
     def _is_mine_to_tell(self, file: NodeFile) -> bool:
-        """Tell whether a file is this rank's own, and undamaged, or one whose rank is on another node."""
-        if file.owner == self._scope.place:
-            return self._is_undamaged(file)
-        return file.owner >= self._scope.size or self._nodes[file.owner] != self._nodes[self._scope.place]
+        """Tell whether this rank reports a file: its own, or one whose rank is on another node; if it is undamaged."""
+        if file.ranks == self._scope.size:
+            if file.owner == self._scope.place:
+                return self._is_undamaged(file)
+            return self._nodes[file.owner] != self._nodes[self._scope.place]
+        # Other ranks saved it, and any of them may be read: the ranks of a node share the checks.
+        here = [place for place, node in enumerate(self._nodes) if node == self._nodes[self._scope.place]]
+        return here[file.owner % len(here)] == self._scope.place and self._is_undamaged(file)
 
     def _is_undamaged(self, file: NodeFile) -> bool:
         path = file.path(self._directory)
@@ -247,23 +293,3 @@ class NodeTier:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_output(path, overwrite=True) as temporary, temporary.open("wb") as file:
             yield file
-
-
-def _placed(content: Mapping[str, Any], tensors: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Return content with the shards of a rank's file as DTensors."""
-
-    def placed(path: str, leaf: Any) -> Any:
-        if path not in tensors:
-            return leaf
-        shape = torch.Size(tensors[path]["shape"])
-        dims = tensors[path]["placements"]
-        return DTensor.from_local(
-            leaf.to(mesh.device_type),
-            mesh,
-            [Replicate() if dim is None else Shard(dim) for dim in dims],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-
-    return dict(map_leaves(dict(content), placed))
