@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
-from mmfsdp.parity.sketches import sketch_of
+from mmfsdp.parity.scaled import Scaled
+from mmfsdp.parity.sketches import Sketches, sketch_of
 from mmfsdp.parity.writing import texts_of
 
 SHAPES = [(), (1,), (1000,), (7, 5), (64, 32, 3, 3), (4, 100, 16), (3, 0, 2)]
+SHAPES += [(9001,), (300, 257), (48, 768), (40, 96, 3, 5)]  # of more elements than have signs of their own
 ids = str
 
 
@@ -88,21 +90,24 @@ def test_complex_numbers() -> None:
     assert figures(tensor).norm == pytest.approx(tensor.norm().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("change", ["noise", "row", "permuted", "one element"])
-def test_the_distance_is_estimated(change: str) -> None:
+@pytest.mark.parametrize("shape", [(64, 48), (64, 96), (512, 256)], ids=ids)
+@pytest.mark.parametrize("change", ["noise", "row", "bias", "permuted", "one element"])
+def test_the_distance_is_estimated(change: str, shape: tuple[int, int]) -> None:
     ratios = []
     for seed in range(8):
         torch.manual_seed(seed)
-        one = torch.randn(64, 96)
+        one = torch.randn(shape)
         other = one.clone()
         if change == "noise":
             other += 1e-3 * torch.randn_like(one)
         elif change == "row":
-            other[5] += torch.randn(96)
+            other[seed] += torch.randn(shape[1])
+        elif change == "bias":
+            other += torch.randn(shape[1])
         elif change == "permuted":
-            other = one[torch.randperm(64)]
+            other = one[torch.randperm(shape[0])]
         else:
-            other[3, 4] += 1
+            other[seed, 4] += 1
         ratios.append(distance(figures(one), figures(other)) / (one - other).norm().item())
     assert all(0.6 < ratio < 1.5 for ratio in ratios), ratios
     assert 0.85 < sum(ratios) / len(ratios) < 1.15
@@ -116,8 +121,9 @@ def test_factors_are_exact() -> None:
     assert cosine(figures(tensor), figures(-tensor)) == pytest.approx(-1)
 
 
-def test_swapped_rows_are_noticed() -> None:
-    tensor = torch.randn(128, 8)
+@pytest.mark.parametrize("shape", [(128, 8), (128, 128), (128, 256)], ids=ids)
+def test_swapped_rows_are_noticed(shape: tuple[int, int]) -> None:
+    tensor = torch.randn(shape)
     for row in range(127):
         other = tensor.clone()
         other[[row, row + 1]] = other[[row + 1, row]]
@@ -131,6 +137,52 @@ def test_where_a_difference_lies() -> None:
     center, spread = where(figures(one), figures(other))
     assert center == pytest.approx(0.985, abs=0.02)
     assert spread < 0.03
+
+
+def test_autocast_does_not_change_sketches() -> None:
+    tensor = torch.randn(300, 64)
+    found = figures(tensor)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert figures(tensor) == found
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_norms_whose_squares_single_precision_cannot_hold(size: float) -> None:
+    tensor = torch.randn(100, 100) * size
+    assert figures(tensor).norm == pytest.approx(tensor.double().norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.123, -1.0])
+def test_tensors_that_were_multiplied_are_derived(factor: float) -> None:
+    before, scaled, sketches = torch.randn(100, 100), Scaled(), Sketches()
+    row = sketches.add(before, (0, 0), (100, 100))
+    scaled.remember("weight", before, row, sketches.square(row))
+    after = before * factor
+    found = scaled.find("weight", after)
+    assert found is not None
+    sketches.add_scaled(*found)
+    _, derived = (Figures.of(row.tolist()) for row in sketches.take())
+    truth = figures(after)
+    assert distance(derived, truth) < 1e-6 * truth.norm
+    assert (derived.total, derived.square) == pytest.approx((truth.total, truth.square), rel=1e-5)
+    assert (derived.low, derived.high) == pytest.approx((truth.low, truth.high), rel=1e-6)
+
+
+def test_other_changes_than_a_factor_are_seen() -> None:
+    before, scaled = torch.randn(100, 100), Scaled()
+    scaled.remember("weight", before, 0, before.double().square().sum().item())
+    assert scaled.find("bias", before) is None
+    for change in ("row", "swapped", "half", "noise"):
+        after = before * 0.5
+        if change == "row":
+            after[3] = 0
+        elif change == "swapped":
+            after[[1, 2]] = after[[2, 1]]
+        elif change == "half":
+            after[50:] *= 2
+        else:
+            after += 1e-4 * torch.randn_like(after)
+        assert scaled.find("weight", after) is None
 
 
 def packed(tensor: torch.Tensor) -> str:

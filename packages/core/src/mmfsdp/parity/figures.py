@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import mul
 from struct import Struct
 
-__all__ = ["BITS", "ERROR", "FIRST", "Figures", "add", "cosine", "distance", "factor", "where"]
+__all__ = ["BITS", "ERROR", "FIRST", "PLACED", "Figures", "add", "cosine", "distance", "factor", "where"]
 
 BITS = 32
 """Numbers in a sketch."""
@@ -18,8 +18,10 @@ ERROR = 1 / math.sqrt(2 * BITS)
 
 FIRST = 5
 """Numbers before a sketch."""
+PLACED = 16
+"""Numbers after it, which tell where a difference lies."""
 
-_FORM = Struct(f"<{FIRST + BITS}d{BITS}f")
+_FORM = Struct(f"<{FIRST + BITS}d{PLACED}f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Figures:
     sketch: tuple[float, ...]
     """Sums of the elements with random signs."""
     placed: tuple[float, ...]
-    """The same sums, each element times where it is along the first dimension, from 0 to 1."""
+    """The last of these sums again, with elements times where they are along the first dimension, from 0 to 1."""
 
     @property
     def largest(self) -> float:
@@ -58,7 +60,7 @@ class Figures:
 
     @classmethod
     def unpack(cls, text: str) -> Figures:
-        """Return the figures that were written as bytes in base64: FIRST + BITS of float64, BITS of float32.
+        """Return the figures that were written as bytes in base64: FIRST + BITS of float64, PLACED of float32.
 
         Raises:
             ValueError: The text is something else.
@@ -117,7 +119,7 @@ def factor(one: Figures, other: Figures) -> tuple[float, float]:
 
 def where(one: Figures, other: Figures) -> tuple[float, float]:
     """Return where along the first dimension a difference lies, from 0 to 1, and how far it spreads."""
-    difference = [a - b for a, b in zip(one.sketch, other.sketch, strict=True)]
+    difference = [a - b for a, b in zip(one.sketch[-PLACED:], other.sketch[-PLACED:], strict=True)]
     placed = [a - b for a, b in zip(one.placed, other.placed, strict=True)]
     size = _dot(difference, difference)
     if not size:

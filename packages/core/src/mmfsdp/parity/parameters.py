@@ -47,6 +47,8 @@ class Parameters:
     def part(self, kind: str, name: str, value: torch.Tensor) -> Part:
         """Return this rank's part of a tensor."""
         key, held = self._key(kind, name), _local(value)
+        if not isinstance(value, DTensor):
+            return key, "box", held, (0,) * held.dim(), tuple(held.shape)
         try:
             box = box_of(value)
         except StateDictError:  # a placement that is no box: only this rank's part is known
@@ -91,7 +93,7 @@ class Parameters:
         """Yield updates, the optimizer's state and parameters."""
         for name, param in self.named():
             if (old := self._before.get(id(param))) is not None:
-                yield self.part("update", name, _like(old.neg_().add_(_local(param)), param))
+                yield self.part("update", name, _like(torch.sub(_local(param), old, out=old), param))
             for entry, value in self._optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
                     yield self.part("state", f"{name}[{entry}]", value)

@@ -195,14 +195,13 @@ class Recording:
         self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     def _tensors(self, kind: str, name: str, tree: Any) -> None:
-        for path, leaf in tree_flatten_with_path(_plain(tree))[0]:
+        for path, leaf in _leaves(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.layout != torch.strided:
                 continue
-            full = name + ("".join(str(part) for part in path) if kind == "output" or len(path) else "")
-            key = self._key(kind, full)
+            key = self._key(kind, name + path)
             self._activation(key, leaf)
             if kind == "output" and leaf.requires_grad:
-                backward = Key(key.step, "gradient of output", full, key.call)
+                backward = Key(key.step, "gradient of output", key.name, key.call)
                 leaf.register_hook(lambda grad, key=backward: self._gradient(key, grad))
 
     def _gradient(self, key: Key, grad: torch.Tensor) -> None:
@@ -277,6 +276,17 @@ class Recording:
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:
     return function
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return what a module gets or returns, with where it is; most often that is one tensor."""
+    if isinstance(tree, torch.Tensor):
+        return [("", tree)]
+    if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], tuple) and tree[1] == {}:
+        args = tree[0]
+        if all(isinstance(arg, torch.Tensor) for arg in args):
+            return [(f"[0][{place}]", arg) for place, arg in enumerate(args)]
+    return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(_plain(tree))[0]]
 
 
 def _plain(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ __all__ = [
     "read_record",
 ]
 
-FORM = 1
+FORM = 2
 """The version of the files."""
 
 CHANGED = "parameter changed between steps"
@@ -93,11 +94,15 @@ def line_of(
     packed: str,
 ) -> str:  # fmt: skip
     """Return the line of an entry."""
-    where = [*shape], [*offsets], [*sizes]
-    kept = () if whole is None else whole
-    return json.dumps(
-        [key.step, key.kind, key.name, key.call, spread, *where, dtype, packed, *kept], separators=(",", ":")
-    )
+    middle = _middle(key.kind, key.name, key.call, spread, tuple(shape), tuple(offsets), tuple(sizes), dtype)
+    kept = "" if whole is None else f',"{whole[0]}",{whole[1]}'
+    return f'[{key.step},{middle},"{packed}"{kept}]'
+
+
+@lru_cache(maxsize=1 << 16)
+def _middle(*values: Any) -> str:
+    """Return what the line of a tensor holds in every step."""
+    return json.dumps(values, separators=(",", ":"))[1:-1]
 
 
 def read_record(folder: Path) -> list[RankRecord]:
@@ -124,7 +129,11 @@ def _read(path: Path) -> RankRecord:
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError("The file does not begin as a record of mmfsdp.recording() does.", file=path) from error
         if form != FORM or not isinstance(head.get("rank"), int) or not isinstance(head.get("world"), int):
-            raise FormatError(f"The record has version {form!r}; this mmfsdp reads version {FORM}.", file=path)
+            raise FormatError(
+                f"The record has version {form!r}, and this mmfsdp reads version {FORM}: sketches of two versions "
+                "cannot be compared. Record both runs again with one version of mmfsdp.",
+                file=path,
+            )
         found = RankRecord(head)
         ended = False
         for number, line in enumerate(lines, start=2):

@@ -3,142 +3,248 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from mmfsdp.parity.figures import BITS, FIRST
+from mmfsdp.parity.buckets import BUCKETS, PLACES, bags_of, indices, rows_of, signs_of, sums
+from mmfsdp.parity.chunks import WIDTH, chunks_of
+from mmfsdp.parity.figures import BITS, FIRST, PLACED
 
-__all__ = ["sketch_of", "sketches_of"]
+__all__ = ["Sketches", "sketch_of"]
 
-_FLAT = 256  # columns that a tensor of one dimension is folded into
-_MOST = 64 << 20  # bytes of signs and places to keep
-_kept: dict[tuple[object, ...], torch.Tensor] = {}
+_SMALL = BUCKETS * WIDTH
+"""Elements up to which a tensor is not divided into chunks: each element has signs of its own."""
+_TOGETHER = 16  # tensors whose buckets are multiplied by signs at a time
+_SUMMED = 32  # products that are summed in single precision
+_TINY = 1e-30  # a sum of squares in single precision that may have lost some
 
-_Axis = tuple[tuple[int, int, int], ...]
-"""For some dimensions, the first index, the number of indices, and the size of the whole dimension."""
+_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.device]
+_Kind = tuple[torch.device, torch.dtype, int]
+_Head = torch.Tensor | tuple[float, ...]
 
 
 def sketch_of(local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], *, leading: int = 1) -> torch.Tensor:
-    """Return the figures of one box of a tensor. Not collective.
-
-    The signs come from a hash of the global index, rows and columns apart, so that the sketches of all boxes of a
-    tensor add up to the sketch of the whole tensor, however it is divided.
+    """Return the figures of one box of a tensor, as a vector of float64 on the CPU. Not collective.
 
     Args:
-        local: The elements of the box, of any dtype.
-        offsets: Where the box begins, in elements, one per dimension.
-        shape: The shape of the whole tensor, in elements.
-        leading: How many leading dimensions count as one, so that a box may be every n-th row of a tensor.
-
-    Returns:
-        A vector of float64 on the device of ``local``, in the order of `mmfsdp.parity.figures.Figures`.
+        local: See `Sketches.add`.
+        offsets: See `Sketches.add`.
+        shape: See `Sketches.add`.
+        leading: See `Sketches.add`.
     """
-    return sketches_of(local.detach()[None], offsets, shape, leading=leading)[0]
+    sketches = Sketches()
+    sketches.add(local, tuple(offsets), tuple(shape), leading=leading)
+    return sketches.take()[0]
 
 
-@torch.no_grad()
-def sketches_of(
-    locals_: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], *, leading: int = 1
-) -> torch.Tensor:
-    """Return the figures of the same box of several tensors of equal shape, one row each. Not collective.
+class Sketches:
+    """Sketches of many tensors, which are finished together.
 
-    Args:
-        locals_: The elements, with a dimension in front that counts tensors.
-        offsets: As for `sketch_of`.
-        shape: As for `sketch_of`.
-        leading: As for `sketch_of`.
+    The chunks of a tensor (`mmfsdp.parity.chunks`) are summed, each with a sign, in two sets of buckets: a hash chooses
+    the bucket in the first set, the place in the tensor that in the second. The elements of all buckets are summed with
+    random signs then, 16 times in each set. A tensor is read once for each set, however many signs there are; and the
+    sketches of its boxes add up to that of the whole, however it is divided.
     """
-    value = locals_
-    if value.is_complex():
-        value = torch.view_as_real(value)
-        offsets, shape = [*offsets, 0], [*shape, 2]
-    inner = value.shape[1 + leading :]
-    sharded_columns = any(have != whole for have, whole in zip(inner, shape[leading:], strict=True))
-    wide = value.dtype == torch.float64 or not value.is_floating_point() or sharded_columns
-    value = value.to(torch.float64 if wide else torch.float32)
-    count = len(value)
-    if value.numel() == 0:
-        empty = torch.zeros(count, FIRST + 2 * BITS, dtype=torch.float64, device=value.device)
-        empty[:, 2], empty[:, 3] = math.inf, -math.inf
-        return empty
-    flat = value.reshape(count, -1)
-    if count == 1:  # faster on a whole tensor than along a dimension
-        low, high = (extreme[None] for extreme in torch.aminmax(flat))
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._small: dict[_Box, tuple[list[int], list[torch.Tensor]]] = {}
+        self._large: dict[_Kind, list[tuple[int, _Head, torch.Tensor]]] = {}
+        self._done: list[tuple[list[int], torch.Tensor]] = []
+        self._scaled: list[tuple[int, int, float]] = []
+        self._squares: dict[int, float] = {}
+
+    def add(self, local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], *, leading: int = 1) -> int:
+        """Take one box of a tensor, which may change afterwards. Not collective.
+
+        Args:
+            local: The elements of the box, of any dtype.
+            offsets: Where the box begins, in elements, one per dimension.
+            shape: The shape of the whole tensor, in elements.
+            leading: How many leading dimensions count as one, so that a box may be every n-th row of a tensor.
+
+        Returns:
+            The row in what `take` will return.
+        """
+        value, offsets, shape = _real(local, offsets, shape)
+        place = self._places(1)[0]
+        if _is_small(value, shape):
+            self._add_small((offsets, tuple(value.shape), shape, value.device), [place], value.reshape(1, -1))
+        else:
+            self._add_large(place, value, offsets, shape, leading)
+        return place
+
+    def add_all(self, parts: Sequence[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]) -> range:
+        """Take a box of each of some tensors, as `add` does, in less time if many are small."""
+        places = self._places(len(parts))
+        groups: dict[tuple[object, ...], tuple[_Box, list[int], list[torch.Tensor]]] = {}
+        for place, part in zip(places, parts, strict=True):
+            value, offsets, shape = _real(*part)
+            if _is_small(value, shape):
+                box = (offsets, tuple(value.shape), shape, value.device)
+                group = groups.setdefault((*box, value.dtype), (box, [], []))
+                group[1].append(place)
+                group[2].append(value)
+            else:
+                self._add_large(place, value, offsets, shape, 1)
+        for box, held, values in groups.values():
+            self._add_small(box, held, torch.stack(values).view(len(values), -1))
+        return places
+
+    def add_scaled(self, row: int, factor: float) -> int:
+        """Take the tensor of a row times a number, and return the row of that."""
+        place = self._places(1)[0]
+        self._scaled.append((place, row, factor))
+        return place
+
+    def square(self, row: int) -> float:
+        """Return the sum of squares of a row's tensor, 0 if that is not known without waiting for a device."""
+        return self._squares.get(row, 0.0)
+
+    def take(self) -> torch.Tensor:
+        """Return the figures of all boxes, and forget them.
+
+        Returns:
+            One row of float64 each, on the CPU, in the order of `mmfsdp.parity.figures.Figures`. A device is waited
+            for once.
+        """
+        for box, (places, held) in self._small.items():
+            self._done.append((places, _figures_of_small(box, torch.cat(held))))
+        for kind in self._large:
+            self._finish(kind)
+        found = torch.zeros(self._count, FIRST + BITS + PLACED, dtype=torch.float64)
+        for device in {rows.device for _, rows in self._done}:
+            done = [(places, rows) for places, rows in self._done if rows.device == device]
+            found[[place for places, _ in done for place in places]] = torch.cat([rows for _, rows in done]).cpu()
+        for place, row, factor in self._scaled:
+            found[place] = _scaled(found[row], factor)
+        self.clear()
+        return found
+
+    def clear(self) -> None:
+        """Forget all boxes."""
+        self._count = 0
+        self._small.clear()
+        self._large.clear()
+        self._done.clear()
+        self._scaled.clear()
+        self._squares.clear()
+
+    def _places(self, count: int) -> range:
+        found = range(self._count, self._count + count)
+        self._count = found.stop
+        return found
+
+    def _add_small(self, box: _Box, places: list[int], values: torch.Tensor) -> None:
+        known, held = self._small.setdefault(box, ([], []))
+        known.extend(places)
+        held.append(values.to(torch.float64, copy=True))
+
+    def _add_large(
+        self, place: int, value: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], leading: int
+    ) -> None:
+        wide = value.dtype == torch.float64 or not value.is_floating_point()
+        dtype = torch.float64 if wide else torch.float32
+        chunks = chunks_of(offsets, tuple(value.shape), shape, leading)
+        rows = rows_of(value, chunks)
+        heads: list[tuple[float, ...]] = []
+        found = []
+        for bags in bags_of(chunks, value.device, dtype):
+            part = rows if bags.stop - bags.start == len(rows) else rows[bags.start : bags.stop]
+            part = part if part.dtype == dtype else part.to(dtype)
+            if value.device.type == "cpu":
+                heads.append(_head_of_block(part.view(-1)))
+            found.append(sums(part, bags))  # the processor's cache holds the part
+        is_padded = bool(chunks.filled) or any(chunks.pad)
+        head = _head(value.to(dtype)) if not heads else _joined(heads, value, is_padded=is_padded)
+        if isinstance(head, tuple):
+            self._squares[place] = head[1]
+        buckets = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
+        kind = (value.device, buckets.dtype, chunks.width)
+        held = self._large.setdefault(kind, [])
+        held.append((place, head, buckets))
+        if len(held) == _TOGETHER:
+            self._finish(kind)
+
+    def _finish(self, kind: _Kind) -> None:
+        """Multiply the buckets of some tensors by signs."""
+        device, dtype, width = kind
+        if not (held := self._large[kind]):
+            return
+        with torch.autocast(device.type, enabled=False):
+            buckets = F.pad(torch.stack([buckets for _, _, buckets in held]), (0, WIDTH - width))
+            parts = buckets.view(len(held), -1, _SUMMED).transpose(0, 1)
+            signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1))
+        by_bucket = signed.view(2 * BUCKETS, -1, *signed.shape[1:]).sum(1, dtype=torch.float64)
+        by_hash, by_place = by_bucket[:BUCKETS].sum(0), by_bucket[BUCKETS:].unflatten(0, (PLACES, -1)).sum(1)
+        middles = (torch.arange(PLACES, dtype=torch.float64, device=device) + 0.5) / PLACES
+        placed = (by_place * middles[:, None, None]).sum(0)
+        heads = [head for _, head, _ in held]
+        same = all(isinstance(head, tuple) for head in heads)
+        first = torch.tensor(heads, dtype=torch.float64) if same else torch.stack([*map(_vector, heads)])
+        self._done.append(([place for place, _, _ in held], torch.cat([first, by_hash, by_place.sum(0), placed], 1)))
+        held.clear()
+
+
+def _scaled(row: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the figures of a tensor with finite elements times a number."""
+    found = factor * row
+    found[1] *= factor
+    return found if factor > 0 else found[[0, 1, 3, 2, *range(4, len(found))]]
+
+
+def _real(
+    local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return a box of real numbers."""
+    value = local.detach()
+    return (torch.view_as_real(value), (*offsets, 0), (*shape, 2)) if value.is_complex() else (value, offsets, shape)
+
+
+def _is_small(value: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) <= _SMALL or value.numel() == 0
+
+
+def _figures_of_small(box: _Box, values: torch.Tensor) -> torch.Tensor:
+    """Return the figures of the same box of several small tensors."""
+    offsets, sizes, shape, device = box
+    numbers = indices(tuple(zip(offsets, sizes, shape, strict=True)), device)
+    signs = signs_of(device, torch.float64).view(2, _SMALL, -1)[:, numbers]
+    by_hash, by_place = values @ signs[0], values @ signs[1]
+    placed = (values * ((numbers + 0.5) / math.prod(shape))) @ signs[1]
+    if values.shape[1] == 0:
+        head = values.new_tensor([[0, 0, math.inf, -math.inf, 0]]).expand(len(values), -1)
     else:
-        low, high = flat.amin(1), flat.amax(1)
-    norm = torch.linalg.vector_norm(flat, dim=1)
-    if value.device.type == "cpu" and bool(norm.isfinite().all()):  # elsewhere, asking would wait for the device
-        odd = torch.zeros_like(norm)
-    else:
-        odd = (flat.shape[1] - flat.isfinite().sum(1)).to(norm)
-    rows, columns, matrix = _matrix(value, offsets, shape, leading)
-    row_signs, column_signs = _signs(rows, 1, value), _signs(columns, 2, value)
-    products = (matrix @ column_signs).mul_(row_signs)
-    head = torch.stack([flat.sum(1), norm.square(), low, high, odd], 1).to(torch.float64)
-    placed = _places(rows, value, leading) @ products
-    return torch.cat([head, products.sum(1, dtype=torch.float64), placed.to(torch.float64)], 1)
+        low, high, odd = values.amin(1), values.amax(1), (~values.isfinite()).sum(1)
+        head = torch.stack([values.sum(1), values.square().sum(1), low, high, odd], 1)
+    return torch.cat([head, by_hash, by_place, placed], 1)
 
 
-def _matrix(
-    value: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], leading: int
-) -> tuple[_Axis, _Axis, torch.Tensor]:
-    """Return the rows, the columns and the elements of boxes as matrices."""
-    count = len(value)
-    if len(shape) <= 1:
-        length, start = (shape[0], offsets[0]) if shape else (1, 0)
-        before, after = start % _FLAT, -(start + value[0].numel()) % _FLAT
-        folded = torch.nn.functional.pad(value.reshape(count, -1), (before, after)).view(count, -1, _FLAT)
-        rows = ((start - before) // _FLAT, folded.shape[1], -(-length // _FLAT))
-        return (rows,), ((0, _FLAT, _FLAT),), folded
-    axes = tuple(zip(offsets, value.shape[1:], shape, strict=True))
-    split = min(range(leading, len(shape)), key=lambda place: math.prod(shape[:place]) + math.prod(shape[place:]))
-    matrix = value.reshape(count, math.prod(value.shape[1 : 1 + split]), -1)
-    return axes[:split], axes[split:], matrix
+def _head(values: torch.Tensor) -> torch.Tensor:
+    """Return sum, sum of squares, extremes, and how many elements are not finite, without waiting for the device."""
+    low, high = torch.aminmax(values)
+    odd = values.numel() - values.isfinite().sum()
+    square = torch.linalg.vector_norm(values).to(torch.float64).square()
+    return torch.stack([*(part.to(torch.float64) for part in (values.sum(), square, low, high, odd))])
 
 
-def _places(rows: _Axis, like: torch.Tensor, leading: int) -> torch.Tensor:
-    """Return for each row of the matrix where it is along the first dimension, from 0 to 1."""
-
-    def make() -> torch.Tensor:
-        whole = math.prod(size for _, _, size in rows[:leading])
-        places = (_indices(rows[:leading], like.device).to(like.dtype) + 0.5) / whole
-        return places.repeat_interleave(math.prod(count for _, count, _ in rows[leading:]))
-
-    return _keep((*rows, "places", leading, like.device, like.dtype), make)
+def _vector(head: _Head) -> torch.Tensor:
+    return head if isinstance(head, torch.Tensor) else torch.tensor(head, dtype=torch.float64)
 
 
-def _signs(axis: _Axis, salt: int, like: torch.Tensor) -> torch.Tensor:
-    key = (*axis, "signs", salt, like.device, like.dtype)
-    return _keep(key, lambda: _hashed(_indices(axis, like.device), salt, like.dtype))
+def _head_of_block(flat: torch.Tensor) -> tuple[float, ...]:
+    low, high = torch.aminmax(flat)
+    return float(flat.sum()), float(torch.dot(flat, flat)), float(low), float(high), 0.0
 
 
-def _keep(key: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what was made for a key, or make it."""
-    if (found := _kept.get(key)) is None:
-        if sum(kept.nbytes for kept in _kept.values()) > _MOST:
-            _kept.clear()
-        found = _kept[key] = make()
-    return found
-
-
-def _indices(axis: _Axis, device: torch.device) -> torch.Tensor:
-    """Return the positions of a box's rows or columns among those of the whole tensor."""
-    found = torch.zeros(1, dtype=torch.int64, device=device)
-    for start, count, whole in axis:
-        found = (found[:, None] * whole + torch.arange(start, start + count, device=device)).reshape(-1)
-    return found
-
-
-def _hashed(indices: torch.Tensor, salt: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the signs of positions, one row each.
-
-    The mixing function is "lowbias32", https://nullprogram.com/blog/2018/07/31/. Products overflow int64, which leaves
-    the 32 bits that are used.
-    """
-    mask = 0xFFFFFFFF
-    mixed = (indices ^ ((indices >> 32) * 0x9E3779B1) ^ (salt * 0x85EBCA6B)) & mask
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & mask
-    bits = (mixed[:, None] >> torch.arange(BITS, device=indices.device)) & 1
-    return (2 * bits - 1).to(dtype)
+def _joined(blocks: Sequence[tuple[float, ...]], value: torch.Tensor, *, is_padded: bool) -> _Head:
+    """Return what `_head` does, from the blocks of a tensor."""
+    totals, squares, lows, highs, _ = zip(*blocks, strict=True)
+    low, high, square = min(lows), max(highs), math.fsum(squares)
+    if not _TINY < square < math.inf:  # it has infinite or NaN elements, or ones whose squares overflow or vanish
+        return _head(value.to(torch.float64))
+    if is_padded:
+        low, high = (float(extreme) for extreme in torch.aminmax(value))
+    return math.fsum(totals), square, low, high, 0.0

@@ -9,6 +9,7 @@ import weakref
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from fnmatch import translate
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -16,16 +17,16 @@ import torch
 
 from mmfsdp.parity.figures import BITS, FIRST
 from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
-from mmfsdp.parity.sketches import sketch_of, sketches_of
+from mmfsdp.parity.scaled import Scaled
+from mmfsdp.parity.sketches import Sketches
 from mmfsdp.parity.wholes import whole_file
 
 __all__ = ["Part", "Writer", "texts_of"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _ODD = 4  # where `Figures` has the number of elements that are not finite
+_BEFORE, _AFTER = "gradient before clipping", "gradient"
 _Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, tuple[str, int] | None]
-_SMALL = 1 << 16
-"""Elements up to which copying boxes together costs less than another call."""
 
 Part = tuple[Key, Spread, torch.Tensor, tuple[int, ...], tuple[int, ...]]
 """The key of a tensor, how ranks share it, this rank's part, where that begins, and the shape of the whole."""
@@ -44,9 +45,10 @@ class Writer:
     def __init__(self, folder: Path, rank: int, head: Mapping[str, Any], whole: Sequence[str] = ()) -> None:
         self.stopped = ""
         self.odd = ""
-        self._pending: list[_Pending] = []
-        self._values: list[torch.Tensor] = []
-        self._recent: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._pending: list[tuple[int, _Pending]] = []
+        self._sketches = Sketches()
+        self._scaled = Scaled()
+        self._recent: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._file: TextIO | None = None
         self._patterns = [re.compile(translate(pattern)) for pattern in whole]
         self._whole: BinaryIO | None = None
@@ -76,48 +78,43 @@ class Writer:
         """
         if self.stopped:
             return
-        dtype = str(local.dtype).removeprefix("torch.")
-        self._values.append(self._sketch(local, offsets, shape, leading))
+        dtype = _name(local.dtype)
+        row = self._sketch(local, offsets, shape, leading)
         if shown is not None:  # rows that are no box are not kept whole
             shape, offsets, sizes = shown, (0,) * len(shown), (local.shape[0] * local.shape[2], *shown[1:])
             kept = None
         else:
             sizes, kept = tuple(local.shape), self._keep(key, local)
-        self._pending.append((key, spread, shape, offsets, sizes, dtype, kept))
+        self._pending.append((row, (key, spread, shape, offsets, sizes, dtype, kept)))
 
     def add_boxes(self, parts: Sequence[Part]) -> None:
-        """Sketch this rank's boxes of tensors; small ones of equal shape are sketched together.
+        """Sketch this rank's boxes of tensors.
 
         Args:
             parts: The boxes, in the order of the record.
         """
         if self.stopped:
             return
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for place, (_, _, local, offsets, shape) in enumerate(parts):
-            alone = place if local.numel() > _SMALL else -1
-            group = (alone, offsets, shape, local.shape, local.dtype, local.device)
-            groups.setdefault(group, []).append(place)
-        found: dict[int, torch.Tensor] = {}
-        for places in groups.values():
-            _, _, local, offsets, shape = parts[places[0]]
-            held = [parts[place][2].detach() for place in places]
-            stacked = torch.stack(held) if len(held) > 1 else local.detach()[None]
-            found.update(zip(places, sketches_of(stacked, offsets, shape), strict=True))
-        for place, (key, spread, local, offsets, shape) in enumerate(parts):
-            self._values.append(found[place])
-            dtype = str(local.dtype).removeprefix("torch.")
-            self._pending.append((key, spread, shape, offsets, tuple(local.shape), dtype, self._keep(key, local)))
+        known = [self._scaled.find(key.name, local) if key.kind == _AFTER else None for key, _, local, _, _ in parts]
+        new = [part for part, scaled in zip(parts, known, strict=True) if scaled is None]
+        added = iter(self._sketches.add_all([(local, offsets, shape) for _, _, local, offsets, shape in new]))
+        rows = [next(added) if scaled is None else self._sketches.add_scaled(*scaled) for scaled in known]
+        for row, (key, spread, local, offsets, shape) in zip(rows, parts, strict=True):
+            entry = key, spread, shape, offsets, tuple(local.shape), _name(local.dtype), self._keep(key, local)
+            self._pending.append((row, entry))
+            if key.kind == _BEFORE:
+                self._scaled.remember(key.name, local, row, self._sketches.square(row))
 
     def flush(self) -> None:
         """Write what was added."""
         if self._pending and not self.stopped:
-            values = _joined(self._values)
+            values = self._sketches.take()
             self._report_odd(values[:, _ODD].tolist())
-            lines = [line_of(*entry, text) for entry, text in zip(self._pending, texts_of(values), strict=True)]
-            self._write("\n".join([*lines, ""]))
+            texts = texts_of(values)
+            self._write("\n".join([*(line_of(*entry, texts[row]) for row, entry in self._pending), ""]))
         self._pending.clear()
-        self._values.clear()
+        self._sketches.clear()
+        self._scaled.clear()
         self._recent.clear()
 
     def close(self) -> None:
@@ -131,23 +128,22 @@ class Writer:
             except OSError as error:
                 self._stop(error)
 
-    def _sketch(
-        self, local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], leading: int
-    ) -> torch.Tensor:
-        """Return the sketch of a part; the input of a module is often the output of the one before."""
+    def _sketch(self, local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], leading: int) -> int:
+        """Sketch a part, and return its row; the input of a module is often the output of the one before."""
         what = (local.data_ptr(), local.shape, local.stride(), local.dtype, offsets, shape, leading)
         if (known := self._recent.get(what)) is not None and known[0]() is not None and known[1] == local._version:
             return known[2]
-        found = sketch_of(local, offsets, shape, leading=leading)
+        found = self._sketches.add(local, offsets, shape, leading=leading)
         self._recent[what] = weakref.ref(local), local._version, found
         return found
 
     def _keep(self, key: Key, local: torch.Tensor) -> tuple[str, int] | None:
         """Write a tensor whole if a pattern asks for it; return the type of its elements and where they begin."""
-        wanted = any(pattern.fullmatch(f"{key.kind} of {key.name}") for pattern in self._patterns)
-        held = local.detach()
-        if not wanted or self.stopped or held.is_complex():
+        if not self._patterns or self.stopped or local.is_complex():
             return None
+        if not any(pattern.fullmatch(f"{key.kind} of {key.name}") for pattern in self._patterns):
+            return None
+        held = local.detach()
         kind, dtype = ("f", torch.float32) if held.is_floating_point() else ("q", torch.int64)
         if held.dtype == torch.float64:
             kind, dtype = "d", torch.float64
@@ -165,9 +161,9 @@ class Writer:
 
     def _report_odd(self, odd: Sequence[float]) -> None:
         """Log once where numbers that are not finite began on this rank."""
-        place = next((place for place, count in enumerate(odd) if count), None)
-        if place is not None and not self.odd:
-            self.odd = f"{self._pending[place][0]} is the first with infinite or NaN elements: {odd[place]:.0f}"
+        first = next(((odd[row], entry[0]) for row, entry in self._pending if odd[row]), None)
+        if first is not None and not self.odd:
+            self.odd = f"{first[1]} is the first with infinite or NaN elements: {first[0]:.0f}"
             _log.error("%s.", self.odd)
 
     def _open(self, folder: Path, rank: int, head: str) -> None:
@@ -194,21 +190,20 @@ class Writer:
         _log.error("Recording has stopped, training goes on: %s", self.stopped)
 
 
-def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values of all tensors on the CPU, one row each; a device is waited for once."""
-    if len({value.device for value in values}) > 1:
-        values = [value.cpu() for value in values]
-    return torch.stack([*values]).cpu()
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def texts_of(values: torch.Tensor) -> list[str]:
     """Return figures as `Figures.unpack` reads them.
 
     Args:
-        values: What `sketches_of` returned, on the CPU.
+        values: What `Sketches.take` returned.
     """
     middle = FIRST + BITS
     placed = values[:, middle:]
     placed = torch.where(placed.isfinite(), placed.clamp(-3e38, 3e38), placed).float()
-    rows = zip(values[:, :middle].numpy().astype("<f8"), placed.numpy().astype("<f4"), strict=True)
-    return [b64encode(first.tobytes() + rest.tobytes()).decode() for first, rest in rows]
+    raw = torch.cat([values[:, :middle].contiguous().view(torch.uint8), placed.contiguous().view(torch.uint8)], 1)
+    text, each = b64encode(raw.numpy().tobytes()).decode(), raw.shape[1] // 3 * 4  # three bytes are four letters
+    return [text[start : start + each] for start in range(0, len(text), each)]
