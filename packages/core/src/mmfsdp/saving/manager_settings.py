@@ -1,4 +1,4 @@
-"""The settings of a `CheckpointManager`, which all ranks must give alike."""
+"""The settings of a `CheckpointManager`, and of a loop that saves in another way: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ from typing import Literal
 from mmfsdp.errors import ConfigError
 from mmfsdp.saving.run_directory import Retention, check_count
 
-__all__ = ["ManagerSettings"]
+__all__ = ["LoopSettings", "ManagerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerSettings:
-    """When to save, what to keep, and how to stop; `mmfsdp.CheckpointManager` explains each.
+class LoopSettings:
+    """When to save, and how to stop; `mmfsdp.CheckpointManager` explains each.
 
     Raises:
         ConfigError: A setting has a wrong value.
     """
 
-    every_steps: int | None
-    every_minutes: float | None
-    retention: Retention
-    kind: Literal["full", "local", "sharded"]
-    background: bool
-    if_busy: Literal["wait", "skip"]
-    is_tiered: bool
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    background: bool = True
+    if_busy: Literal["wait", "skip"] = "wait"
+    is_tiered: bool = False
     """Whether there is a fast directory."""
-    fast_every_steps: int | None
-    raise_errors: bool
-    grace_seconds: float | None
-    exit_code: int
+    fast_every_steps: int | None = None
+    raise_errors: bool = False
+    grace_seconds: float | None = 30.0
+    exit_code: int = 75
 
     def __post_init__(self) -> None:
         check_count("every_steps", self.every_steps)
         check_count("fast_every_steps", self.fast_every_steps)
         if self.every_minutes is not None and not 0 < self.every_minutes < math.inf:
             raise ConfigError(f"every_minutes={self.every_minutes!r} is not a positive number.")
-        if self.kind not in ("full", "local", "sharded"):
-            raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {self.kind!r}.")
         if self.if_busy not in ("wait", "skip"):
             raise ConfigError(f"if_busy must be 'wait' or 'skip', got {self.if_busy!r}.")
         if self.is_tiered != (self.fast_every_steps is not None):
@@ -61,3 +57,20 @@ class ManagerSettings:
     def have_passed(self, seconds: float) -> bool:
         """Whether it is time to save again, so many seconds after the last save."""
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerSettings(LoopSettings):
+    """Also what to save and to keep; `mmfsdp.CheckpointManager` explains each.
+
+    Raises:
+        ConfigError: A setting has a wrong value.
+    """
+
+    retention: Retention
+    kind: Literal["full", "local", "sharded"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in ("full", "local", "sharded"):
+            raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {self.kind!r}.")

@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import CheckpointError, RunDirectoryError
 from mmfsdp.saving.background import PendingSave
-from mmfsdp.saving.manager_settings import ManagerSettings
+from mmfsdp.saving.manager_settings import LoopSettings
 from mmfsdp.saving.save_ledger import SaveLedger
 from mmfsdp.saving.step_messages import Notice, StepMessages
 from mmfsdp.saving.stopping import Stopping
@@ -51,7 +51,7 @@ class SaveLoop:
     stopping: Stopping
     """Whether this process was asked to leave."""
 
-    def __init__(self, settings: ManagerSettings, scope: Scope, writer: RunWriter, place: Path) -> None:
+    def __init__(self, settings: LoopSettings, scope: Scope, writer: RunWriter, place: Path) -> None:
         self._settings, self._scope, self._writer, self._place = settings, scope, writer, place
         self._messages = StepMessages(scope)
         self._asked_about: PendingSave | None = None  # the save that the message under way is about
@@ -65,27 +65,45 @@ class SaveLoop:
         heard = self._hear()
         if heard.stop:
             self._leave(step, metric, heard)
-        # All ranks know alike that it has not ended.
-        skips = self._settings.if_busy == "skip" and self.ledger.pending is not None
+        skips = self.skips
         saved = self.save(step, metric) if (due or heard.due) and not skips else False
         if not saved and not skips and self._settings.is_due_fast(step):
             saved = self._save_fast(step)
         self._tell()
         return saved
 
-    def leave_if_asked(self, step: int) -> None:
-        """Save and leave if a rank was asked to: see `mmfsdp.CheckpointManager.leave_if_asked`."""
+    def leave_if_asked(self, step: int, *, again: bool = False) -> None:
+        """Save and leave if a rank was asked to: see `mmfsdp.CheckpointManager.leave_if_asked`.
+
+        Args:
+            step: How many steps are done.
+            again: See `save`.
+        """
         self.ledger.newest = step, None
         heard = self._hear()
         if heard.stop:
-            self._leave(step, None, heard)
+            self._leave(step, None, heard, again=again)
         self._tell()
 
-    def save(self, step: int, metric: float | torch.Tensor | None = None) -> bool:
-        """Save, unless this step is saved already: see `mmfsdp.CheckpointManager.save`."""
+    @property
+    def skips(self) -> bool:
+        """Whether a save that is due now is left out, as another one is running. The same on all ranks."""
+        return self._settings.if_busy == "skip" and self.ledger.pending is not None
+
+    def save(self, step: int, metric: float | torch.Tensor | None = None, *, again: bool = False) -> bool:
+        """Save: see `mmfsdp.CheckpointManager.save`.
+
+        Args:
+            step: How many steps are done.
+            metric: How good the model is.
+            again: Also save a step that is saved already.
+
+        Returns:
+            Whether this step is saved, or is being saved.
+        """
         self.ledger.newest = step, metric
         self.ledger.settle()
-        if step == self.ledger.saved:
+        if step == self.ledger.saved and not again:
             return True
         begin = self._writer.prepare(step, metric)
         self.ledger.start_clock()
@@ -151,8 +169,8 @@ class SaveLoop:
             self.ledger.settle()
         return heard
 
-    def _leave(self, step: int, metric: float | torch.Tensor | None, heard: Notice) -> NoReturn:
+    def _leave(self, step: int, metric: float | torch.Tensor | None, heard: Notice, *, again: bool = False) -> NoReturn:
         self.stopping.ask()  # a rank that got no signal has as little time as the others
-        self.save(step, metric)
+        self.save(step, metric, again=again)
         self.ledger.settle()
         self.stopping.leave(heard.sender, tells=self._scope.is_first)

@@ -15,7 +15,7 @@ from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import write_checkpoint
+from mmfsdp.saving import PendingSave, write_checkpoint
 from mmfsdp_mmengine.checkpoints.adapting import adapted
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.continuing import (
@@ -58,6 +58,9 @@ class CheckpointingStrategy(DDPStrategy):
         self._paused_at: torch.Tensor | None = None
         self._resumed: Resumed | None = None
         self._warned = False
+        self._validates = False
+        self._background = False
+        self._written = PendingSave.over()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights under their own names. Collective: every rank.
@@ -237,7 +240,24 @@ class CheckpointingStrategy(DDPStrategy):
         if callback is not None:
             does_call = self._kind != "full" or self.rank == 0
             on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None))
-        write_checkpoint(filename, content, self.model, kind=self._kind)
+        self._written = write_checkpoint(filename, content, self.model, kind=self._kind, blocking=not self._background)
+
+    def begin_save(self, save: Callable[[], None], *, background: bool) -> PendingSave:
+        """Call a function that calls `save_checkpoint`, and return that save. Collective: every rank.
+
+        Args:
+            save: The function, such as one that calls the runner's ``save_checkpoint``.
+            background: Write while training goes on; the result says when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: See `save_checkpoint`; in the background also if the save before failed.
+        """
+        self._background, self._written = background, PendingSave.over()
+        try:
+            save()
+            return self._written
+        finally:
+            self._background, self._written = False, PendingSave.over()
 
     def pause_randomness(self) -> None:
         """Save the state of the random number generators while something else uses them."""
@@ -254,9 +274,15 @@ class CheckpointingStrategy(DDPStrategy):
         resumed, self._resumed = self._resumed, None
         return resumed
 
+    def take_validation(self) -> bool:
+        """Return whether a resumed run left before a validation had ended; only the first call after it does."""
+        validates, self._validates = self._validates, False
+        return validates
+
     def _resume_progress(self, progress: dict[str, Any] | None) -> None:
         if progress is None:
             return
+        self._validates = bool(progress.get("validates"))
         mine = own_random_state(self.model, progress)
         self._resumed = Resumed(progress, self.seed, mine)
         if mine is None:

@@ -56,6 +56,7 @@ class EMAHook(StockEMAHook):
         self._sharded: ShardAverages | None = None
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._is_behind = False
+        self._are_swapped = False
         if type(self).after_load_checkpoint is not EMAHook.after_load_checkpoint:
             # A derived class may use the averages there without calling this class: mmpretrain's does.
             self.after_load_checkpoint = self._load_as_derived  # type: ignore[method-assign]
@@ -158,6 +159,12 @@ class EMAHook(StockEMAHook):
         """Swap the weights and the averages, which are loaded first if a checkpoint has some."""
         self._catch_up()
         super()._swap_ema_parameters()
+        self._are_swapped = not self._are_swapped
+
+    def give_back_weights(self) -> None:
+        """Give the model its own weights, if it has the averages, as in a validation. Collective: every rank."""
+        if self._are_swapped:
+            self._swap_ema_parameters()
 
     def _catch_up(self) -> None:
         """Load the averages, or copy the weights, after loading or initialisation. Collective: every rank."""

@@ -3,7 +3,9 @@
 - ``Runner.setup_env`` starts NCCL and needs a GPU; ``Runner.wrap_model`` applies the wrapper of a plain runner, and
   uses MMEngine's own DistributedDataParallel if the config names none. Users' scripts call ``Runner.from_cfg`` of the
   class that they imported before the config was read, so a class of ours would not be used.
-- ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged.
+- ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged; ``load_or_resume``
+  does not go on to an older one if that turns out while it is loaded.
+- No hook is told that an error has ended ``train``, so the signals that `CheckpointHook` takes would stay taken.
 - ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; the replaced
   ``FlexibleRunner.__init__``, which it calls, fixes both.
 - ``Registry.build``, which all registries share, builds MMEngine's own class where a config has it as an object, and
@@ -33,11 +35,12 @@ from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
 from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, resume_newest
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.agreement import check_runner
 from mmfsdp_mmengine.configs.arguments import named
 from mmfsdp_mmengine.configs.lookup import UnknownNameError, check_known, unknown_type
+from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.processes.distributed import start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
@@ -58,6 +61,8 @@ def patch_mmengine() -> None:
     _replace(DefaultOptimWrapperConstructor, "__call__", _construct)
     for runner in (Runner, FlexibleRunner):
         _replace(runner, "build_dataloader", _build_dataloader)
+        _replace(runner, "load_or_resume", _load_or_resume)
+        _replace(runner, "train", _train)
     if _stock_pretty_text.fget is not None and Config.pretty_text is _stock_pretty_text:
         Config.pretty_text = property(_pretty_text, doc=_stock_pretty_text.__doc__)
 
@@ -165,6 +170,32 @@ def _build_dataloader(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(dataloader, *args, **kwargs)
 
     return build_dataloader
+
+
+def _load_or_resume(stock: Callable[..., None]) -> Callable[..., None]:
+    def load_or_resume(self: Runner | FlexibleRunner) -> None:
+        automatic = self._resume and not isinstance(self._resume, str) and self._load_from is None
+        shards = isinstance(getattr(self, "strategy", None), CheckpointingStrategy)
+        if self._has_loaded or not automatic or not shards:
+            stock(self)
+            return
+        found = resume_newest(self.work_dir, self.resume)
+        self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
+        self._has_loaded = found is not None
+
+    return load_or_resume
+
+
+def _train(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def train(self: Runner | FlexibleRunner) -> nn.Module:
+        try:
+            return stock(self)
+        finally:
+            for hook in self.hooks:
+                if isinstance(hook, CheckpointHook):
+                    hook.release()
+
+    return train
 
 
 def _pretty_text(self: Config) -> str:
