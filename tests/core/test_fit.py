@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.bounds import Known
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for
 from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
+from mmfsdp.rehearsal.fitting.rates import rates_of
 from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
@@ -138,6 +140,7 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         for sharding in shardings
         for more, accumulate in (({}, 1), ({}, 2), ({"activation_checkpointing": FULL}, 4))
     ]
+    every.append(replace(every[1], reduces=True))
     true = {choice.key: tried.estimate(choice) for choice in every}
     told, carried = Known(tried.device), 0
     for known in every:
@@ -147,7 +150,10 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
             for choice in every:
                 assert bounds.memory(choice, tried.plan(choice)) <= true[choice.key].nbytes, (known, choice)
         carried += true[known.key].carried > 0
-    assert carried == 4  # those with micro-batches
+    assert carried == 4  # those with micro-batches whose gradients wait
+    waiting, reduced = true[every[1].key], true[every[-1].key]
+    assert waiting.nbytes > reduced.nbytes
+    assert waiting.seconds < reduced.seconds
     for memory in sorted(estimate.nbytes for estimate in true.values())[1:-1:3]:
         found = search(tried, every, memory, 1)
         best = min(estimate.seconds for estimate in true.values() if estimate.nbytes <= memory)
@@ -191,7 +197,7 @@ def test_if_nothing_fits_shards_are_offloaded() -> None:
     model, batch = on_meta(depth=2)
     config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}, "wrap": "auto", "prefetch": {}}
     wanted = {"activation_checkpointing": [FULL], "accumulate": [1]}
-    found = mmfsdp.fit(model, batch, memory=2_250_000_000, ranks=RANKS, config=config, choices=wanted, count=1)
+    found = mmfsdp.fit(model, batch, memory=2_250_000_000, margin=0, ranks=RANKS, config=config, choices=wanted)
     (option,) = found.options
     assert option.settings["cpu_offload"] == {"enabled": True}
     assert option.nbytes <= found.memory < found.faster.nbytes  # type: ignore[union-attr]
@@ -239,7 +245,8 @@ def fitted() -> Fit:
     model, batch = on_meta()
     wanted = {"activation_checkpointing": [None, FULL], "accumulate": [1]}
     config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}}
-    return mmfsdp.fit(model, batch, memory="3GiB", ranks=RANKS, config=config, choices=wanted, count=1)
+    found = {"memory": "4GiB", "margin": 0.25, "price": 3.6}
+    return mmfsdp.fit(model, batch, **found, ranks=RANKS, config=config, choices=wanted, count=1)
 
 
 def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
@@ -257,7 +264,7 @@ def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
     assert again.peak == option.rehearsal.peak
     assert fitted.faster is not None
     assert fitted.faster.seconds < option.seconds
-    assert option.nbytes <= fitted.memory < fitted.faster.nbytes
+    assert option.nbytes <= fitted.room == 3 << 30 < fitted.faster.nbytes
     assert "1.25 GiB of activations" in text
     assert "of activations of blocks.{0..7}.up" in fitted.faster.reason()
     assert "of the CUDA context and NCCL" in fitted.faster.reason()
@@ -265,13 +272,43 @@ def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
     assert json.loads(json.dumps(fitted.describe()))["options"][0]["settings"] == option.settings
 
 
+def test_what_a_job_trains_and_costs(fitted: Fit) -> None:
+    """Of 4 ranks with 4 samples of 2,048 tokens each; a rank's hour costs 3.6."""
+    option = fitted.options[0]
+    rates = option.rates
+    assert option.settings["activation_checkpointing"] == FULL
+    assert rates.samples_per_second == pytest.approx(RANKS * 4 / option.seconds)
+    assert rates.tokens_per_second == pytest.approx(ROWS / option.seconds)
+    assert rates.price_per_billion_tokens == pytest.approx(3.6 / 3600 * option.seconds / ROWS * 1e9)
+    products = 8 * 2 * 2 * WIDTH * 2 * WIDTH + 2 * WIDTH * 3000  # forward, for a token
+    peak = fitted.device.peak("bfloat16")
+    assert rates.utilization == pytest.approx(3 * products * ROWS / peak / option.seconds, rel=1e-3)
+    again = 8 * 2 * WIDTH * 2 * WIDTH  # the last product of a block is not needed again
+    share = (3 * products + again) * ROWS / peak / option.rehearsal.time().seconds
+    assert option.rehearsal.time().utilization == pytest.approx(share, rel=1e-3)
+    assert f"# {rates}\n" in str(fitted)
+    assert "of the peak (MFU)" in str(rates)
+    assert "per billion tokens" in str(rates)
+    images = rates_of(0.5, 0.1, 8, None, 2, 3.6)
+    assert str(images) == "32 samples per second in all, 20.0% of the peak (MFU), 62.50 per million samples"
+
+
+def test_the_margin_follows_the_engine() -> None:
+    model, batch = on_meta(depth=1)
+    for engine, margin in (("fsdp1", 0.12), ("fsdp2", 0.05)):
+        config = {**CHOICES[0].settings, "engine": engine, "wrap": "auto"}
+        choices = {"accumulate": [1], "activation_checkpointing": [None]}
+        found = mmfsdp.fit(model, batch, ranks=2, config=config, choices=choices)
+        assert (found.margin, found.room) == (margin, round((1 - margin) * (80 << 30)))
+
+
 def test_what_the_config_states_stays() -> None:
     given = {"precision": "fp32", "sharding": {"strategy": "HYBRID_SHARD"}, "wrap": {"kind": "none"}}
     found = [*choices_for(given, 16, 2, outside=["head"])]
     assert {json.dumps(c.settings["wrap"]) for c in found} == {'{"kind": "none"}'}
     assert {c.settings["precision"] for c in found} == {"fp32"}
-    assert [c.settings["sharding"]["shard_size"] for c in found[::8]] == [2, 4, 8]
-    assert {c.accumulate for c in found} == {1, 2}
+    assert [c.settings["sharding"]["shard_size"] for c in found[::12]] == [2, 4, 8]
+    assert {(c.accumulate, c.reduces) for c in found} == {(1, False), (2, False), (2, True)}
     every = [*choices_for({}, 6, 6, outside=["head"])]
     assert {json.dumps(c.settings.get("wrap")) for c in every if "NO_SHARD" not in str(c)} == {
         "null",
@@ -300,6 +337,10 @@ def test_wrong_questions() -> None:
         mmfsdp.fit(model, batch, config={"precision": "bf16"}, choices={"precision": ["fp32"]})
     with pytest.raises(ConfigError, match="has no unit"):
         mmfsdp.fit(model, batch, memory="80")
+    with pytest.raises(ConfigError, match="margin is a share of the memory, from 0 up to 1, got 1"):
+        mmfsdp.fit(model, batch, margin=1)
+    with pytest.raises(ConfigError, match="price is what a device costs for an hour, more than 0, got 0"):
+        mmfsdp.fit(model, batch, price=0)
     with pytest.raises(ConfigError, match="ranks is a number"):
         mmfsdp.fit(model, batch, ranks=0)
     with pytest.raises(ConfigError, match="cannot be divided into 3"):

@@ -101,7 +101,13 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
 
 
 def measure(
-    rank: int, family: str, config: dict[str, Any], samples: int, accumulate: int, averages: bool = False
+    rank: int,
+    family: str,
+    config: dict[str, Any],
+    samples: int,
+    accumulate: int,
+    averages: bool = False,
+    reduces: bool = False,
 ) -> tuple[int, dict[str, int], list[tuple[str, int, list[int]]]]:
     """Return of the second step its peak bytes, the bytes of what is there before it, and its collectives."""
     case = FAMILIES[family]
@@ -118,7 +124,8 @@ def measure(
             issued.found.clear()
             with record_function(MARK) if step else contextlib.nullcontext():
                 for place, batch in enumerate(batches):
-                    with mmfsdp.no_sync(model) if place < accumulate - 1 else contextlib.nullcontext():
+                    waits = place < accumulate - 1 and not reduces
+                    with mmfsdp.no_sync(model) if waits else contextlib.nullcontext():
                         loss = case.loss(model, batch)
                     if accumulate > 1:
                         loss = loss / accumulate

@@ -25,11 +25,40 @@ __all__ = ["fit_command"]
 @option(
     "--memory", section="Step", metavar="SIZE", help="Memory of the device, such as 80GiB; by default all that it has."
 )
+@option(
+    "--margin",
+    section="Step",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share of the memory to leave free; by default 0.05, with engine fsdp1 0.12.",
+)
 @device("The device to train on, by default h100:")
+@option(
+    "--price",
+    section="Step",
+    metavar="NUMBER",
+    type=click.FloatRange(0, min_open=True),
+    help="Price of one device for an hour: also print what a billion tokens costs.",
+)
+@option(
+    "--tokens",
+    section="Step",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Tokens of the batch; by default the elements of its tensor of integers.",
+)
 @assume
 @json_report
 def fit_command(
-    chosen: ModelChoice, step: StepChoice, memory: str | None, device: str | None, assume: float | None, as_json: bool
+    chosen: ModelChoice,
+    step: StepChoice,
+    memory: str | None,
+    margin: float | None,
+    device: str | None,
+    price: float | None,
+    tokens: int | None,
+    assume: float | None,
+    as_json: bool,
 ) -> None:
     """Print the fastest settings that fit into a device's memory. Needs torch.
 
@@ -59,6 +88,9 @@ def fit_command(
                 built,
                 training.batch,
                 memory=memory,
+                margin=margin,
+                tokens=tokens,
+                price=price,
                 ranks=ranks,
                 config=with_settings(settings, wanted),
                 policy=policy,

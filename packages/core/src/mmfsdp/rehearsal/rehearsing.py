@@ -37,6 +37,7 @@ def rehearse(
     assume: float | None = None,
     ema: EmaFn | None = None,
     device: str | Device | None = None,
+    reduce_each: bool = False,
 ) -> Rehearsal:
     """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
 
@@ -73,6 +74,8 @@ def rehearse(
             architecture decides which kernel of attention torch prefers, and how large the workspaces of cuBLAS are;
             `Rehearsal.time` is that on this device. Default: a GPU from Ampere on without a preference, with
             workspaces of either size.
+        reduce_each: Reduce gradients with every micro-batch, as a loop without `mmfsdp.no_sync` does: more is sent,
+            and no whole gradients wait for the last micro-batch.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
@@ -103,6 +106,7 @@ def rehearse(
         assume=assume,
         ema=ema,
         device=device,
+        reduce_each=reduce_each,
     )
 
 

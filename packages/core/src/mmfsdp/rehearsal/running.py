@@ -67,6 +67,7 @@ def run_fake(
     assume: float | None,
     ema: EmaFn | None,
     device: str | Device | None,
+    reduce_each: bool,
     once: bool = False,
 ) -> Rehearsal:
     """Run a step, by default the second of two, and return its record.
@@ -139,6 +140,7 @@ def run_fake(
                             made,
                             max_norm,
                             None if averages is None else averages.update,
+                            reduce_each=reduce_each,
                         )
                     recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
                     # FSDP2 may replace shards with padded ones when the model first runs.

@@ -30,6 +30,8 @@ def run_step(
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
     average: Callable[[], None] | None = None,
+    *,
+    reduce_each: bool = False,
 ) -> None:
     """Run one step. Collective: every rank.
 
@@ -41,10 +43,12 @@ def run_step(
         optimizer: Made for the model's parameters.
         max_norm: The norm to clip gradients to; None for no clipping.
         average: Updates averaged weights.
+        reduce_each: Reduce gradients with every micro-batch.
     """
     for place, batch in enumerate(batches):
         begin("forward")
-        with no_sync(model) if place < len(batches) - 1 else contextlib.nullcontext():
+        waits = place < len(batches) - 1 and not reduce_each
+        with no_sync(model) if waits else contextlib.nullcontext():
             value = loss(model, batch)
         if len(batches) > 1:
             value = value / len(batches)

@@ -54,19 +54,20 @@ class Known:
             part = min(known.accumulate / choice.accumulate, 1.0)
             most = max(estimate.activations * part, carried + estimate.forward_activations * part)
             least = max(least, kept + most)
-            if known.accumulate == choice.accumulate and _gathers(before) == _gathers(plan):
+            if known.loop == choice.loop and _gathers(before) == _gathers(plan):
                 more = kept - before.param_bytes() * (1 + state)
                 least = max(least, estimate.peak.nbytes + more if more > 0 else 0.0)
         return least + self._beside(plan)
 
     def _carried(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the bytes of whole gradients that the last forward finds at least."""
-        if choice.accumulate == 1:
+        if choice.accumulate == 1 or choice.reduces:
             return 0.0
         alike = (
             estimate.carried
             for known, before, estimate in self._seen
             if known.accumulate > 1
+            and not known.reduces
             and known.kept_settings == choice.kept_settings
             and before.engine == plan.engine
             and (before.mesh.shard == 1) == (plan.mesh.shard == 1)
@@ -83,7 +84,11 @@ class Known:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
         if (derived := self.derived_seconds(choice, plan)) is not None:
             return derived
-        alike = [seen for seen in self._seen if seen[0].forward_key == choice.forward_key]
+        alike = [
+            seen
+            for seen in self._seen
+            if (seen[0].accumulate, seen[0].forward_settings) == (choice.accumulate, choice.forward_settings)
+        ]
         if alike:
             return min(estimate.computing for _, _, estimate in alike)
         mode = str((choice.settings.get("activation_checkpointing") or {}).get("mode"))
@@ -118,22 +123,21 @@ def _gathers(plan: ShardPlan) -> tuple[object, ...]:
     return plan.engine, plan.forward_prefetch, plan.backward_prefetch, units
 
 
-def sending_seconds(plan: ShardPlan, accumulate: int, links: Links) -> float:
+def sending_seconds(plan: ShardPlan, choice: Choice, links: Links) -> float:
     """Return seconds that a step sends at least, by what its units gather and reduce.
 
     What is gathered and what is reduced may be sent at the same time.
 
     Args:
         plan: The plan of the model.
-        accumulate: Number of micro-batches; gradients are reduced with the last one.
+        choice: The micro-batches, and whether gradients are reduced with each or with the last one.
         links: How ranks are connected.
     """
     totals = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for unit in plan.units:
         for times, item in _sent(unit, plan):
-            totals[item.name] += times * collective_seconds(item, links, links.reached.usual)
-            if item.name == "all_gather":
-                totals[item.name] += (accumulate - 1) * times * collective_seconds(item, links, links.reached.usual)
+            repeats = choice.accumulate if item.name == "all_gather" or choice.reduces else 1
+            totals[item.name] += repeats * times * collective_seconds(item, links, links.reached.usual)
     return max(totals.values())
 
 

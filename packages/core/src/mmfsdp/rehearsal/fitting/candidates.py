@@ -25,20 +25,27 @@ _EMPTY: tuple[Any, ...] = (None, {})
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to train: settings, and the number of micro-batches that a step is divided into."""
+    """One way to train: settings, the micro-batches that a step is divided into, and when gradients are reduced."""
 
     settings: Mapping[str, Any]
     accumulate: int
+    reduces: bool = False
+    """Whether gradients are reduced with every micro-batch, and not only with the last one."""
 
     @property
     def key(self) -> str:
         """Text that is equal for equal choices only."""
-        return f"{self.accumulate} {_text(self.settings)}"
+        return f"{self.loop} {_text(self.settings)}"
+
+    @property
+    def loop(self) -> str:
+        """What the training loop does."""
+        return f"{self.accumulate}{' reduced' * self.reduces}"
 
     @property
     def forward_key(self) -> str:
         """Text that is equal for choices that compute the same in forward and backward."""
-        return f"{self.accumulate} {self.forward_settings}"
+        return f"{self.loop} {self.forward_settings}"
 
     @property
     def forward_settings(self) -> str:
@@ -65,7 +72,7 @@ class Choice:
     @property
     def simplicity(self) -> tuple[int, int, int]:
         """Smaller for choices with fewer settings, fewer micro-batches and shorter values."""
-        return len(self.settings), self.accumulate, len(_text(self.settings))
+        return len(self.settings), self.accumulate + self.reduces, len(_text(self.settings))
 
 
 def choices_for(
@@ -112,6 +119,8 @@ def choices_for(
             continue  # units change nothing
         for accumulate in accumulates:
             yield Choice(settings, accumulate)
+            if accumulate > 1 and _gathers(settings, ranks):
+                yield Choice(settings, accumulate, reduces=True)
 
 
 def with_offload(choices: Sequence[Choice]) -> Iterator[Choice]:

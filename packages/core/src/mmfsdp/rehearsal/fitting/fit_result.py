@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmfsdp.basics.text import human_bytes
+from mmfsdp.rehearsal.fitting.rates import Rates
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
@@ -51,9 +52,13 @@ class FitOption:
     """Bytes that the process takes of the device at most; see `Rehearsal.device_bytes`."""
     rehearsal: Rehearsal = field(repr=False)
     """The step of the whole model, with at most two micro-batches."""
+    rates: Rates
+    """What all ranks train per second, the share of the device's peak, and what it costs."""
+    reduces: bool = False
+    """Whether gradients are reduced with every micro-batch: do not use `mmfsdp.no_sync`."""
     as_good: tuple[Mapping[str, Any], ...] = ()
     """Other settings that change time and memory by less than a hundredth: each the sections to write in place of
-    those of `settings`, with None for one to leave out, and ``accumulate`` if that differs."""
+    those of `settings`, with None for one to leave out, and ``accumulate`` and ``reduces`` if these differ."""
 
     @property
     def yaml(self) -> str:
@@ -63,8 +68,8 @@ class FitOption:
 
     def describe(self) -> dict[str, Any]:
         """Return plain values only, without the rehearsal."""
-        names = ("accumulate", "samples", "seconds", "nbytes")
-        numbers = {name: getattr(self, name) for name in names}
+        names = ("accumulate", "reduces", "samples", "seconds", "nbytes")
+        numbers = {**{name: getattr(self, name) for name in names}, **self.rates.describe()}
         as_good = [dict(changes) for changes in self.as_good]
         return {"settings": dict(self.settings), **numbers, "cpu_bytes": self.rehearsal.cpu_bytes, "as_good": as_good}
 
@@ -88,6 +93,7 @@ class FitOption:
 
     def __str__(self) -> str:
         divided = f"{self.accumulate} micro-batches of {self.samples}" if self.accumulate > 1 else "no accumulation"
+        divided += ", gradients reduced with each" if self.reduces else ""
         offloaded = f" and {human_bytes(self.rehearsal.cpu_bytes)} of CPU memory" if self.rehearsal.on_cpu else ""
         return f"{human_seconds(self.seconds)} per step, {human_bytes(self.nbytes)}{offloaded}, {divided}"
 
@@ -98,6 +104,8 @@ class Fit:
 
     memory: int
     """Bytes of the device."""
+    margin: float
+    """Share of them that is left free."""
     ranks: int
     device: Device
     """The device, with the links between ranks."""
@@ -114,11 +122,16 @@ class Fit:
     rehearsed: int
     """Steps that were rehearsed, with the model or a copy that has fewer layers."""
 
+    @property
+    def room(self) -> int:
+        """Bytes that a step may take of the device at most."""
+        return round(self.memory * (1 - self.margin))
+
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
         faster = None if self.faster is None else {**self.faster.describe(), "reason": self.faster.reason()}
         smallest = None if self.smallest is None else {**self.smallest.describe(), "reason": self.smallest.reason()}
-        names = ("memory", "ranks", "considered", "impossible", "rehearsed")
+        names = ("memory", "margin", "room", "ranks", "considered", "impossible", "rehearsed")
         return {
             **{name: getattr(self, name) for name in names},
             "device": self.device.describe(),
@@ -129,10 +142,11 @@ class Fit:
 
     def table(self) -> str:
         """Return the settings as YAML to copy, each with its time and memory, and why faster ones do not fit."""
-        where = f"{human_bytes(self.memory)} on each of {self.ranks} ranks ({self.device.name})"
+        free = f" with {self.margin:.0%} left free" if self.margin else ""
+        where = f"{human_bytes(self.memory)}{free} on each of {self.ranks} ranks ({self.device.name})"
         counts = f"of {self.considered} combinations of settings, {self.rehearsed} rehearsed"
         if self.smallest is not None:
-            missing = human_bytes(self.smallest.nbytes - self.memory)
+            missing = human_bytes(self.smallest.nbytes - self.room)
             lines = [f"Nothing fits into {where}, {counts}. The smallest needs {missing} more:"]
             lines += ["", *_shown(self.smallest), "", *_wrapped(self.smallest)]
             return "\n".join(lines)
@@ -140,7 +154,7 @@ class Fit:
         for option in self.options:
             lines += ["", *_shown(option)]
         if self.faster is not None:
-            missing = human_bytes(self.faster.nbytes - self.memory)
+            missing = human_bytes(self.faster.nbytes - self.room)
             lines += ["", f"The next faster one needs {missing} more than there is:", "", *_shown(self.faster)]
             lines += ["", *_wrapped(self.faster)]
         return "\n".join(lines)
@@ -154,7 +168,7 @@ def _wrapped(option: FitOption) -> list[str]:
 
 
 def _shown(option: FitOption) -> list[str]:
-    lines = [f"# {option}", *option.yaml.splitlines()]
+    lines = [f"# {option}", f"# {option.rates}", *option.yaml.splitlines()]
     if option.as_good:
         lines.append("# as good, within 1 %:")
         lines += [f"#   {_changed(changes)}" for changes in option.as_good[:_LIKE]]

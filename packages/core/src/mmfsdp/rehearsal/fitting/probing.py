@@ -21,7 +21,7 @@ from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import StepTime
 
-__all__ = ["Estimate", "Prober", "micro_batch", "samples_of"]
+__all__ = ["Estimate", "Prober", "micro_batch", "samples_of", "tokens_of"]
 
 _REHEARSED = 2  # micro-batches; those after the second are as the second
 
@@ -48,6 +48,8 @@ class Estimate:
     """Seconds of forward and backward, if they never wait."""
     forward: float
     """Seconds of all forwards, if they never wait."""
+    useful: float
+    """Seconds that the model's FLOPs take at the device's peak, those of recomputed operators left out."""
     steps: tuple[tuple[float, Rehearsal], ...] = field(repr=False)
     """The rehearsed steps, each with its weight."""
 
@@ -173,12 +175,13 @@ class Prober:
             nbytes=max(round(needed), peak.nbytes),
             activations=activations.nbytes + inputs,
             forward_activations=in_forward.nbytes + inputs,
-            carried=total(lambda step: _carried(step, 2 * last)) if last else 0.0,
+            carried=total(lambda step: _carried(step, 2 * last)) if last and not choice.reduces else 0.0,
             state=total(lambda step: step.static.get("optimizer state", 0))
             / max(total(lambda step: step.static.get("parameter", 0)), 1),
             seconds=timed(lambda time: time.seconds) + more * timed(_first_micro_batch),
             computing=times_more * timed(lambda time: _computing(time, ("forward", "backward"))),
             forward=times_more * timed(lambda time: _computing(time, ("forward",))),
+            useful=times_more * timed(lambda time: time.model_utilization * time.seconds),
             steps=tuple((weight, step) for weight, step, _ in parts),
         )
 
@@ -186,7 +189,11 @@ class Prober:
         self.count += 1
         plan = self._planned(model, choice)
         batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
-        options = {**self._options, "accumulate": min(choice.accumulate, _REHEARSED)}
+        options = {
+            **self._options,
+            "accumulate": min(choice.accumulate, _REHEARSED),
+            "reduce_each": choice.reduces,
+        }
         if options.get("ema") is not None:  # averaged weights compute something else in their first step
             return rehearse(plan, model, batch, **options)
         return rehearse_once(plan, model, batch, **options)
@@ -211,6 +218,16 @@ def samples_of(batch: Any, dim: int = 0) -> int:
         )
     sizes = {shape[dim] for shape in shapes if len(shape) > dim}
     return sizes.pop() if len(sizes) == 1 else 1
+
+
+def tokens_of(batch: Any) -> int | None:
+    """Return how many tokens a batch has: the elements of its largest tensor of integers with two dimensions."""
+    found = [
+        leaf.numel()
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.dtype in (torch.int64, torch.int32)
+    ]
+    return max(found, default=None)
 
 
 def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:

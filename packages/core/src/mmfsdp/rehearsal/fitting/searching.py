@@ -200,9 +200,9 @@ def _possible(prober: Prober, choices: Sequence[Choice], result: Search) -> Iter
         if (error := _impossible(prober, choice, errors)) is not None:
             result.invalid.append((choice, error))
             continue
-        key = f"{choice.accumulate} {choice.plan_key}"
+        key = f"{choice.loop} {choice.plan_key}"
         if key not in sent:
-            sent[key] = sending_seconds(prober.plan(choice), choice.accumulate, prober.device.links)
+            sent[key] = sending_seconds(prober.plan(choice), choice, prober.device.links)
         yield choice, sent[key]
 
 

@@ -254,7 +254,10 @@ class Recorder(TorchDispatchMode):
         if self.offloads is not None and places.phase not in ("forward", "backward"):
             role = "host"
         flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
-        made = Operator(func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes)
+        again = places.kind == "recomputed"
+        made = Operator(
+            func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes, again
+        )
         self.operators.append(made)
         if nbytes:
             self.costs.note(made.signature, func, args, kwargs)

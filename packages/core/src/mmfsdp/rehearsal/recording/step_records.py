@@ -97,6 +97,8 @@ class Operator:
     rest; with ``cpu_offload``, ``host`` for what the CPU computes."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of its first tensors."""
+    is_repeated: bool = False
+    """Whether activation checkpointing computes it again, in backward."""
 
     @property
     def is_of_shards(self) -> bool:

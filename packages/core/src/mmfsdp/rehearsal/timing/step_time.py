@@ -49,6 +49,9 @@ class StepTime:
     """Floating-point operations of the rank."""
     utilization: float
     """Share of the device's peak that these are, each in its dtype; recomputed ones count."""
+    model_utilization: float
+    """The same without recomputed ones: model FLOPs utilization (MFU) as in appendix B of https://arxiv.org/abs/2204.02311,
+    but for attention, of which what a causal mask hides does not count here."""
     spans: tuple[Span, ...]
     """The operations of each stream, with their times."""
 
@@ -71,7 +74,9 @@ class StepTime:
         """
         span = f"{human_seconds(self.low)} to {human_seconds(self.high)}"
         lines = [f"Step on {self.device}: {human_seconds(self.seconds)} ({span}), bound by {self.bound}"]
-        lines.append(f"{self.flops / 1e12:.3g} TFLOP per rank, {self.utilization:.0%} of the device's peak")
+        used = f"{self.flops / 1e12:.3g} TFLOP per rank, {self.utilization:.0%} of the device's peak"
+        is_repeating = self.model_utilization < self.utilization
+        lines.append(used + (f", {self.model_utilization:.0%} without what is recomputed" if is_repeating else ""))
         spent = [
             (SPENT[name], human_seconds(seconds), f"{seconds / self.seconds:.0%}")
             for name, seconds in self.spent.items()
@@ -111,6 +116,7 @@ def time_of(
     usual = found["usual"]
     spent = {name: usual.spent[name] for name in SPENT}
     ideal = sum(item.flops / device.peak(item.dtype) for item in operators if item.flops)
+    again = sum(item.flops / device.peak(item.dtype) for item in operators if item.flops and item.is_repeated)
     return StepTime(
         device=device.name,
         seconds=usual.seconds,
@@ -123,6 +129,7 @@ def time_of(
         spent=spent,
         flops=sum(item.flops for item in operators),
         utilization=ideal / usual.seconds if usual.seconds else 0.0,
+        model_utilization=(ideal - again) / usual.seconds if usual.seconds else 0.0,
         spans=tuple(usual.spans),
     )
 
