@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.parity.false_alarms import proofs
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
+from mmfsdp.testing import RankError
 
 BATCH = torch.empty(4, dtype=torch.int64)
 BLOCKS = {"wrap": {"kind": "module_class", "classes": "Block"}}
@@ -50,6 +53,10 @@ class Drawing(nn.Linear):
         return super().forward(x) * torch.rand_like(x)
 
 
+def drawing() -> nn.Module:
+    return nn.Sequential(Drawing(), Drawing())
+
+
 def summing() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4))
 
@@ -77,7 +84,7 @@ def test_a_model_with_tied_weights_is_proven() -> None:
 def test_mixed_precision_and_dropout() -> None:
     proof = mmfsdp.prove(Dropping, {"x": torch.empty(2, 3, 8)}, config={"precision": "bf16"}, steps=1)
     assert proof.proven, str(proof)
-    assert "with dropout set to 0" in str(proof)
+    assert "for mixed precision, the one process runs the plan too" in str(proof)
 
 
 def test_a_model_that_computes_something_else_is_not_proven() -> None:
@@ -89,10 +96,58 @@ def test_a_model_that_computes_something_else_is_not_proven() -> None:
     assert str(proof).startswith("Not proven: Wrong differs on 2 ranks from one process.")
 
 
-def test_random_numbers_of_a_forward_are_named() -> None:
-    proof = mmfsdp.prove(Drawing, torch.empty(2, 4), steps=1)
-    assert not proof.proven
-    assert "a forward draws random numbers, of which each rank has others" in str(proof)
+def test_random_numbers_of_a_forward_are_the_same_for_the_same_samples() -> None:
+    config = {"wrap": {"kind": "module_class", "classes": "Drawing"}, "activation_checkpointing": "full"}
+    proof = mmfsdp.prove(drawing, torch.empty(2, 4), config=config, steps=1)
+    assert proof.proven, str(proof)
+
+
+def critic_step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step twice, with random numbers, the second time from what the first one has left."""
+    for _ in range(2):
+        loss = (model(batch) + 0.1 * torch.randn(2, 5, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def uneven_step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2 if batch.sum() > 0 else 1):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+class Normed(nn.Module):
+    """Batch norms see what is on their rank; the sharded run computes something else if told to."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        self.one, self.norm, self.two, self.wrong = nn.Linear(8, 6), nn.BatchNorm1d(5), nn.Linear(6, 4), wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.one(x)).relu()
+        return self.two(y * (1.01 if self.wrong and dist.get_world_size() > 1 else 1.0))
+
+
+@pytest.mark.parametrize("against", ["alone", "ddp"])
+def test_whole_steps_that_step_more_than_once(against: Literal["alone", "ddp"]) -> None:
+    proof = mmfsdp.prove(Normed, torch.empty(2, 5, 8), step=critic_step, against=against, steps=2)
+    assert proof.proven, str(proof)
+    assert {item.key.step for item in proof.trained.compared} == {0, 1, 2, 3}
+    assert {item.key.step for item in proof.resumed.compared} == {4, 5, 6, 7}
+    kinds = {item.key.kind for item in proof.resumed.compared}
+    assert {"input", "output", "gradient of output", "gradient before clipping", "norm", "update", "buffer"} <= kinds
+
+
+def test_whole_steps_that_compute_something_else() -> None:
+    proof = mmfsdp.prove(partial(Normed, wrong=True), torch.empty(2, 5, 8), step=critic_step, steps=1)
+    assert proof.trained.first is not None
+    assert (proof.trained.first.key.kind, proof.trained.first.key.name) == ("input", "two[0][0]")
+
+
+def test_whole_steps_that_step_more_often_for_some_samples() -> None:
+    with pytest.raises(RankError, match="steps the optimizer more often with some samples than with others"):
+        mmfsdp.prove(summing, torch.empty(1, 8), step=uneven_step, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +165,8 @@ def test_bad_arguments() -> None:
         mmfsdp.prove(Tied, BATCH, ranks=1)
     with pytest.raises(ConfigError, match="cannot be divided among 3"):
         mmfsdp.prove(Tied, BATCH, resume_on=3)
+    with pytest.raises(ConfigError, match="a loss or a whole step, not both"):
+        mmfsdp.prove(Tied, BATCH, loss=critic_step, step=critic_step)  # type: ignore[arg-type]
 
 
 def launch(count: int, *words: str) -> list[tuple[int, str, str]]:

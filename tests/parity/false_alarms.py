@@ -1,6 +1,6 @@
 """Proves plans that are right, of twenty families of models: a proof that fails is a false alarm.
 
-``python -m tests.parity.false_alarms`` proves all and writes docs/proven_models.md: a quarter of an hour on two cores.
+``python -m tests.parity.false_alarms`` proves all and writes docs/proven_models.md: half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ right and is not proven would be a false alarm, and its cell would say so.
 
 The {families} families are small models, written with torch alone in `tests/parity/families.py`: with batch norms,
 dropout, recurrent layers, tied weights, experts, layers that are called several times, frozen weights, normalised
-weights, and embeddings of three rows. Each trains a step, saves, resumes on half as many ranks, and trains another. The
-{plans} plans run on two ranks, `HYBRID_SHARD` on four; `python -m tests.parity.false_alarms` runs them all and writes
-this page. On {on}:
+weights, and embeddings of three rows. Each trains {steps} step with {samples} samples on each rank, saves, resumes on
+half as many ranks, and trains {steps} more; with AdamW, clipping to a norm of 1, and the model's own dropout. The
+{plans} plans run on two ranks and go on with one, `HYBRID_SHARD` runs on four and goes on with two, and accumulation
+takes two micro-batches. The one process computes the same parts of each batch in turn, and three more times with
+perturbed inputs. `python -m tests.parity.false_alarms` runs them all and writes this page. On {on}:
 
 """
 
@@ -114,7 +116,8 @@ def page(found: dict[str, dict[str, str]]) -> str:
         cells = [found[f"{family} {precision}"][plan] for precision in PRECISIONS for plan in PLANS]
         rows.append(f"| {family} | {' | '.join(cells)} |")
     on = f"torch {torch.__version__}, Python {platform.python_version()}, on the CPU, over gloo"
-    return INTRO.format(on=on, families=len(FAMILIES), plans=len(PLANS)) + "\n".join(rows) + "\n"
+    numbers = {"families": len(FAMILIES), "plans": len(PLANS), "steps": STEPS, "samples": SAMPLES}
+    return INTRO.format(on=on, **numbers) + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ class RemadeStep:
         assert self.step.loss is not None, "configs that describe a step have one"
         return self.step.loss(model, batch)
 
+    def whole(self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take a whole step of a model that has its own."""
+        assert self.step.step is not None, "it is for models that have one"
+        self.step.step(model, batch, optimizer)
+
     def optimizer(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Return the config's optimizer for the parameters of its model."""
         make = self.step.optimizer

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     import torch.nn as nn
@@ -21,6 +23,8 @@ class TrainingStep:
     """The micro-batch of one rank; its tensors take memory."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """Computes the loss of a micro-batch; None for the default of `mmfsdp.rehearse`."""
+    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None
+    """Takes a whole step instead, of a model that has its own; see `mmfsdp.prove`."""
     optimizer: str | Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = "adamw"
     """The optimizer's name, or what makes it for the sharded parameters."""
     max_norm: float | None = None
@@ -33,7 +37,17 @@ class TrainingStep:
     """The assumptions of the front end, for people to read."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments of `mmfsdp.rehearse`, besides ``batch``."""
+        """Return keyword arguments of `mmfsdp.rehearse`, besides ``batch``.
+
+        Raises:
+            ConfigError: The model takes whole steps of its own.
+        """
+        if self.step is not None:
+            raise ConfigError(
+                "The config's model has its own train_step, whose order of forward and backward a rehearsal does not "
+                "know. Write a factory of the model, and rehearse it with mmfsdp.rehearse(loss=...).",
+                config="model",
+            )
         return {
             "loss": self.loss,
             "optimizer": self.optimizer,

@@ -36,7 +36,7 @@ def add_changed(
         if not changed:
             continue
         entries = [(rank.head["rank"], {entry.key: entry for entry in rank.entries}) for rank in record]
-        for key in sorted(changed, key=lambda key: (key.step, key.call), reverse=True):
+        for key in reversed(changed):  # each is put before those that follow it
             held = {rank: (of[key], of[before]) for rank, of in entries if key in of and (before := _left(key)) in of}
             if _is_rounding([*held.values()]):
                 continue

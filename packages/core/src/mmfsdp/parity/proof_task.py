@@ -46,17 +46,13 @@ class Task:
     against: Against = "alone"
     """Whether the reference runs in one process, or as DDP on all ranks."""
 
-    def model(self) -> tuple[nn.Module, bool]:
-        """Return the model, and whether dropout was set to 0 in it."""
+    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None
+    """Takes a whole step, instead of the loss; see `mmfsdp.prove`."""
+
+    def model(self) -> nn.Module:
+        """Return the model."""
         torch.manual_seed(0)
-        model = real_model(self.factory(), torch.device(self.device)).train()
-        found = False
-        for module in model.modules():
-            for name in _dropouts_of(module):
-                if getattr(module, name):
-                    setattr(module, name, 0.0)
-                    found = True
-        return model, found
+        return real_model(self.factory(), torch.device(self.device)).train()
 
     def make_optimizer(self, module: nn.Module, *, is_sharded: bool) -> torch.optim.Optimizer:
         """Return the optimizer of a run's model."""
@@ -129,12 +125,3 @@ def parts_of(batch: Any, ranks: int, again: int) -> int:
                 config="resume_on",
             )
     return parts
-
-
-def _dropouts_of(module: nn.Module) -> list[str]:
-    """Return the attributes of a module that are shares to drop."""
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return ["dropout"]
-    if "drop" not in type(module).__name__.lower():
-        return []
-    return [name for name in ("p", "prob", "drop_prob") if isinstance(getattr(module, name, None), int | float)]

@@ -39,6 +39,7 @@ def prove(
     ranks: int | None = None,
     config: ShardConfig | Mapping[str, Any] | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None,
     optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = 1.0,
     accumulate: int = 1,
@@ -49,11 +50,11 @@ def prove(
 ) -> Proof:
     """Train a model in one process and sharded on several, and compare everything that both compute.
 
-    Both begin with the same weights and get the same samples. The one process computes the ranks' batches in turn, and
-    averages their gradients. The sharded run saves a checkpoint; training goes on from it on another number of ranks.
-    Everything is recorded and compared, see `compare`. Three runs of the reference with perturbed inputs are the
-    yardstick. With mixed precision, or an optimizer in the plan, the reference is the plan on one rank; otherwise it is
-    the plain model.
+    Both begin with the same weights, get the same samples, and draw the same random numbers for each rank's batch. The
+    one process computes the ranks' batches in turn, and averages their gradients. The sharded run saves a checkpoint;
+    training goes on from it on another number of ranks. Everything is recorded and compared, see `compare`. Three runs
+    of the reference with perturbed inputs are the yardstick. With mixed precision, or an optimizer in the plan, the
+    reference is the plan on one rank; otherwise it is the plain model.
 
     Under torchrun every rank calls this, before it makes a process group, and all get the proof; they compute on their
     accelerators if there are any. Otherwise the ranks are new processes on this machine, which compute on the CPU and
@@ -70,6 +71,9 @@ def prove(
         config: The settings to shard with.
         loss: Computes the loss, the mean over samples, of a model and a batch; by default as `mmfsdp.rehearse` does.
             Other processes must be able to import it.
+        step: Instead of ``loss``, takes a whole step of a model, a batch and an optimizer: forward, backward, and the
+            optimizer's ``step()`` and ``zero_grad()``, each as often as it likes. Gradients are clipped when the
+            optimizer steps. With ``accumulate`` it is called once for each micro-batch.
         optimizer: Name of the optimizer, see `mmfsdp.rehearsal.optimizer_from`, or what makes it of the parameters; by
             default the one that the plan names, or AdamW.
         max_norm: The norm to clip gradients to; None for no clipping.
@@ -115,7 +119,10 @@ def prove(
         accumulate=accumulate,
         device=found.device,
         against=against,
+        step=step,
     )
+    if step is not None and loss is not None:
+        raise ConfigError("prove() takes a loss or a whole step, not both.", config="step")
     if against not in ("alone", "ddp"):
         raise ConfigError(f"prove() takes against='alone' or 'ddp', got {against!r}.", config="against")
     if against == "ddp" and (why := is_alone(task)):
@@ -134,6 +141,8 @@ class Reference:
     """The name of the model."""
     known: tuple[str, ...]
     """What must be known of the runs."""
+    updates: tuple[int, ...]
+    """After each step, how often the optimizer has stepped."""
 
 
 def train_reference(found: Launched | Local, task: Task, home: Path, steps: int) -> Reference:
@@ -151,8 +160,8 @@ def train_reference(found: Launched | Local, task: Task, home: Path, steps: int)
         results = [found.together(run_reference, task.ranks, *job)[0] for job in jobs]
     else:
         results = found.alone(run_reference, jobs)
-    name, known = results[0]
-    return Reference(record, name, tuple(known))
+    name, known, updates = results[0]
+    return Reference(record, name, tuple(known), tuple(updates))
 
 
 def prove_beside(
@@ -169,8 +178,9 @@ def prove_beside(
         again: On how many ranks to go on.
     """
     trained, resumed, saved = (home / name for name in ("ranks", "resumed", "checkpoint"))
-    found.together(run_sharded, task.ranks, task, str(trained), 0, steps, None, str(saved))
-    found.together(run_sharded, again, task, str(resumed), steps, steps, str(saved), None)
+    first = reference.updates[steps - 1]
+    found.together(run_sharded, task.ranks, task, str(trained), (0, steps), 0, None, str(saved))
+    found.together(run_sharded, again, task, str(resumed), (steps, 2 * steps), first, str(saved), None)
     both = found.decide(lambda: (_compared(reference.record, trained), _compared(reference.record, resumed)))
     versions = {"mmfsdp": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     return Proof(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.nn as nn
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS
-from mmengine.structures import BaseDataElement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -21,6 +19,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import TrainingStep
 from mmfsdp_mmengine.checkpoints.averages import averaged_model_class
 from mmfsdp_mmengine.doctor.optimizer_findings import plainest
+from mmfsdp_mmengine.doctor.own_steps import OwnStep, own_labels
 from mmfsdp_mmengine.doctor.sampling import IMAGE_SIZE, OBJECTS, sample_batch
 from mmfsdp_mmengine.doctor.subject import class_of, hooks_of, in_scope, name_of, quiet
 from mmfsdp_mmengine.hooks.ema import EMAHook
@@ -41,7 +40,6 @@ def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int
         model: Its model, with parameters on the meta device.
         batch_size: The samples of one rank; None for the config's own number.
     """
-    _check_order(model)
     loader = settings.get("train_dataloader")
     own = loader.get("batch_size") if isinstance(loader, Mapping) else None
     size = own if batch_size is None else batch_size
@@ -67,49 +65,33 @@ def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> Trai
         settings: The content of the config. Not changed.
         model: Its model, with parameters on the meta device.
         batch: The samples of one rank.
-
-    Raises:
-        ConfigError: The model has its own ``train_step``.
     """
-    _check_order(model)
     wrapper = settings.get("optim_wrapper") or {}
     with quiet(), in_scope(settings):
         cast = _autocast(wrapper)
     clip = wrapper.get("clip_grad") if isinstance(wrapper, Mapping) else None
+    count = wrapper.get("accumulative_counts", 1)
     return TrainingStep(
         batch=batch,
         loss=_loss(cast),
+        step=OwnStep(cast, count) if overrides(model, "train_step") else None,
         optimizer=_optimizer(settings, model),
         max_norm=float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None,
-        accumulate=wrapper.get("accumulative_counts", 1),
+        accumulate=count,
         ema=_averages(settings),
     )
-
-
-def _check_order(model: nn.Module) -> None:
-    if overrides(model, "train_step"):
-        raise ConfigError(
-            f"{type(model).__name__} has its own train_step, whose order of forward and backward a rehearsal of a "
-            "config does not know. Write a factory of the model, and rehearse it with mmfsdp.rehearse(loss=...).",
-            config="model",
-        )
 
 
 def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         with cast():
-            data = inner.data_preprocessor(tree_map(_owned, batch), True)
+            data = inner.data_preprocessor(tree_map(own_labels, batch), True)
             losses = forward_batch(model, data, "loss")
         total: torch.Tensor = inner.parse_losses(losses)[0]
         return total
 
     return loss
-
-
-def _owned(leaf: Any) -> Any:
-    """Copy the labels, parts of which preprocessors replace."""
-    return copy.deepcopy(leaf) if isinstance(leaf, BaseDataElement) else leaf
 
 
 def _autocast(wrapper: Mapping[str, Any]) -> Callable[[], Any]:
@@ -152,7 +134,10 @@ def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Itera
         try:
             with quiet(), in_scope(settings):
                 built = build_optim_wrapper(model, plainest(settings.get("optim_wrapper") or {}))
-            [wrapper] = optim_wrappers_of(built).values()
+            wrappers = optim_wrappers_of(built)
+            if len(wrappers) > 1:
+                raise ValueError(f"there are several: {', '.join(wrappers)}. A step with one is supported.")
+            [wrapper] = wrappers.values()
             optimizer: torch.optim.Optimizer = wrapper.optimizer
         except Exception as error:  # whatever a user's constructor raises
             raise ConfigError(

@@ -40,11 +40,11 @@ def forward_batch(model: nn.Module, data: Any, mode: str) -> Any:
 
 
 @contextmanager
-def forwards_reach(wrapper: nn.Module, module: nn.Module, *, through_wrapper: bool) -> Iterator[None]:
+def forwards_reach(wrapper: Any, module: nn.Module, *, through_wrapper: bool) -> Iterator[None]:
     """Redirect the module's calls of itself to ``wrapper``, and lend it the wrapper's ``no_sync``.
 
     Args:
-        wrapper: The wrapper.
+        wrapper: The wrapper, or what calls it and has its ``no_sync``.
         module: The wrapped module.
         through_wrapper: Whether only the wrapper's forward synchronises; a module that is sharded itself synchronises
             in its own forward.

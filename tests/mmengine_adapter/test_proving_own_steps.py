@@ -1,0 +1,101 @@
+"""Models with a ``train_step`` of their own are proven against one process and DDP, from a config."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from tests.mmengine_adapter.pictured import Pictured
+from tests.mmengine_adapter.test_rehearsing import read
+
+from mmfsdp import prove
+from mmfsdp.errors import ConfigError
+from mmfsdp.frontends import RemadeStep, build_model
+from mmfsdp.parity import Proof
+
+
+@MODELS.register_module(force=True)
+class TwoUpdates(Pictured):
+    """Updates for the images, then for noise of their size, with a loss of another kind."""
+
+    def __init__(self, wrong: bool = False, data_preprocessor: Any = None) -> None:
+        super().__init__(data_preprocessor=data_preprocessor)
+        self.wrong = wrong
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        with optim_wrapper.optim_context(self):
+            data = self.data_preprocessor(data, True)
+            found["pixels"] = self(**data, mode="loss")["loss_pixels"]
+        optim_wrapper.update_params(found["pixels"])
+        with optim_wrapper.optim_context(self):
+            noise = torch.randn_like(data["inputs"])
+            found["noise"] = self(noise, data["data_samples"], mode="loss")["loss_pixels"] * 0.5
+        if self.wrong and dist.get_world_size() > 1:
+            found["noise"] = found["noise"] * 1.1
+        optim_wrapper.update_params(found["noise"])
+        return found
+
+
+def proof_of(folder: Path, *changes: tuple[str, str], wrong: bool = False, **more: Any) -> Proof:
+    """Prove a config as the command does."""
+    model = ("type='Pictured'", f"type='TwoUpdates', wrong={wrong}")
+    read(folder, model, ("tests.mmengine_adapter.pictured", __name__), *changes)
+    path = str(folder / "config.py")
+    made = RemadeStep(path, 2)
+    step = {"step": made.whole, "optimizer": made.optimizer, "accumulate": made.step.accumulate}
+    return prove(partial(made_model, path), made.batch, **step, max_norm=made.step.max_norm, steps=1, **more)
+
+
+def made_model(path: str) -> torch.nn.Module:
+    return build_model(path)[0]
+
+
+@pytest.mark.parametrize("against", ["alone", "ddp"])
+def test_it_is_proven(tmp_path: Path, against: Literal["alone", "ddp"]) -> None:
+    proof = proof_of(tmp_path, ("accumulative_counts=2", "accumulative_counts=1"), against=against)
+    assert proof.proven, str(proof)
+    assert proof.model == "TwoUpdates"
+    assert {item.key.step for item in proof.trained.compared} == {0, 1}  # it updates twice
+    assert {item.key.step for item in proof.resumed.compared} == {2, 3}
+    assert "norm" in {item.key.kind for item in proof.trained.compared}
+
+
+def test_it_is_proven_with_accumulation_and_mixed_precision(tmp_path: Path) -> None:
+    """Of two calls with two updates each, every second updates."""
+    named = ("optim_wrapper = dict(", "optim_wrapper = dict(type='AmpOptimWrapper', dtype='bfloat16', ")
+    proof = proof_of(tmp_path, named, config={"sharding": "SHARD_GRAD_OP"})
+    assert proof.proven, str(proof)
+    assert {item.key.step for item in proof.trained.compared} == {0, 1}
+
+
+def test_what_computes_something_else_is_not_proven(tmp_path: Path) -> None:
+    proof = proof_of(tmp_path, ("accumulative_counts=2", "accumulative_counts=1"), wrong=True)
+    assert proof.trained.first is not None
+    assert (proof.trained.first.key.kind, proof.trained.first.key.step) == ("gradient of output", 1)
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    both = ("optim_wrapper = dict(", "optim_wrapper = dict(constructor='BothOptimizers', first=dict(")
+    config = read(tmp_path, both, ("norm_decay_mult=0))", "norm_decay_mult=0)))"))
+    model = config.model()
+    make = config.step(model).optimizer
+    assert callable(make)
+    with pytest.raises(ConfigError, match="there are several: conv, head"):
+        make(model.parameters())
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class BothOptimizers:
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        pass
+
+    def __call__(self, model: torch.nn.Module) -> OptimWrapperDict:
+        parts = {name: getattr(model, name).parameters() for name in ("conv", "head")}
+        return OptimWrapperDict(**{name: OptimWrapper(torch.optim.SGD(part, 0.1)) for name, part in parts.items()})
