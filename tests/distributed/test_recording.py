@@ -48,8 +48,16 @@ def test_ranks_compute_what_one_process_does(how: str, plain: tuple[Path, list[P
 
 
 def test_four_ranks_compute_what_two_do(tmp_path: Path) -> None:
-    found = mmfsdp.compare(recorded(tmp_path / "2", "ddp", 2), recorded(tmp_path / "4", "mmfsdp", 4))
+    two, four = recorded(tmp_path / "2", "ddp", 2), recorded(tmp_path / "4", "mmfsdp", 4)
+    found = mmfsdp.compare(two, four)
     assert found.same, str(found)
+
+    (four / "rank00002.jsonl").unlink()
+    rest = mmfsdp.compare(two, four)
+    assert "Of the other run, the files of ranks 2 of 4 are missing." in rest.notes
+    assert rest.same, str(rest)
+    assert {item.key.kind for item in rest.compared} >= {"norm", "setting", "buffer"}  # of which each rank has all
+    assert len(found.compared) == len(rest.compared) + sum(rest.skipped.values())
 
 
 def test_bfloat16(tmp_path: Path) -> None:

@@ -21,13 +21,16 @@ from mmfsdp.parity import Key, comparison_page
 from mmfsdp.parity.records import read_record
 
 
-def train(folder: Path, steps: int = 2, lr: float = 1e-2, dim: int = 6, **options: Any) -> Path:
+def train(
+    folder: Path, steps: int = 2, lr: float = 1e-2, dim: int = 6, samples: int = 8, data: int = 1, **options: Any
+) -> Path:  # fmt: skip
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, dim), nn.BatchNorm1d(dim), nn.Linear(dim, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    torch.manual_seed(data)
     with mmfsdp.recording(folder, model, optimizer, **options) as recording:
         for _ in range(steps):
-            loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+            loss = F.cross_entropy(model(torch.randn(samples, 4)), torch.randint(0, 3, (samples,)))
             recording.loss(loss)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -114,13 +117,30 @@ def test_other_steps_and_models_are_reported(tmp_path: Path) -> None:
     assert found.first.why == "shapes (6, 4) and (7, 4)"
 
 
-def test_a_record_that_is_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
-    path = train(tmp_path / "a") / "rank00000.jsonl"
+def test_other_data_is_reported_and_what_it_does_not_reach_is_compared(tmp_path: Path) -> None:
+    one = train(tmp_path / "a", steps=1)
+    found = mmfsdp.compare(one, train(tmp_path / "b", steps=1, data=2))
+    assert found.first is not None
+    assert (found.first.key.kind, found.first.key.name) == ("input", "[0][0]")
+    assert [item.key.kind for item in found.compared if not item.differs][:6] == ["initial parameter"] * 6
+    found = mmfsdp.compare(one, train(tmp_path / "c", steps=1, samples=6))
+    assert found.skipped["shapes differ: other batches, or no dimension of samples"] > 5
+    assert found.first is not None
+    assert found.first.key.kind == "loss"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_record_that_is_cut_off_is_read_to_its_end(which: int, tmp_path: Path) -> None:
+    folders = [train(tmp_path / "a"), train(tmp_path / "b")]
+    path = folders[which] / "rank00000.jsonl"
     data = path.read_bytes()
-    path.write_bytes(data[: len(data) * 2 // 3])
-    found = mmfsdp.compare(tmp_path / "a", train(tmp_path / "b"))
+    path.write_bytes(data[: len(data) * 4 // 5])
+    found = mmfsdp.compare(*folders)
     assert any("is cut off or damaged" in note for note in found.notes)
     assert len(found.compared) > 60
+    assert {item.key.step for item in found.compared} == {0, 1}
+    assert found.same, str(found)  # what was not written is no difference
+    assert which == 0 or found.skipped["a record ends in its step"] > 5
 
 
 def test_missing_ranks_are_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,15 +62,18 @@ def compare(
     tolerances = Tolerances(one, two, again, rtol)
     found = Comparison(str(a), str(b), worlds, notes=_notes(one, two, records[0], records[1]))
     shared = {key.step for key in one} & {key.step for key in two}
+    until = min(_whole_until(record) for record in records[:2])
     for key, tensor in one.items():
-        if key.step in shared:
+        if key not in two and key.step >= until:
+            found.skipped["a record ends in its step"] += key.step in shared
+        elif key.step in shared:
             _compare(tensor, two.get(key), one, two, tolerances, found)
     _show_elements(
         found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
     )
     add_changed(found, (one, two), records, shared)
     for key in two.keys() - one.keys():
-        if key.step in shared and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
+        if key.step in shared and key.step < until and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
             found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))
     return found
 
@@ -146,6 +150,12 @@ def _own(tensor: Assembled, other: Assembled, tolerances: Tolerances, found: Com
 def _has(run: dict[Key, Assembled], key: Key) -> bool:
     """Return whether a run has tensors of a key's kind in its step, as far as it was recorded."""
     return any(other.kind == key.kind and other.step == key.step for other in run)
+
+
+def _whole_until(record: Sequence[RankRecord]) -> float:
+    """Return the first step of which a rank may not have recorded all, as its record ends before the run did."""
+    last = [max((entry.key.step for entry in rank.entries), default=0) for rank in record if rank.cut]
+    return min(last, default=math.inf)
 
 
 def _world(record: Sequence[RankRecord]) -> int:
