@@ -95,28 +95,43 @@ def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
 def gather_to_first(scope: Scope, item: T) -> list[T] | None:
     """Return the items of all ranks on the first, in the order of the mesh, and None on the others. Collective.
 
-    Every other rank sends one message, whatever the number of ranks.
+    Items travel along a tree: every other rank sends one message, and no rank receives more than log2(ranks).
     """
-    if not scope.is_first:
-        scope.channel.send(item, 0)
-        return None
-    return [item, *(scope.channel.receive(place) for place in range(1, scope.size))]
+    held, step = [pickle.dumps(item)], 1  # of this rank and those that follow it; nobody on the way reads them
+    while step < scope.size:
+        if scope.place % (2 * step):
+            scope.channel.send(held, scope.place - step)
+            return None
+        if scope.place + step < scope.size:
+            held += scope.channel.receive(scope.place + step)
+        step *= 2
+    return [item, *map(pickle.loads, held[1:])]
 
 
 def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
     """Return on each rank the item that the first rank has for it. Collective: every rank of the scope.
 
+    Items travel along the tree of `gather_to_first`: no rank sends more than log2(ranks) messages.
+
     Args:
         scope: The ranks that take part.
         items: On the first rank one item per rank, in the order of the mesh; ignored on other ranks.
     """
-    if not scope.is_first:
-        received: T = scope.channel.receive(0)
-        return received
-    assert items is not None
-    for place in range(1, scope.size):
-        scope.channel.send(items[place], place)
-    return items[0]
+    reach = scope.place & -scope.place  # how many ranks, this one included, get theirs by way of this one
+    if scope.is_first:
+        assert items is not None
+        held, reach = list(map(pickle.dumps, items)), 1 << (scope.size - 1).bit_length()
+    else:
+        held = scope.channel.receive(scope.place - reach)
+    while (reach := reach // 2) > 0:
+        if scope.place + reach < scope.size:
+            scope.channel.send(held[reach:], scope.place + reach)
+            del held[reach:]
+    if scope.is_first:
+        assert items is not None
+        return items[0]
+    own: T = pickle.loads(held[0])
+    return own
 
 
 def gather_objects(scope: Scope, item: T) -> list[T]:
