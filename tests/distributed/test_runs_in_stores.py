@@ -33,7 +33,8 @@ def train(rank: int, url: str | None, stop: int, kind: str, dies_at: int | None 
 
         def die(self: Any, source: str, target: str, **given: Any) -> None:
             if f"step_{dies_at}" in target:
-                time.sleep(0.5)  # the others have sent their files
+                while not self.exists(target.replace("rank1", "rank0")):
+                    time.sleep(0.05)  # until the other one has sent its file
                 os.kill(os.getpid(), signal.SIGKILL)
             send(self, source, target, **given)
 

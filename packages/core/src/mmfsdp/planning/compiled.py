@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.nn as nn
 
 from mmfsdp.planning.policies import own_parameters
 
-__all__ = ["compiled_around", "is_compiled", "is_compiled_wrapper", "unwrap_compiled"]
+__all__ = ["around_compiled", "compiled_around", "is_compiled", "is_compiled_wrapper", "unwrap_compiled"]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -26,6 +27,19 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
     inner = module._modules["_orig_mod"] if is_compiled_wrapper(module) else module
     assert inner is not None, "it is given a module"
     return inner
+
+
+def around_compiled(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the compiled call of a module by what ``wrap`` makes of it, which runs outside of the graph.
+
+    Args:
+        module: A compiled module; its forward is replaced if ``torch.compile()`` returned it.
+        wrap: A function from a call to another one.
+    """
+    if is_compiled_wrapper(module):
+        module.forward = wrap(module.forward)
+    else:
+        module._compiled_call_impl = wrap(module._compiled_call_impl)  # type: ignore[arg-type]
 
 
 def compiled_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:

@@ -39,12 +39,14 @@ __all__ = [
     "backward_place",
     "below_autograd",
     "cloned_by_deepcopy",
+    "compiler_of",
     "fake_tensors",
     "forward_place",
     "group_of",
     "is_accumulating",
     "is_fake",
     "is_made_in",
+    "is_traced",
     "local_of",
     "plain_params",
     "quiet",
@@ -247,6 +249,31 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def compiler_of(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backend for ``torch.compile`` that does what Inductor does before it generates code.
+
+    Operators are taken apart as for Inductor, and its partitioner decides what is kept for backward.
+
+    Args:
+        run: Given a graph and examples of its inputs, returns what runs it.
+    """
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    made: Callable[..., Any] = aot_autograd(
+        fw_compiler=run, decompositions=select_decomp_table, partition_fn=min_cut_rematerialization_partition
+    )
+    return made
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether an operator on this tensor is being traced into a graph."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FunctionalTensor)
 
 
 def below_autograd() -> AbstractContextManager[Any]:

@@ -23,7 +23,8 @@ from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 __all__ = ["EAGER_INSTEAD", "Rehearsal"]
 
 EAGER_INSTEAD = (
-    "Units are compiled in training, but not in this rehearsal: compiled ones keep fewer activations and are faster."
+    "Units are compiled in training, but this rehearsal ran them eagerly, because it knows the backend inductor only: "
+    "compiled ones keep fewer activations and are faster."
 )
 _POINTS = 120  # of a timeline
 
@@ -66,8 +67,8 @@ class Rehearsal:
 
     @property
     def is_eager_instead(self) -> bool:
-        """Whether units are compiled in training; a rehearsal runs them eagerly."""
-        return self.plan.compile is not None or bool(self.plan.compiled_already)
+        """Whether the rehearsal ran units eagerly that are compiled in training, by a backend that it does not know."""
+        return self.plan.compile is not None and self.plan.compile.backend != "inductor"
 
     @cached_property
     def peak(self) -> Moment:

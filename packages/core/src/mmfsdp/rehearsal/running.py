@@ -28,6 +28,7 @@ from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
 from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
+from mmfsdp.rehearsal.recording.compiled_graphs import compiled_graphs
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 from mmfsdp.rehearsal.recording.device_operators import device_operators
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
@@ -92,10 +93,10 @@ def run_fake(
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         stack.enter_context(allocated_by_size())
-        if plan.compiled_already:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        copied = fake_model(model)
+        graphs = stack.enter_context(compiled_graphs(plan, copied))
         with FewChunks():
-            state = shard_in_place(fake_model(model), plan.model_copy(update={"compile": None}), ranks)
+            state = shard_in_place(copied, plan if graphs else plan.model_copy(update={"compile": None}), ranks)
         module = state.module  # the state alone would not keep it
         offloads = whole = None
         if plan.cpu_offload and plan.engine != "fsdp1" and device_type != "cpu":
@@ -114,6 +115,8 @@ def run_fake(
         values = Values(places, assume, keeps=not state.is_fsdp1)
         scratch = convolution_bytes if on_cpu else accelerator_scratch_bytes
         recorder = Recorder(mode, places, scratch, costs, values, offloads, whole)
+        if graphs is not None:
+            graphs.watch(module, recorder)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             adopt(recorder, state, batches)
             with places.watch(state, lambda group: adopt_gradients(recorder, gradients_of(group))):

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.fake import below_autograd, is_made_in
+from mmfsdp.rehearsal.fake import below_autograd, is_made_in, is_traced
 from mmfsdp.rehearsal.recording.attention_backends import attention_backend, attention_order
 
 __all__ = ["FUSED_RMS_NORM", "FUSED_RMS_NORM_BACKWARD", "device_operators", "run_fused_norm"]
 
 FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"
 
+_OPAQUE = ("scaled_dot_product_attention",)  # what a compiler does not take apart
 _PADDED = 8  # to which the columns of a head are padded for flash attention
 
 
@@ -51,7 +52,8 @@ def _chosen(mode: Any, name: str, kernel: Callable[..., Any]) -> Callable[..., A
     composition = getattr(torch.ops.aten, name).default.decompose
 
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (kernel if is_made_in(mode, first) else composition)(first, *args, **kwargs)
+        replaced = is_made_in(mode, first) or (name in _OPAQUE and is_traced(first))
+        return (kernel if replaced else composition)(first, *args, **kwargs)
 
     return run
 

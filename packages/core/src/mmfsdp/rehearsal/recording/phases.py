@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.planning.compiled import around_compiled, is_compiled
 from mmfsdp.rehearsal.fake import backward_place, forward_place
 from mmfsdp.runtime.backward import is_backward
 from mmfsdp.runtime.flat_params import around_gathering
@@ -99,12 +100,15 @@ class Places:
         if state.is_fsdp1:
             # FSDP1 has no method of its own that reduces.
             around_gathering(state.module, self.gathering)
+        compiled = [module for module in state.module.modules() if is_compiled(module)]
+        for module in compiled:
+            around_compiled(module, functools.partial(_between, enter, leave, module))
+        within = {id(inner) for module in compiled for inner in module.modules()}
         with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(enter),
-                register_module_forward_hook(leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
+            for module in state.module.modules():
+                if id(module) not in within:  # a hook would end a graph
+                    stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                    stack.callback(module.register_forward_hook(leave, prepend=True, always_call=True).remove)
             yield
 
     def _mark(self) -> None:
@@ -129,6 +133,23 @@ class Places:
                 return gather(*args, **kwargs)
 
         return run
+
+
+def _between(
+    enter: Callable[..., None], leave: Callable[..., None], module: nn.Module, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a call of a module that begins with one function and ends with the other one, also if it fails."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        enter(module, args)
+        output = None
+        try:
+            output = call(*args, **kwargs)
+            return output
+        finally:
+            leave(module, args, output)
+
+    return run
 
 
 class _Follower(Subscriber):

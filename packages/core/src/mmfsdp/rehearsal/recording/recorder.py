@@ -17,7 +17,7 @@ from mmfsdp.rehearsal.recording.foreach import on_shards
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
-from mmfsdp.rehearsal.recording.step_records import TO_CPU, TO_DEVICE, Allocation, Collective, Operator
+from mmfsdp.rehearsal.recording.step_records import FUSED, TO_CPU, TO_DEVICE, Allocation, Collective, Operator
 
 __all__ = ["Recorder"]
 
@@ -66,6 +66,8 @@ class Recorder(TorchDispatchMode):
         moment: The current moment.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         mode: Any,
@@ -89,6 +91,16 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, _Live] = {}
         self._is_paused = False
         self._added: tuple[int, int] | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile while this records."""
+        return True
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is recorded now."""
+        return self._is_paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,6 +150,23 @@ class Recorder(TorchDispatchMode):
                     self._copy(self.places.unit, TO_CPU, known.nbytes)
                 known.offloaded = self.moment + 1
 
+    def note_new(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note storages that have been made while this was paused."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._live and is_fake(tensor):
+                self._add(storage, self.places.kind, self.places.module)
+
+    def note_kernel(self, nbytes: int, outputs: list[torch.Tensor]) -> None:
+        """Note an operator that a compiler made of several.
+
+        Args:
+            nbytes: What it reads and writes.
+            outputs: Its results.
+        """
+        if self.costs is not None:
+            self._note_operator(FUSED, 0, nbytes, self.costs.dtype_of(outputs), tuple(map(_shape, outputs[:3])))
+
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors lie in other memory than the device's."""
         for tensor in tensors:
@@ -174,6 +203,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):  # of higher order, such as an operator with its random state
+            result = func(*args, **kwargs)
+            self.note_new(tensors_in((result,)))
+            return result
         if any(issubclass(kind, DTensor) for kind in types):
             local = on_shards(func, args)
             if local is None:
@@ -248,19 +281,22 @@ class Recorder(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
         if self.costs is None or func.namespace in _NAMESPACES:
             return
+        flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
+        made = self._note_operator(func._schema.name, flops, nbytes, dtype, shapes)
+        if nbytes:
+            self.costs.note(made.signature, func, args, kwargs)
+
+    def _note_operator(self, name: str, flops: int, nbytes: int, dtype: str, shapes: Any) -> Operator:
+        assert self.costs is not None
         places = self.places
         module, role = places.module, places.role
         unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
         if self.offloads is not None and places.phase not in ("forward", "backward"):
             role = "host"
-        flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
         again = places.kind == "recomputed"
-        made = Operator(
-            func._schema.name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes, again
-        )
+        made = Operator(name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes, again)
         self.operators.append(made)
-        if nbytes:
-            self.costs.note(made.signature, func, args, kwargs)
+        return made
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         name = _spelt(func._schema.name.partition("::")[2])
@@ -296,6 +332,10 @@ class Recorder(TorchDispatchMode):
         if self.costs is not None:
             phase, role = self.places.phase, self.places.role
             self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

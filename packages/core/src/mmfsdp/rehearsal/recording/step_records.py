@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["COPIES", "KINDS", "TO_CPU", "TO_DEVICE", "Allocation", "Collective", "Moment", "Operator"]
+__all__ = ["COPIES", "FUSED", "KINDS", "TO_CPU", "TO_DEVICE", "Allocation", "Collective", "Moment", "Operator"]
 
 KINDS = (
     "parameter",
@@ -32,6 +32,9 @@ COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
 
 COPY_IN = "fsdp::all_gather_copy_in"
 """Copies the rank's shards into their place in a buffer of the whole unit, which is its last tensor."""
+
+FUSED = "inductor::fused"
+"""Several operators that a compiler makes one kernel of."""
 
 _BEFORE_GATHERING = ("aten::_foreach_copy_", COPY_IN)
 """Operators that copy a rank's shards, to the dtype that is sent and into the buffer that is gathered."""
