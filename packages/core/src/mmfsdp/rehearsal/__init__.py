@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Measured",
         "advise",
         "calibrate",
+        "explain_out_of_memory",
         "fit",
         "measure",
         "measure_links",

@@ -9,6 +9,7 @@ from mmfsdp.rehearsal.fitting.rates import Rates as Rates
 from mmfsdp.rehearsal.measuring import Measured as Measured
 from mmfsdp.rehearsal.measuring import measure as measure
 from mmfsdp.rehearsal.optimizers import optimizer_from as optimizer_from
+from mmfsdp.rehearsal.out_of_memory import explain_out_of_memory as explain_out_of_memory
 from mmfsdp.rehearsal.recording.step_records import KINDS as KINDS
 from mmfsdp.rehearsal.recording.step_records import Allocation as Allocation
 from mmfsdp.rehearsal.recording.step_records import Collective as Collective
