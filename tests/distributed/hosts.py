@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Host", "hosts_or_skip"]
+__all__ = ["INTERFACE", "Host", "hosts_or_skip", "two_hosts"]
 
 ROOT = Path(__file__).parents[2]
-_INTERFACE = "veth-mmfsdp"  # in a namespace of its own, so that no two runs meet
+INTERFACE = "veth-mmfsdp"  # in a namespace of its own, so that no two runs meet
 # The first process of a host: it lives as long as the test holds its standard input, and all others die with it.
 _HOST = """
 set -e
@@ -68,19 +69,23 @@ class Host:
         """Make an interface, which this machine has, the host's."""
         _run("ip", "link", "set", interface, "netns", self._init)
         for arguments in (
-            ("link", "set", interface, "name", _INTERFACE),
-            ("addr", "add", f"{self.address}/24", "dev", _INTERFACE),
-            ("link", "set", _INTERFACE, "up"),
+            ("link", "set", interface, "name", INTERFACE),
+            ("addr", "add", f"{self.address}/24", "dev", INTERFACE),
+            ("link", "set", INTERFACE, "up"),
         ):
             _run("nsenter", "-t", self._init, "-n", "ip", *arguments)
 
     def unplug(self) -> None:
         """Take the host off the network without a word to the other one."""
-        _run("nsenter", "-t", self._init, "-n", "ip", "link", "set", _INTERFACE, "down")
+        _run("nsenter", "-t", self._init, "-n", "ip", "link", "set", INTERFACE, "down")
+
+    def plug_in(self) -> None:
+        """Join the network again."""
+        _run("nsenter", "-t", self._init, "-n", "ip", "link", "set", INTERFACE, "up")
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Run a command on the host, from the root of the repository."""
-        own = {"GLOO_SOCKET_IFNAME": _INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         paths = [path for path in sys.path if path]
         inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         return subprocess.Popen(
@@ -91,6 +96,13 @@ class Host:
             text=True,
         )
 
+    def enter(self) -> None:
+        """Move this process, which must have one thread, to the host; it keeps its number."""
+        for kind in ("net", "uts", "mnt"):
+            with open(f"/proc/{self._init}/ns/{kind}") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of {self.name}")
+
     def stop(self) -> None:
         """End the host and all that runs on it, at once."""
         with suppress(ProcessLookupError):
@@ -99,7 +111,7 @@ class Host:
 
 
 @contextmanager
-def _two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Bring two hosts up, ``node-a`` and ``node-b``, and take them down whatever happened.
 
     Args:
@@ -139,10 +151,10 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def hosts_or_skip(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Yield two hosts, as `_two_hosts` does; skip the test where the machine allows none."""
+    """Yield two hosts, as `two_hosts` does; skip the test where the machine allows none."""
     with ExitStack() as stack:
         try:
-            pair = stack.enter_context(_two_hosts(folder))
+            pair = stack.enter_context(two_hosts(folder))
         except OSError as error:
             pytest.skip(f"Two hosts need network, mount and process namespaces: {error}")
         yield pair

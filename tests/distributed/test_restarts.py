@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.restarted import train
 from tests.forked_scripts import python
 
 import mmfsdp
@@ -20,73 +23,87 @@ from mmfsdp import errors
 from mmfsdp.collective.starting import _agree_on_prefix
 from mmfsdp.testing import run_ranks, single_rank
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import os, signal, sys, time, torch, torch.distributed as dist, mmfsdp
-folder, steps, faults = sys.argv[1], 9, sys.argv[2:]
-attempt = len(os.listdir(folder + "/attempts"))
-mmfsdp.init_process_group()
-rank, ranks = dist.get_rank(), dist.get_world_size()
-dist.barrier()
-if rank == 0:
-    open(f"{folder}/attempts/{attempt}", "w").close()
-print(f"attempt {attempt}: rank {rank} of {ranks} is up", flush=True)
-torch.manual_seed(0)
-model = mmfsdp.shard(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(rank)
-fault = faults[attempt] if attempt < len(faults) else "none"
-with mmfsdp.CheckpointManager(folder + "/run", model, optimizer, every_steps=2, max_to_keep=1) as manager:
-    done = manager.resume()
-    for step in range(done + 1, steps + 1):
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == done + 3 and rank == attempt % 2:
-            if fault != "none":
-                os.kill(os.getpid(), getattr(signal, fault))
-        time.sleep(0.3)
-        manager.step(step)
-    manager.save(steps)
-weights = mmfsdp.model_state_dict(model, rank0_only=False)
-state = mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)
-torch.save((weights, state, torch.rand(3)), f"{folder}/end-{rank}")
-dist.destroy_process_group()
-"""
+PROGRAM = Path(__file__).with_name("restarted.py")
+STEPS = 16
 
 
-def torchrun(folder: Path, faults: list[str]) -> str:
-    """Run the program under torchrun with a fault in each attempt, and return what it printed."""
-    (folder / "attempts").mkdir(parents=True)
-    script = folder / "program.py"
-    script.write_text(PROGRAM)
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(faults)), "--monitor-interval", "0.1"]
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [python(), "-m", "torch.distributed.run", *words, str(script), str(folder), *faults],
-        env={**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[:6000]
-    return done.stdout + done.stderr
+def whole_run(rank: int, folder: str) -> None:
+    torch.manual_seed(0)
+    train(folder, STEPS)
 
 
-@pytest.mark.timeout(300)
-def test_a_run_survives_every_restart_by_torchrun(tmp_path: Path) -> None:
-    faults = ["SIGKILL", "SIGTERM"]
-    torchrun(tmp_path / "whole", [])
-    said = torchrun(tmp_path / "faulty", faults)
-    for attempt in range(len(faults) + 1):
-        assert all(f"attempt {attempt}: rank {rank} of 2 is up" in said for rank in range(2)), said
-    assert re.search(
-        r"Leaving with exit code 75, as rank 1 was asked to. Step \d is complete on disk; no step done since", said
-    )
+class Agents:
+    """Processes of torchrun, each with its ranks, which end with this context."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running = folder, list[subprocess.Popen[bytes]]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.running:
+            agent.kill()
+            agent.wait()
+
+    def start(self, *words: str, **own: str) -> subprocess.Popen[bytes]:
+        environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **own}
+        words = ("--max-restarts", "9", "--monitor-interval", "0.1", *words, str(PROGRAM), str(self.folder), str(STEPS))
+        with (self.folder / "log").open("ab") as log:
+            command = [python(), "-m", "torch.distributed.run", *words]
+            self.running.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+        return self.running[-1]
+
+    def lines(self, rank: int) -> list[list[int]]:
+        """What a rank wrote in each step: the step, the number of ranks, and samples."""
+        file = self.folder / f"order-{rank}"
+        return [[*map(int, line.split())] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def await_step(self, step: int, ranks: int) -> None:
+        """Wait until a number of ranks has done a step."""
+        deadline = time.monotonic() + 200
+        while not any(line[0] >= step and line[1] == ranks for line in self.lines(0)):
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()[-6000:]
+            time.sleep(0.05)
+
+
+def samples(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step in the order of all ranks together: of n ranks, each has every n-th."""
+    by_rank = []
+    for file in sorted(folder.glob("order-?")):
+        lines = [[*map(int, line.split())] for line in file.read_text().splitlines()]
+        by_rank.append({step: (ranks, own) for step, ranks, *own in lines})
+    return {
+        step: [sample for row in zip(*(of[step][1] for of in by_rank[:ranks]), strict=True) for sample in row]
+        for step, (ranks, _) in by_rank[0].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(whole_run, 2, str(folder))
+    return folder
+
+
+@pytest.mark.timeout(600)
+def test_a_run_survives_a_restart_by_torchrun(whole: Path, tmp_path: Path) -> None:
+    with Agents(tmp_path) as agents:
+        agent = agents.start("--standalone", "--nproc-per-node", "2", AGENT="only")
+        agents.await_step(8, ranks=2)
+        kill_rank(tmp_path, "only")
+        assert agent.wait(120) == 0, (tmp_path / "log").read_text()[-6000:]
+    assert samples(tmp_path) == samples(whole)
     for rank in range(2):
-        whole, faulty = (torch.load(tmp_path / run / f"end-{rank}") for run in ("whole", "faulty"))
-        torch.testing.assert_close(faulty, whole, rtol=0, atol=0)
+        ends = [torch.load(folder / f"end-{rank}") for folder in (tmp_path, whole)]
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def kill_rank(folder: Path, agent: str) -> None:
+    """Kill a rank of an agent; the run, which waits, may go on."""
+    os.kill(int((folder / f"process-of-{agent}").read_text()), signal.SIGKILL)
+    (folder / "go-on").touch()
 
 
 def test_ranks_agree_though_the_store_has_keys_of_dead_ones() -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "is_flat_gathered",
     "keep_param_order",
     "name_gathering",
+    "watch_flat_units",
 ]
 
 
@@ -137,6 +138,35 @@ def around_gathering(module: nn.Module, wrap: Callable[[str, Callable[..., Any]]
     for start, unit in _units(module):
         handle: Any = unit._handle
         handle.unshard = wrap(start.rstrip("."), handle.unshard)
+
+
+def watch_flat_units(
+    module: nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], reducing: Callable[[str], None]
+) -> Callable[[], None]:
+    """Do as `around_gathering`, and call ``reducing(FQN of the unit)`` before its gradient is reduced.
+
+    Returns:
+        A function that undoes it.
+    """
+    before = [(unit._handle, unit._handle.unshard) for _, unit in _units(module)]  # type: ignore[union-attr]
+    around_gathering(module, wrap)
+    hooks = []
+    for start, unit in _units(module):
+        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
+        if flat.requires_grad:
+            hooks.append(flat.register_hook(functools.partial(_call_with_name, reducing, start.rstrip("."))))
+
+    def undo() -> None:
+        for handle, gather in before:
+            handle.unshard = gather  # type: ignore[union-attr, method-assign]
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+def _call_with_name(reducing: Callable[[str], None], name: str, _: torch.Tensor) -> None:
+    reducing(name)
 
 
 def around_flat_forward(

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from mmfsdp.collective.pulse import GONE, Pulse
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments
 from mmfsdp.errors import ConfigError
+from mmfsdp.runtime.flat_params import watch_flat_units
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.runtime.stalled_ranks import Judge, Whereabouts
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe, unsubscribe
@@ -69,6 +71,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         self._points = _Points()
         self._groups = self._model.groups
         subscribe(self._points, self._groups)
+        self._leave_flat = watch_flat_units(self._model.module, self._points.gathering, self._points.reducing)
         self._hook = register_optimizer_step_post_hook(self._points.stepped)
         self._pulse = Pulse(self._scope)
         self._left = threading.Event()
@@ -88,6 +91,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         self._pulse.close()
         self._hook.remove()
         unsubscribe(self._points, self._groups)
+        self._leave_flat()
 
     def _watch(self) -> None:
         pause = min(1.0, self._limit / 5)
@@ -178,10 +182,25 @@ class _Points(Subscriber):
         self._pass(f"computing the shard unit {name_of(group)!r}")
 
     def before_reduce(self, group: Group) -> None:
-        self._pass(f"reducing the gradients of the shard unit {name_of(group)!r}")
+        self.reducing(name_of(group))
 
     def reduced(self, group: Group) -> None:
         self._pass(f"computing before the shard unit {name_of(group)!r}")
+
+    def gathering(self, unit: str, gather: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what gathers a flat parameter, with the points before and after it."""
+        name = unit or "(root)"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._pass(f"gathering the shard unit {name!r}")
+            result = gather(*args, **kwargs)
+            self._pass(f"computing the shard unit {name!r}")
+            return result
+
+        return run
+
+    def reducing(self, unit: str) -> None:
+        self._pass(f"reducing the gradients of the shard unit {unit or '(root)'!r}")
 
     def _pass(self, doing: str) -> None:
         self.progress += 1
