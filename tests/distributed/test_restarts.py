@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Self
 
@@ -98,6 +100,30 @@ def test_a_run_survives_a_restart_by_torchrun(whole: Path, tmp_path: Path) -> No
     for rank in range(2):
         ends = [torch.load(folder / f"end-{rank}") for folder in (tmp_path, whole)]
         torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_agents_that_come_and_without_those_that_leave(whole: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "elastic"]
+    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf"]
+    words += ["last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"]
+    # torchrun's store of one attempt would not be found by an agent that comes later.
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Agents(tmp_path) as agents:
+        first = agents.start(*words, AGENT="first", **own)
+        agents.await_step(4, ranks=1)
+        second = agents.start(*words, AGENT="second", **own)
+        agents.await_step(8, ranks=2)
+        second.kill()
+        kill_rank(tmp_path, "second")
+        assert first.wait(120) == 0, (tmp_path / "log").read_text()[-6000:]
+    assert [ranks for ranks, _ in groupby(line[1] for line in agents.lines(0))] == [1, 2, 1]
+    assert samples(tmp_path) == samples(whole)
+    ends = [torch.load(folder / "end-0")[:2] for folder in (tmp_path, whole)]
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
 
 
 def kill_rank(folder: Path, agent: str) -> None:
