@@ -51,6 +51,10 @@ kernel kills the largest process; here the same signal does. The launcher is par
 takes milliseconds, and otherwise does as torchrun does. Other tests restart a run under torchrun itself, on the same
 ranks and on others.
 
+A run whose only checkpoint is damaged does not begin again by itself: `resume` raises an error. So files are damaged
+only where there is an older checkpoint. Half an upload of the first `full` checkpoint, which is one file, leads there
+in a store that shows unfinished files, which S3 does not: a run that "ended otherwise" in a store did so.
+
 {times}
 
 `nox -s campaign` goes on with this in `work_dirs/campaign`, and `python -m tests.campaign.report` writes this page. On
