@@ -27,7 +27,7 @@ __all__ = ["main"]
 
 Kind = Literal["full", "local", "sharded", "hf"]
 KINDS: tuple[Kind, ...] = ("sharded", "local", "full", "hf")
-WIDTH, DEPTH, CYCLES = *sized((1024, 7), (64, 1)), sized(5, 1)  # 1.06 GB of weights and AdamW's state
+WIDTH, DEPTH, CYCLES = *sized((1024, 7), (64, 1)), sized(4, 1)  # 1.06 GB of weights and AdamW's state
 LOOKED_AT = 2  # steps before each save
 GOALS = {
     "stall over a blocking save": 0.05,
