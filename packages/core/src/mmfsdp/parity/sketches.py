@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -174,18 +175,27 @@ class Sketches:
         if not (held := self._large[kind]):
             return
         with torch.autocast(device.type, enabled=False):
-            buckets = F.pad(torch.stack([buckets for _, _, buckets in held]), (0, WIDTH - width))
+            buckets = torch.stack([buckets for _, _, buckets in held])
+            buckets = buckets if width == WIDTH else F.pad(buckets, (0, WIDTH - width))
             parts = buckets.view(len(held), -1, _SUMMED).transpose(0, 1)
-            signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1))
-        by_bucket = signed.view(2 * BUCKETS, -1, *signed.shape[1:]).sum(1, dtype=torch.float64)
-        by_hash, by_place = by_bucket[:BUCKETS].sum(0), by_bucket[BUCKETS:].unflatten(0, (PLACES, -1)).sum(1)
-        middles = (torch.arange(PLACES, dtype=torch.float64, device=device) + 0.5) / PLACES
-        placed = (by_place * middles[:, None, None]).sum(0)
+            signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1)).to(torch.float64)
+            added = _weights(device) @ signed.view(len(parts), -1)
+        tail = added.view(3, len(held), -1).transpose(0, 1).flatten(1)
         heads = [head for _, head, _ in held]
         same = all(isinstance(head, tuple) for head in heads)
         first = torch.tensor(heads, dtype=torch.float64) if same else torch.stack([*map(_vector, heads)])
-        self._done.append(([place for place, _, _ in held], torch.cat([first, by_hash, by_place.sum(0), placed], 1)))
+        self._done.append(([place for place, _, _ in held], torch.cat([first, tail], 1)))
         held.clear()
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return how parts of buckets add up: those of the first set, of the second, and of it times their places."""
+    each = WIDTH // _SUMMED
+    bucket = torch.arange(2 * BUCKETS * each, device=device) // each
+    first = (bucket < BUCKETS).to(torch.float64)
+    place = (bucket - BUCKETS) // (BUCKETS // PLACES)
+    return torch.stack([first, 1 - first, (1 - first) * (place + 0.5) / PLACES])
 
 
 def _scaled(row: torch.Tensor, factor: float) -> torch.Tensor:
@@ -210,16 +220,15 @@ def _is_small(value: torch.Tensor, shape: tuple[int, ...]) -> bool:
 def _figures_of_small(box: _Box, values: torch.Tensor) -> torch.Tensor:
     """Return the figures of the same box of several small tensors."""
     offsets, sizes, shape, device = box
-    numbers = indices(tuple(zip(offsets, sizes, shape, strict=True)), device)
-    signs = signs_of(device, torch.float64).view(2, _SMALL, -1)[:, numbers]
-    by_hash, by_place = values @ signs[0], values @ signs[1]
-    placed = (values * ((numbers + 0.5) / math.prod(shape))) @ signs[1]
     if values.shape[1] == 0:
         head = values.new_tensor([[0, 0, math.inf, -math.inf, 0]]).expand(len(values), -1)
     else:
         low, high, odd = values.amin(1), values.amax(1), (~values.isfinite()).sum(1)
         head = torch.stack([values.sum(1), values.square().sum(1), low, high, odd], 1)
-    return torch.cat([head, by_hash, by_place, placed], 1)
+    numbers = indices(tuple(zip(offsets, sizes, shape, strict=True)), device)
+    first, second = signs_of(device, torch.float64).view(2, _SMALL, -1)[:, numbers]
+    places = (numbers[:, None] + 0.5) / math.prod(shape)
+    return torch.cat([head, values @ torch.cat([first, second, second * places], 1)], 1)
 
 
 def _head(values: torch.Tensor) -> torch.Tensor:
