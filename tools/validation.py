@@ -31,7 +31,7 @@ TESTS = {
     "Training": [
         ("ten families of real models, in MMEngine, against one process, with a resume", "nox -s models"),
         ("engines and strategies, against one process", "pytest tests/distributed/test_parity.py"),
-        ("proofs of twenty families of models, and no false alarm", "nox -s false_alarms"),
+        ("proofs of 21 families of models, and no false alarm", "nox -s false_alarms"),
         ("faults in a training loop, each found where it begins", "nox -s parity"),
         ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/test_sub_meshes.py"),
         ("`Trainer`, accelerate, Lightning Fabric", "pytest tests/distributed/test_frameworks.py"),

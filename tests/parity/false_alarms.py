@@ -1,4 +1,4 @@
-"""Proves plans that are right, of twenty families of models: a proof that fails is a false alarm.
+"""Proves plans that are right, of 21 families of models: a proof that fails is a false alarm.
 
 ``python -m tests.parity.false_alarms`` proves all and writes docs/proven_models.md: half an hour on two cores.
 """
