@@ -29,6 +29,7 @@ from mmfsdp_mmengine.configs.arguments import (
 )
 from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.environment import check_environment
+from mmfsdp_mmengine.configs.global_batch import divide_loader
 from mmfsdp_mmengine.configs.lookup import check_known
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
@@ -63,6 +64,8 @@ class FSDPStrategy(CheckpointingStrategy):
             them. Checkpoints of every kind load whatever this setting is, on any number of ranks.
         activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``; or
             core's settings, such as ``'full'`` or ``dict(mode='ops')``.
+        global_batch_size: Samples per iteration, over all ranks, however many there are: each takes its share, in parts
+            of at most ``train_dataloader.batch_size`` samples, and steps once. By default each takes ``batch_size``.
         **kwargs: Arguments of MMEngine's DDPStrategy.
 
     Raises:
@@ -80,6 +83,7 @@ class FSDPStrategy(CheckpointingStrategy):
         skip_init_weights: bool = False,
         state_dict_cfg: str | Mapping[str, Any] = "local",
         activation_checkpointing: Any = None,
+        global_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unknown("FSDPStrategy", kwargs, _known_arguments(), "strategy")
@@ -92,6 +96,7 @@ class FSDPStrategy(CheckpointingStrategy):
         self.skip_init_weights = skip_init_weights
         self.state_dict_type = settings.state_dict_type
         self.activation_checkpointing = activation_checkpointing
+        self.global_batch_size = global_batch_size
         self._prepared: bool  # set by MMEngine
         self._structure: nn.Module | None = None
 
@@ -158,6 +163,10 @@ class FSDPStrategy(CheckpointingStrategy):
         self.optim_wrapper = optim
         self._scale_lr()
         self._count_iterations(0)
+
+    def divide_loader(self, dataloader: Any) -> Any:
+        """Return the config of the training data with this rank's share of the global batch; see `divide_loader`."""
+        return dataloader if self.global_batch_size is None else divide_loader(dataloader, self.global_batch_size)
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
         """Build the model if it is a config; with ``skip_init_weights`` its parameters are on the meta device."""

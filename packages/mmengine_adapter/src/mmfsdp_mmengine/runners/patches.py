@@ -46,6 +46,7 @@ from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.runners.ignored import warn_of_ignored
 from mmfsdp_mmengine.runners.runner import let_shard
+from mmfsdp_mmengine.strategy import FSDPStrategy
 
 __all__ = ["patch_mmengine"]
 
@@ -118,6 +119,8 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         warn_of_ignored(self)
         if isinstance(self.strategy, CheckpointingStrategy):
             check_runner(self)
+            if isinstance(self.strategy, FSDPStrategy) and self._train_dataloader is not None:
+                self._train_dataloader = self.strategy.divide_loader(self._train_dataloader)
         elif (ours := ours_for(type(self.strategy))) is not type(self.strategy):
             self.logger.warning(
                 f"strategy is an object of MMEngine's own {ours.__name__}, which mmfsdp does not change. Write "

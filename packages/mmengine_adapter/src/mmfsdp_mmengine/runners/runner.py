@@ -114,6 +114,9 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
             model_wrapper=plain(model_wrapper),
             state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
             sync_bn=runner.cfg.get("sync_bn"),
+            global_batch_size=runner.cfg.get("global_batch_size"),
             env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
         )
     runner.strategy._randomness = randomness  # without a seed, the checkpoint's is used without a warning
+    if runner._train_dataloader is not None:
+        runner._train_dataloader = runner.strategy.divide_loader(runner._train_dataloader)

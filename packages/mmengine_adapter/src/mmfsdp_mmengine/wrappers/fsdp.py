@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from mmfsdp import FullyShardedDataParallel
 from mmfsdp.runtime import LossReach, keep_buffers_alike
 from mmfsdp_mmengine.configs.arguments import wrapper_arguments
+from mmfsdp_mmengine.configs.global_batch import Parts
 from mmfsdp_mmengine.registry import MODEL_WRAPPERS, replace_stock
+from mmfsdp_mmengine.wrappers.accumulating import train_in_parts
 from mmfsdp_mmengine.wrappers.anomalies import unreached_logged
 from mmfsdp_mmengine.wrappers.forward_steps import forward_batch, forwards_reach, overrides
 
@@ -95,7 +97,7 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         A model's own ``train_step`` runs instead, if it has one.
 
         Args:
-            data: A batch from the data loader.
+            data: A batch from the data loader; or `Parts` of one, for which parameters are updated once.
             optim_wrapper: The optimizer wrapper of the model's parameters.
 
         Returns:
@@ -112,6 +114,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
             return self._train_step(data, optim_wrapper)
 
     def _train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        if isinstance(data, Parts):
+            return train_in_parts(data, lambda part: self._train_step(part, optim_wrapper), optim_wrapper)
         if overrides(self.module, "train_step"):
             with self._forwards_reach():
                 log_vars: dict[str, torch.Tensor] = self._model.train_step(data, optim_wrapper)
