@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ class Signals(Hook):
 
     def come(self, runner: Any, moment: str) -> None:
         if moment == self.moment and runner.rank == self.to:
+            # torchrun sends it to the process group of a rank, in which the workers of data loaders must not be.
+            assert os.getpgid(0) not in {os.getpgid(child.pid or 0) for child in multiprocessing.active_children()}
             os.kill(os.getpid(), signal.SIGUSR1 if moment == "step" else signal.SIGTERM)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
@@ -157,6 +160,9 @@ def leave_while_accumulating(rank: int, folder: Path) -> int:
     settings = alone(folder, interval=100, exit_code=3, grace_seconds=600)
     settings["optim_wrapper"]["accumulative_counts"] = 3
     settings["custom_hooks"] += [{"type": "Signals", "moment": "start-up", "to": 0}]
+    # The ranks of tests are daemons, which may not start the workers of a data loader.
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+    settings["train_dataloader"]["num_workers"] = 1
     with pytest.raises(SystemExit, match="3"):
         runner_of(settings).train()
     runner = runner_of(alone(folder, interval=100, grace_seconds=None))

@@ -46,6 +46,7 @@ from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.runners.ignored import warn_of_ignored
 from mmfsdp_mmengine.runners.runner import let_shard
+from mmfsdp_mmengine.runners.workers import with_patient_workers
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
 __all__ = ["patch_mmengine"]
@@ -119,6 +120,7 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         warn_of_ignored(self)
         if isinstance(self.strategy, CheckpointingStrategy):
             check_runner(self)
+            self.build_dataloader = with_patient_workers(self.build_dataloader)
             if isinstance(self.strategy, FSDPStrategy) and self._train_dataloader is not None:
                 self._train_dataloader = self.strategy.divide_loader(self._train_dataloader)
         elif (ours := ours_for(type(self.strategy))) is not type(self.strategy):

@@ -11,6 +11,7 @@ from mmengine.runner import BaseLoop, FlexibleRunner, Runner
 from mmfsdp_mmengine.checkpoints.randomness import kept_randomness
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.optimizers.binding import check_optimizer_named
+from mmfsdp_mmengine.runners.workers import with_patient_workers
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
 __all__ = ["ShardingRunner", "let_shard"]
@@ -118,5 +119,6 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
             env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
         )
     runner.strategy._randomness = randomness  # without a seed, the checkpoint's is used without a warning
+    runner.build_dataloader = with_patient_workers(runner.build_dataloader)
     if runner._train_dataloader is not None:
         runner._train_dataloader = runner.strategy.divide_loader(runner._train_dataloader)
