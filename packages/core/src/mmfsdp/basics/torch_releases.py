@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCUMULATES_IN_GRAD",
+    "COMPILES_FAKE_TENSORS",
     "COUNTS_EVERY_GROUP",
     "FREES_RECEIVED_FIRST",
     "HAS_SEVERAL_GROUPS",
@@ -33,6 +34,9 @@ STARTS_ADAGRAD_IN_STEP = (2, 12)
 
 HAS_SEVERAL_GROUPS = (2, 12)
 """A module that was sharded can have several parameter groups."""
+
+COMPILES_FAKE_TENSORS = (2, 13)
+"""``torch.compile`` takes fake tensors as inputs; 2.9 raises an error, and 2.10 to 2.12 were not tried."""
 
 RESETS_ITERATIONS = (2, 13)
 """``FSDPModule.reset_iter_state()`` makes training possible after a forward that raised."""

@@ -12,6 +12,7 @@ from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
+from mmfsdp.rehearsal.compiling import EAGER_INSTEAD, compiles
 from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.savings import Saving, savings_text
@@ -20,12 +21,8 @@ from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
-__all__ = ["EAGER_INSTEAD", "Rehearsal"]
+__all__ = ["Rehearsal"]
 
-EAGER_INSTEAD = (
-    "Units are compiled in training, but this rehearsal ran them eagerly, because it knows the backend inductor only: "
-    "compiled ones keep fewer activations and are faster."
-)
 _POINTS = 120  # of a timeline
 
 
@@ -67,8 +64,8 @@ class Rehearsal:
 
     @property
     def is_eager_instead(self) -> bool:
-        """Whether the rehearsal ran units eagerly that are compiled in training, by a backend that it does not know."""
-        return self.plan.compile is not None and self.plan.compile.backend != "inductor"
+        """Whether the rehearsal ran units eagerly that are compiled in training."""
+        return bool(self.plan.compile or self.plan.compiled_already) and not compiles(self.plan)
 
     @cached_property
     def peak(self) -> Moment:

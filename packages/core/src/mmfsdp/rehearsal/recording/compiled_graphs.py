@@ -15,6 +15,7 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import RehearsalError
 from mmfsdp.planning.compiled import around_compiled, is_compiled
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.compiling import compiles
 from mmfsdp.rehearsal.fake import compiler_of, tensors_in
 from mmfsdp.rehearsal.recording.fusing import Kernel, kernels_of
 from mmfsdp.rehearsal.recording.recorder import Recorder
@@ -38,7 +39,7 @@ def compiled_graphs(plan: ShardPlan, model: nn.Module) -> Iterator[CompiledGraph
     """
     if not (plan.compile or plan.compiled_already):
         yield None
-    elif plan.compile is not None and plan.compile.backend != "inductor":
+    elif not compiles(plan):
         with torch.compiler.set_stance("force_eager"):
             yield None
     else:

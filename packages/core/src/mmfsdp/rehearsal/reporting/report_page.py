@@ -8,12 +8,13 @@ from dataclasses import replace
 from mmfsdp.basics.pages import html_page
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
 from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.reporting.side_by_side import compared
-from mmfsdp.rehearsal.result import EAGER_INSTEAD, Rehearsal
+from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
