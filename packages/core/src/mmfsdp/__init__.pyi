@@ -20,6 +20,7 @@ from mmfsdp.runtime.whole_params import full_params as full_params
 from mmfsdp.saving.data_position import DataPosition as DataPosition
 from mmfsdp.saving.load import load_checkpoint as load_checkpoint
 from mmfsdp.saving.manager import CheckpointManager as CheckpointManager
+from mmfsdp.saving.patient_workers import patient_workers as patient_workers
 from mmfsdp.saving.pretrained import load_pretrained as load_pretrained
 from mmfsdp.saving.save import save_checkpoint as save_checkpoint
 from mmfsdp.sharding.apply import apply_plan as apply_plan

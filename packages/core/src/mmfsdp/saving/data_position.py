@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.saving.data_order import Division, order_of, share_of
+from mmfsdp.saving.patient_workers import patient_workers
 
 __all__ = ["DataPosition"]
 
@@ -32,6 +33,8 @@ class DataPosition:
     An iterable data set has no order that ranks could divide anew. Its ``state_dict()``, or that of a loader that has
     one, such as torchdata's ``StatefulDataLoader``, is saved for each rank, and the run resumes on as many ranks.
 
+    Workers of the loader outlive signals that ask ranks to save, see `mmfsdp.patient_workers`.
+
     Args:
         loader: The loader. Its batch sampler takes the samples from this object from now on.
 
@@ -44,6 +47,7 @@ class DataPosition:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader, self.epoch, self._consumed = loader, 0, 0
+        patient_workers(loader)
         self._sampler = _sampler_of(loader)
         self._order = order_of(self._sampler) if _batches_in_order(loader) else None
         if self._order is None:
