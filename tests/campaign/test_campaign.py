@@ -18,13 +18,13 @@ SLOW = ("SIGSTOP", "SIGSTOP and SIGCONT", "no file may grow", "no file may be op
 @pytest.mark.timeout(600)  # for a busy machine
 def test_runs_through_faults_end_as_ones_without(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
-    words = ["--out", str(tmp_path), "--faults", "14", "--per-run", "7", "--steps", "24", "--jobs", "2"]
+    words = ["--out", str(tmp_path), "--faults", "10", "--per-run", "5", "--steps", "14", "--jobs", "2"]
     words += ["--kinds", "same", "elastic", "--faults-of", *(name for name in FAULTS if name not in SLOW)]
     program = ROOT / "tests" / "campaign" / "campaign.py"
     done = run_script(program, tmp_path, {**environ, "OMP_NUM_THREADS": "1"}, 550, words)
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert done.returncode == 0, (results, done.stderr)
     struck = [fault for result in results for fault in result["faults"]]
-    assert len(struck) >= 8
-    assert len({phase for phase, _ in struck}) >= 4
+    assert len(struck) >= 6
+    assert len({phase for phase, _ in struck}) >= 3
     assert max(result["longest"] for result in results) < 60

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 loader = DataLoader(torch.arange(64), batch_size=4, num_workers=2, persistent_workers=True)
 mmfsdp.patient_workers(loader)
 batches = iter(loader)
-next(batches)
+next(batches), next(batches)  # one of each worker, which both have begun
 for worker in batches._workers:
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
 next(batches)
@@ -55,7 +55,7 @@ def test_workers_outlive_signals_of_others(kind: str) -> None:
     found = []
     for place, batch in enumerate(loader):
         found.append(batch.item())
-        if place == 0:
+        if place == 1:  # both workers have begun
             for child in multiprocessing.active_children():
                 for name in ("-TERM", "-USR1"):
                     subprocess.run(["kill", name, str(child.pid)], check=True)

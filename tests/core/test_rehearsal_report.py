@@ -222,7 +222,7 @@ def test_boxes_of_streams_are_the_spans(steps: tuple[Rehearsal, Rehearsal], page
 
 def test_thousands_of_spans_become_hundreds() -> None:
     spans = [Span("compute", "compute", f"layers.{place}", "forward", place, place + 0.9) for place in range(5000)]
-    time = StepTime("h100", 5000, 1, 9, "", 1, {}, "compute", {}, 0, 0, tuple(spans))
+    time = StepTime("h100", 5000, 1, 9, "", 1, {}, "compute", {}, 0, 0, 0, tuple(spans))
     boxes = re.findall(r"left:([\d.]+)%;width:([\d.]+)%\"></i>", stream_lanes(time, 5000.0).partition("track")[2])
     assert 100 < len(boxes) <= 400
     assert float(boxes[0][0]) == 0
