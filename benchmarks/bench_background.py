@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +15,7 @@ import torch.distributed as dist
 import mmfsdp
 from benchmarks.measuring import Ratio, sized, spread
 from benchmarks.models import Transformer
-from benchmarks.on_ranks import device, finish
+from benchmarks.on_ranks import device, finish, shared_folder
 from mmfsdp.collective.steps import any_of
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import PendingSave
@@ -57,13 +55,7 @@ def in_background(rank: int, kind: Kind) -> dict[str, Ratio]:
     plain = kind == "hf"
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if plain else torch.optim.AdamW(model.parameters())
     scope = find_sharded_model(model).scope
-    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
-    if rank == 0:
-        (folder / "like").mkdir()
-        (folder / "like/config.json").write_text('{"model_type": "own", "tie_word_embeddings": false}')
-    dist.barrier()
+    folder = shared_folder(rank)
     path = folder / ("saved.pth" if kind == "full" else "saved")
     given: dict[str, Any] = {"like": folder / "like"} if plain else {"optimizer": optimizer}
 

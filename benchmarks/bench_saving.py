@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 import mmfsdp
 from benchmarks.measuring import Ratio, paired, sized
 from benchmarks.models import Transformer
-from benchmarks.on_ranks import compared_on_ranks, device, finish
+from benchmarks.on_ranks import compared_on_ranks, device, finish, shared_folder
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import saver_of
 
@@ -50,13 +48,7 @@ def staging(rank: int) -> Ratio:
 def exporting(rank: int) -> Ratio:
     """Saving the weights as a folder for transformers, and as each rank's part of a DCP directory."""
     model = mmfsdp.shard(Transformer(WIDTH, DEPTH).to(device()), {"wrap": {"kind": "module_class", "classes": "Block"}})
-    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
-    if rank == 0:
-        (folder / "like").mkdir()
-        (folder / "like/config.json").write_text('{"model_type": "own", "tie_word_embeddings": false}')
-    dist.barrier()
+    folder = shared_folder(rank)
 
     def ours() -> None:
         mmfsdp.save_checkpoint(folder / "hf", model, kind="hf", like=folder / "like", overwrite=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.measuring import DEVICE, Ratio
 from mmfsdp.testing import run_ranks
 
-__all__ = ["compared_on_ranks", "device", "finish"]
+__all__ = ["compared_on_ranks", "device", "finish", "shared_folder"]
 
 
 def device() -> torch.device:
@@ -25,6 +26,18 @@ def finish() -> None:
     """Wait for the GPU's kernels, if there are any, so that a timing contains them."""
     if device().type == "cuda":
         torch.cuda.synchronize()
+
+
+def shared_folder(rank: int) -> Path:
+    """Return a new folder that all ranks write to, with a Hugging Face configuration in ``like``. Collective."""
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    if rank == 0:
+        (folder / "like").mkdir()
+        (folder / "like/config.json").write_text('{"model_type": "own", "tie_word_embeddings": false}')
+    dist.barrier()
+    return folder
 
 
 def compared_on_ranks(functions: Mapping[str, Callable[[int], Ratio]], ranks: int = 2) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def warm_up() -> None:
 
 
 _groups: list[dist.ProcessGroup] = []
-"""Process groups of `warm_up`. Were one freed in a rank, it would wait for ever for threads that were not forked."""
+"""Process groups of `warm_up`. A rank that freed one would hang, because threads that it waits for were not forked."""
 
 
 def main(folder: Path) -> None:

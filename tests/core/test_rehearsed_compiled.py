@@ -81,7 +81,7 @@ def test_a_chain_is_one_operator() -> None:
 
 def test_only_what_the_partitioner_keeps_is_kept() -> None:
     # The partitioner keeps the input of each product, its result, and that of the block: backward computes the two
-    # exponentials of a block again. The first block's first one needs no gradient, and eager autograd drops it, too.
+    # exponentials of a block again. The first block's first one needs no gradient, so neither run keeps its result.
     assert kept(rehearsed(Block)) - kept(rehearsed(Block, compile=True)) == 5 * WHOLE
 
 

@@ -99,7 +99,7 @@ def write_gathered(
                 publish(lambda path: _write(path, whole, shards, pieces))
             except Exception as error:
                 failures.append(error)
-            for _ in pieces:  # the ranks that send would wait for ever
+            for _ in pieces:  # otherwise the ranks that send never return
                 pass
         else:
             _send(shards, order, group)

@@ -46,8 +46,8 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         if_busy: What to do if the save before is still running when the next one is due: ``wait`` or ``skip``.
         raise_errors: Raise the error of a save that fails. By default it is logged, and the save is tried again after
             1, 2, 4, ... iterations; if no save succeeds by the end of training, that raises an error.
-        grace_seconds: How long the process may live after a signal; ``None`` leaves signals alone. Without
-            ``interval`` and ``every_minutes`` they are left alone, too.
+        grace_seconds: How long the process may live after a signal; ``None`` leaves signals alone, and so does a
+            hook without ``interval`` and ``every_minutes``.
         exit_code: The exit code of ranks that leave so.
 
     Raises:

@@ -5,7 +5,7 @@
   class that they imported before the config was read, so a class of ours would not be used.
 - ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged; ``load_or_resume``
   does not go on to an older one if that turns out while it is loaded.
-- No hook is told that an error has ended ``train``, so the signals that `CheckpointHook` takes would stay taken.
+- No hook is told that an error has ended ``train``, so `CheckpointHook` could not give back its signals.
 - ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; the replaced
   ``FlexibleRunner.__init__``, which it calls, fixes both.
 - ``Registry.build``, which all registries share, builds MMEngine's own class where a config has it as an object, and

@@ -138,7 +138,7 @@ class _Run(Interpreter):
             with recorder.paused():
                 result = super().run_node(n)
         found = tensors_in((result,))
-        self._sizes[n] = _size(result)
+        self._sizes[n] = _size(found)
         if kernel is not None:
             if n in kernel.written:
                 self._made = found

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from mmfsdp.rehearsal.recording.operator_costs import is_view
+
 __all__ = ["Kernel", "kernels_of"]
 
 _REDUCTIONS = {"sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "var", "var_mean"}
@@ -134,8 +136,7 @@ def _is_view(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # operator.getitem and arithmetic of sizes, but no operator of higher order
         return node.op == "call_function" and not isinstance(target, torch._ops.OperatorBase)
-    aliases = [value.alias_info for value in target._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return is_view(target)
 
 
 def _is_other(node: Node) -> bool:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from mmfsdp.rehearsal.recording.calls import Call, call_of
 from mmfsdp.rehearsal.recording.step_records import COPY_IN
 
-__all__ = ["GROUPED_PRODUCT", "QUANTIZED_PRODUCT", "Costs"]
+__all__ = ["GROUPED_PRODUCT", "QUANTIZED_PRODUCT", "Costs", "is_view"]
 
 _READS_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"}
 """Operators that read as much of their first tensor as they write."""
@@ -130,10 +130,14 @@ class Costs:
     def _is_view(self, func: Any) -> bool:
         known = self._views.get(func)
         if known is None:
-            aliases = [value.alias_info for value in func._schema.returns]
-            known = any(alias is not None and not alias.is_write for alias in aliases)
-            known = self._views[func] = known or func._schema.name in _WRITES_NOTHING
+            known = self._views[func] = is_view(func) or func._schema.name in _WRITES_NOTHING
         return known
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operator's results only look at the memory of its arguments."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _with_equal_heads(args: Sequence[Any], name: str) -> Sequence[Any]:

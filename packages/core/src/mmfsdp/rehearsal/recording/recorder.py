@@ -64,6 +64,7 @@ class Recorder(TorchDispatchMode):
         operators: What was computed and sent.
         phases: Each phase that has begun, with its first moment.
         moment: The current moment.
+        is_paused: Whether nothing is recorded now.
     """
 
     supports_higher_order_operators = True
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self.phases: list[tuple[str, int]] = []
         self.moment = 0
         self._live: dict[int, _Live] = {}
-        self._is_paused = False
+        self.is_paused = False
         self._added: tuple[int, int] | None = None
 
     @classmethod
@@ -97,19 +98,14 @@ class Recorder(TorchDispatchMode):
         """Let torch compile while this records."""
         return True
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether nothing is recorded now."""
-        return self._is_paused
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing, because what runs now does not run in training."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
@@ -201,7 +197,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):  # of higher order, such as an operator with its random state
             result = func(*args, **kwargs)

@@ -38,7 +38,7 @@ def report(
     Args:
         steps: What `rehearse` returned. Several are shown side by side, with their differences from the first one.
         names: A name for each of several; default: ``A``, ``B``, and so on.
-        device: The device for times: see `Rehearsal.time`, for the default, too.
+        device: The device for times, with the same default as in `Rehearsal.time`.
         links: How ranks are connected; default: as the device usually is.
 
     Raises:
