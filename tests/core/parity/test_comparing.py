@@ -222,3 +222,53 @@ def test_steps_that_only_make_states_do_not_count(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert {entry.key.step for entry in read_record(tmp_path)[0].entries} == {0, 1}
+
+
+class Nets(nn.Module):
+    """A generator and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.critic(self.maker(noise))
+
+
+def play(folder: Path, lr: float = 0.1, spoil: float = 0.0) -> Path:
+    """Two updates of the critic and one of the generator in each of two steps."""
+    torch.manual_seed(0)
+    model = Nets()
+    critic, maker = torch.optim.AdamW(model.critic.parameters(), lr), torch.optim.SGD(model.maker.parameters(), 0.1)
+    with mmfsdp.recording(folder, model, [critic, maker]):
+        for step in range(2):
+            for optimizer in (critic, critic, maker):
+                model(torch.randn(8, 4)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                optimizer.step()
+                model.zero_grad()
+            with torch.no_grad():
+                model.critic.weight.add_(spoil * (step == 0))
+    return folder
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """A step ends with the last one's step; the others may step more often within it."""
+    one = play(tmp_path / "a")
+    calls: dict[str, set[tuple[int, int]]] = {}
+    for entry in read_record(one)[0].entries:
+        calls.setdefault(f"{entry.key.kind} of {entry.key.name}", set()).add((entry.key.step, entry.key.call))
+    assert calls["update of critic.weight"] == calls["state of critic.bias[exp_avg]"] == {
+        (step, call) for step in range(2) for call in range(2)
+    }  # fmt: skip
+    assert calls["update of maker.weight"] == {(0, 0), (1, 0)}
+    assert calls["norm of "] == {(step, call) for step in range(2) for call in range(3)}
+    assert mmfsdp.compare(one, play(tmp_path / "b"), rtol=0).same
+    found = mmfsdp.compare(one, play(tmp_path / "c", lr=0.2))
+    assert found.first is not None
+    assert found.first.key == Key(0, "setting", "critic.weight[lr]", 0)
+    found = mmfsdp.compare(one, play(tmp_path / "d", spoil=1e-2))
+    assert found.first is not None
+    assert str(found.first.key) == "parameter changed between steps of critic.weight (step 1)"
+    with pytest.raises(ConfigError, match="an optimizer or a list of optimizers"):
+        mmfsdp.recording(tmp_path, Nets(), []).__enter__()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import replace
 
 from mmfsdp.parity.assembling import Assembled
 from mmfsdp.parity.comparison import Comparison, Difference
@@ -37,7 +38,7 @@ def add_changed(
             continue
         entries = [(rank.head["rank"], {entry.key: entry for entry in rank.entries}) for rank in record]
         for key in reversed(changed):  # each is put before those that follow it
-            held = {rank: (of[key], of[before]) for rank, of in entries if key in of and (before := _left(key)) in of}
+            held = {rank: (of[key], of[left]) for rank, of in entries if key in of and (left := _left(key, of)) in of}
             if _is_rounding([*held.values()]):
                 continue
             ranks = tuple(held) if len(held) < len(record) else ()
@@ -45,14 +46,19 @@ def add_changed(
             later = (at for at, item in enumerate(found.differences) if item.key.step >= key.step)
             place = next(later, len(found.differences))
             last = [item.key for item in found.compared if item.key.step < key.step] if place == 0 else []
-            a, b = (tensor.figures.norm if (tensor := run.get(_left(key))) and tensor.figures else 0.0 for run in runs)
+            a, b = (
+                tensor.figures.norm if (tensor := run.get(_left(key, run))) and tensor.figures else 0.0 for run in runs
+            )
             difference = Difference(key, None, 0.0, a, b, f"{text}{on}", ranks, last[-1] if last else None)
             found.differences.insert(place, difference)
 
 
-def _left(key: Key) -> Key:
-    """Return the key of what the step before has left."""
-    return Key(key.step - 1, "parameter", key.name, 0)
+def _left(key: Key, run: Container[Key]) -> Key:
+    """Return the key of what the step before has left: a parameter may have several updates in it."""
+    found = Key(key.step - 1, "parameter", key.name, 0)
+    while (later := replace(found, call=found.call + 1)) in run:
+        found = later
+    return found
 
 
 def _is_rounding(held: Sequence[tuple[Entry, Entry]]) -> bool:

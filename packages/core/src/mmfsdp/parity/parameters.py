@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.errors import StateDictError
+from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.parity.between_steps import BetweenSteps
 from mmfsdp.parity.naming import plain_name
 from mmfsdp.parity.records import CHANGED, Key
 from mmfsdp.parity.writing import Part
 from mmfsdp.runtime.dtensors import box_of
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "optimizers_of"]
 
 
 class Parameters:
@@ -25,22 +25,22 @@ class Parameters:
 
     Args:
         model: The model, without DDP around it.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         key: Returns the key of a tensor from its kind and name.
         is_flat: Whether parameters are pieces of flat ones, which are no boxes: then there are none here.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, key: Callable[[str, str], Key], *, is_flat: bool
+        self, model: nn.Module, optimizers: Sequence[Optimizer], key: Callable[[str, str], Key], *, is_flat: bool
     ) -> None:
-        self._model, self._optimizer, self._key, self._is_flat = model, optimizer, key, is_flat
+        self._model, self._optimizers, self._key, self._is_flat = model, optimizers, key, is_flat
         self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         self._before: dict[int, torch.Tensor] = {}
         self._between = BetweenSteps()
 
-    def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that the optimizer updates, with their names."""
-        groups = [] if self._is_flat else self._optimizer.param_groups
+    def named(self, optimizer: Optimizer | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that an optimizer updates, by default those of all, with their names."""
+        groups = [group for each in self._chosen(optimizer) for group in each.param_groups]
         params = [param for group in groups for param in group["params"]]
         return [(self._names[id(param)], param) for param in params if id(param) in self._names]
 
@@ -55,14 +55,14 @@ class Parameters:
             return key, "own", held, (0,) * held.dim(), tuple(held.shape)
         return key, "box", held.reshape(box.sizes), box.offsets, tuple(value.shape)
 
-    def gradients(self, kind: str) -> list[Part]:
-        """Return the gradients that there are."""
-        grads = [(name, param.grad) for name, param in self.named()]
+    def gradients(self, kind: str, optimizer: Optimizer | None = None) -> list[Part]:
+        """Return the gradients that there are, of an optimizer's parameters or of all."""
+        grads = [(name, param.grad) for name, param in self.named(optimizer)]
         return [self.part(kind, name, grad) for name, grad in grads if grad is not None and _is_plain(grad)]
 
-    def settings(self) -> Iterator[Part]:
-        """Yield the numbers in each group of the optimizer, under the name of the group's first parameter."""
-        for group in () if self._is_flat else self._optimizer.param_groups:
+    def settings(self, optimizer: Optimizer) -> Iterator[Part]:
+        """Yield the numbers in each group of an optimizer, under the name of the group's first parameter."""
+        for group in (group for each in self._chosen(optimizer) for group in each.param_groups):
             first = next((self._names[id(param)] for param in group["params"] if id(param) in self._names), None)
             for setting, value in group.items() if first is not None else ():
                 numbers = [*value] if isinstance(value, tuple | list) else [value]
@@ -71,9 +71,9 @@ class Parameters:
                     held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
                     yield self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)
 
-    def keep(self) -> None:
-        """Keep the parameters, to tell by how much a step changes them."""
-        self._before = {id(param): _local(param).clone() for _, param in self.named()}
+    def keep(self, optimizer: Optimizer) -> None:
+        """Keep an optimizer's parameters, to tell by how much its step changes them."""
+        self._before = {id(param): _local(param).clone() for _, param in self.named(optimizer)}
 
     def forget(self) -> None:
         """Drop what `keep` has kept."""
@@ -89,12 +89,12 @@ class Parameters:
         changed = self._between.changed(param for _, param in params)
         return [self.part(CHANGED, name, param) for name, param in params if id(param) in changed]
 
-    def after_step(self) -> Iterator[Part]:
-        """Yield updates, the optimizer's state and parameters."""
-        for name, param in self.named():
+    def after_step(self, optimizer: Optimizer) -> Iterator[Part]:
+        """Yield updates, an optimizer's state and parameters."""
+        for name, param in self.named(optimizer):
             if (old := self._before.get(id(param))) is not None:
                 yield self.part("update", name, _like(torch.sub(_local(param), old, out=old), param))
-            for entry, value in self._optimizer.state.get(param, {}).items():
+            for entry, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
                     yield self.part("state", f"{name}[{entry}]", value)
             yield self.part("parameter", name, param)
@@ -104,6 +104,21 @@ class Parameters:
         found = [(plain_name(name), buffer) for name, buffer in self._model.named_buffers()]
         plain = [(name, buffer) for name, buffer in found if _is_plain(buffer) and not isinstance(buffer, DTensor)]
         return [self.part("buffer", name, buffer) for name, buffer in plain]
+
+    def _chosen(self, optimizer: Optimizer | None) -> Sequence[Optimizer]:
+        return () if self._is_flat else self._optimizers if optimizer is None else (optimizer,)
+
+
+def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple.
+
+    Raises:
+        ConfigError: There is none, or one is something else.
+    """
+    found = (given,) if isinstance(given, Optimizer) else tuple(given)
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise ConfigError(f"Give an optimizer or a list of optimizers, got {given!r}.", config="optimizer")
+    return found
 
 
 def _is_plain(value: torch.Tensor) -> bool:

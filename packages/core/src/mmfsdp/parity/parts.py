@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ class PartedRecording(Recording):
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer, *, parts: int, perturb: int | None, first_step: int
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Sequence[Optimizer],
+        *,
+        parts: int,
+        perturb: int | None,
+        first_step: int,
     ) -> None:
         self._parts, self._playing = parts, 0
         self._writers: list[Writer] = []
@@ -73,12 +81,16 @@ class PartedRecording(Recording):
         ]
         return self._writers[0]
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for part in range(1, self._parts) if self._is_on else ():
+    def _after_update(self, optimizer: Optimizer) -> None:
+        for part in range(1, self._parts):
             self.play(part)
             self._writer.add_boxes(self._params.buffers())
-            self._writer.flush()
         self.play(0)
-        super()._after_step(optimizer, args, kwargs)
+        super()._after_update(optimizer)
+
+    def _end_step(self) -> None:
+        for writer in self._writers[1:]:
+            writer.flush()
+        super()._end_step()
         for calls in self._calls_of:
             calls.clear()

@@ -93,7 +93,7 @@ def _train(
     if resume is not None:
         load_checkpoint(Path(resume), module, optimizer)
     parts = task.parts // dist.get_world_size()
-    record = PartedRecording(Path(folder), module, optimizer, parts=parts, perturb=perturb, first_step=first)
+    record = PartedRecording(Path(folder), module, [optimizer], parts=parts, perturb=perturb, first_step=first)
     run = _Run(task, module, optimizer, record, parts, is_sharded, first)
     take = run.step_of_losses if task.step is None else run.whole_step
     updates = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from mmfsdp.errors import ConfigError
 from mmfsdp.parity.clipping import watch_clipping
 from mmfsdp.parity.naming import units_of, unwrapped
-from mmfsdp.parity.parameters import Parameters
+from mmfsdp.parity.parameters import Parameters, optimizers_of
 from mmfsdp.parity.perturbing import perturb_inputs
 from mmfsdp.parity.records import Key, Spread
 from mmfsdp.parity.writing import Writer
@@ -33,7 +34,7 @@ Order = Literal["blocks", "strided"]
 def recording(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     depth: int = 2,
     every: int = 1,
@@ -44,11 +45,12 @@ def recording(
 ) -> Iterator[Recording]:
     """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
 
-    A step ends with the optimizer's step. In the order of computation it records the inputs and outputs of modules, the
-    gradients of these outputs, the norm, the gradients of parameters before and after clipping, the numbers in the
-    optimizer's groups, updates, the optimizer's state, parameters and buffers. What is kept of a tensor is about 600
-    bytes: sums, extremes, and a sketch that tells how far two tensors are apart. Each rank writes a file of its own.
-    While the optimizer steps, the rank's part of the parameters is held twice.
+    A step ends with the optimizer's step, that of the last one if there are several. In the order of computation it
+    records the inputs and outputs of modules, the gradients of these outputs, the norm, the gradients of parameters
+    before and after clipping, the numbers in the optimizer's groups, updates, the optimizer's state, parameters and
+    buffers. What is kept of a tensor is about 600 bytes: sums, extremes, and a sketch that tells how far two tensors
+    are apart. Each rank writes a file of its own. While the optimizer steps, the rank's part of the parameters is held
+    twice.
 
     The model may be sharded by mmfsdp (engine ``fsdp2`` or ``replicate``) or by ``fully_shard``, wrapped by DDP, or
     plain. Only forwards of the whole model in training mode are recorded. Gradients before clipping and the norm are
@@ -57,7 +59,8 @@ def recording(
     Args:
         folder: Where to write; files of an earlier recording are replaced.
         model: The model that is trained.
-        optimizer: Its optimizer, made for the sharded parameters.
+        optimizer: Its optimizer, made for the sharded parameters. Or several, such as those of a generator and a
+            discriminator: first what steps first. One that steps more often within a step is recorded each time.
         depth: How many levels of modules to record below the model; containers such as ``ModuleList`` do not count.
         every: Record each step whose number it divides.
         order: Which samples of the global batch a rank gets: ``"blocks"`` of consecutive ones, or ``"strided"``, one
@@ -97,7 +100,7 @@ class Recording:
         self,
         folder: Path,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         depth: int,
         every: int,
@@ -110,9 +113,13 @@ class Recording:
         self._model, self._every, self._order = unwrapped(model), every, order
         self._rank, self._world = self._place()
         is_flat = isinstance(model, FullyShardedDataParallel)
-        self._params = Parameters(self._model, optimizer, self._key, is_flat=is_flat)
+        self._optimizers = optimizers_of(optimizer)
+        self._params = Parameters(self._model, self._optimizers, self._key, is_flat=is_flat)
         head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
-        head |= {"model": type(self._model).__name__, "optimizer": type(optimizer).__name__}
+        head |= {
+            "model": type(self._model).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in self._optimizers),
+        }
         self._writer = self._make_writer(folder, self._rank, head)
         self._step, self._calls = step, dict[tuple[str, str], int]()
         self._running = self._started = self._called = False
@@ -127,8 +134,9 @@ class Recording:
                 before, after = map(hidden, self._hooks(name))
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after).remove)
-            hooks.callback(optimizer.register_step_pre_hook(self._begin_update).remove)
-            hooks.callback(optimizer.register_step_post_hook(self._end_update).remove)
+            for each in self._optimizers:
+                hooks.callback(each.register_step_pre_hook(partial(self._begin_update, each)).remove)
+                hooks.callback(each.register_step_post_hook(partial(self._end_update, each)).remove)
             hooks.enter_context(watch_clipping(self.before_clipping, self.norm))
             self._stack = hooks.pop_all()
 
@@ -236,35 +244,45 @@ class Recording:
             number = number.full_tensor() if isinstance(number, DTensor) else number
             self._writer.add(self._key(kind, ""), spread, number, (0,) * number.dim(), tuple(number.shape))
 
-    def before_clipping(self) -> None:
-        """Record gradients before a loop clips them in its own way. Not collective."""
-        if self._is_on:
-            self._writer.add_boxes(self._params.gradients("gradient before clipping"))
+    def before_clipping(self, optimizer: Optimizer | None = None) -> None:
+        """Record gradients before a loop clips them in its own way. Not collective.
 
-    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        Args:
+            optimizer: The one whose gradients are clipped; by default those of all.
+        """
+        if self._is_on:
+            self._writer.add_boxes(self._params.gradients("gradient before clipping", optimizer))
+
+    def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         # To save an optimizer that has no state yet, torch makes a step with learning rate 0.
         self._counts = self._called or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
         if self._counts:
-            self._before_step(optimizer, args, kwargs)
+            self._before_update(optimizer)
 
-    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._counts:
-            self._after_step(optimizer, args, kwargs)
-        self._called = False
+            self._after_update(optimizer)
+        is_last = optimizer is self._optimizers[-1]
+        if self._counts and is_last:
+            self._end_step()
+        self._called = self._called and not is_last
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer) -> None:
         if self._is_on:
-            self._writer.add_boxes(self._params.gradients("gradient"))
-            self._writer.add_boxes([*self._params.settings()])
-            self._params.keep()
+            self._writer.add_boxes(self._params.gradients("gradient", optimizer))
+            self._writer.add_boxes([*self._params.settings(optimizer)])
+            self._params.keep(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_update(self, optimizer: Optimizer) -> None:
         if self._is_on:
-            self._writer.add_boxes([*self._params.after_step(), *self._params.buffers()])
+            self._writer.add_boxes([*self._params.after_step(optimizer), *self._params.buffers()])
+        self._params.forget()
+
+    def _end_step(self) -> None:
+        if self._is_on:
             self._writer.flush()
             if self._every == 1:
                 self._params.remember()
-        self._params.forget()
         self._calls.clear()
         self._step += 1
 
@@ -272,6 +290,10 @@ class Recording:
         call = self._calls.get((kind, name), 0)
         self._calls[kind, name] = call + 1
         return Key(self._step, kind, name, call)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:

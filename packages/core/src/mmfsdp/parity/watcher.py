@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ _FEWEST = 5  # before that many, none is a jump
 def watching(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     every: int = 10,
     jump: float = 10.0,
@@ -120,15 +120,15 @@ class Watch(Recording):
         self,
         folder: str | Path,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         settings: WatchSettings,
         *,
         first_step: int = 0,
     ) -> None:
         self.alarms: list[str] = []
         self._folder, self._wanted = Path(folder), settings
-        self._norms: list[tuple[int, torch.Tensor | float]] = []
-        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._norms: list[tuple[int, str, torch.Tensor | float]] = []
+        self._usual: dict[str, deque[float]] = {}
         self._until = -1  # until this step all are recorded
         self._is_wrong = False
         every, depth, order = settings.every, settings.depth, settings.order
@@ -136,9 +136,16 @@ class Watch(Recording):
             Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=None, step=first_step
         )
 
-    def norm(self, value: torch.Tensor | float) -> None:
-        """Tell the norm of all gradients, which is the same on all ranks. Not collective."""
-        self._norms.append((self._step, value.detach() if isinstance(value, torch.Tensor) else value))
+    def norm(self, value: torch.Tensor | float, of: str = "") -> None:
+        """Tell the norm of gradients, which is the same on all ranks. Not collective.
+
+        Args:
+            value: The norm.
+            of: The name of the optimizer whose gradients these are, if there are several: each has its usual norm. By
+                default a norm is compared with those that were the first of their step, or the second, and so on.
+        """
+        name = of or str(sum(step == self._step for step, _, _ in self._norms))
+        self._norms.append((self._step, name, value.detach() if isinstance(value, torch.Tensor) else value))
         super().norm(value)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Ring:
@@ -149,9 +156,9 @@ class Watch(Recording):
     def _is_on(self) -> bool:
         return super()._is_on or (self._step <= self._until and not self._writer.stopped)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self) -> None:
         step, judge = self._step, self._is_on
-        super()._after_step(optimizer, args, kwargs)
+        super()._end_step()
         if judge:
             self._judge(step)
 
@@ -185,15 +192,15 @@ class Watch(Recording):
     def _strange_norm(self) -> str:
         """Return what is wrong with the first strange norm since it was last called; empty if none is."""
         why = ""
-        for step, value in self._norms:
+        for step, name, value in self._norms:
             value = value.full_tensor() if isinstance(value, DTensor) else value
-            norm = float(value)
-            usual = statistics.median(self._usual) if len(self._usual) >= _FEWEST else math.inf
+            norm, before = float(value), self._usual.setdefault(name, deque(maxlen=_USUAL))
+            usual = statistics.median(before) if len(before) >= _FEWEST else math.inf
             if not math.isfinite(norm):
                 why = why or f"The norm of step {step} is {norm}"
             elif norm > self._wanted.jump * usual:
                 why = why or f"The norm of step {step} is {norm:.4g}, {norm / usual:.0f} times as much as before"
             else:
-                self._usual.append(norm)
+                before.append(norm)
         self._norms.clear()
         return why
