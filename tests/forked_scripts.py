@@ -27,7 +27,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,8 @@ def _set_up(environ: dict[str, str], directory: str) -> None:
         import torch
 
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    process._parent_process = None  # it is the main process of a program, which ends in another way than a child
+    multiprocessing.set_start_method(None, force=True)  # the one that programs begin with
     if getattr(forkserver._forkserver, "_forkserver_authkey", b"") is not None:
         # Ranks that the process starts are forked from where it was itself. Python finds that server only in the
         # process that has started it.

@@ -173,19 +173,24 @@ def executed_names(path: Path, *, at_top: bool = True) -> list[tuple[int, str]]:
     ]
 
 
+@functools.cache
+def long_names() -> frozenset[str]:
+    """The names of all modules that no logger has."""
+    return frozenset(name for file in modules() if (name := module_name(file)).count(".") > 1)
+
+
 def hidden_imports(path: Path) -> list[int]:
     """Return the lines that import by a string, or hold one that is the name of a module here.
 
     A name such as ``mmfsdp.saving`` does not count, as that of a logger.
     """
-    nodes = [*ast.walk(ast.parse(path.read_text(), path))]
+    nodes = [*ast.walk(parsed(path))]
     calls = {"__import__", "importlib.import_module", "importlib.__import__"}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "importlib":
             calls |= {alias.asname or alias.name for alias in node.names if "import" in alias.name}
-    names = {name for file in modules() if (name := module_name(file)).count(".") > 1}
     found = [node.lineno for node in nodes if isinstance(node, ast.Call) and dotted(node.func) in calls]
-    return found + [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in names]
+    return found + [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in long_names()]
 
 
 def module_graph(package: str) -> dict[str, set[str]]:

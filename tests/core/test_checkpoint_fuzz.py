@@ -28,7 +28,7 @@ EXAMPLES = int(os.environ.get("MMFSDP_FUZZ", "0"))
 KINDS = ["zip.pth", "legacy.pth", "plain.safetensors", "ours.safetensors", "ours.pth", "index", "local", "dcp"]
 KINDS += ["torch_dcp", "dcp_safetensors", "bins", "safetensors_ranks", "stock"]
 MEMORY = 1 << 30  # bytes on top of what this process has: stacks of threads, and room for what is refused
-SECONDS = 5.0
+SECONDS = 5.0  # of the processor: others may keep it busy
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def bounded() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
     faulthandler.dump_traceback_later(60, exit=True)  # even where no signal is heard
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         yield
-        assert time.perf_counter() - began < SECONDS
+        assert time.process_time() - began < SECONDS
     finally:
         faulthandler.cancel_dump_traceback_later()
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

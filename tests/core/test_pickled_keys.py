@@ -42,19 +42,19 @@ def tuples(count: int) -> list[Any]:
 )
 def test_what_collides_is_refused(make: Any, protocol: int) -> None:
     data = pickle.dumps(make(), protocol)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CorruptCheckpointError, match=r"is refused: it (holds|uses|hashes) more than"):
         read_pickle(data, file=Path("x.pkl"))
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 def test_many_numbers_are_refused_at_once() -> None:
     """A dict of them cannot even be made here, so its opcodes are written by hand."""
     longs = b"".join(b"\x8a\x0a" + number.to_bytes(10, "little") + b"N" for number in NUMBERS)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CorruptCheckpointError, match="integers with the same hash"):
         read_pickle(b"\x80\x02}(" + longs + b"u.", file=Path("x.pkl"))
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])

@@ -40,15 +40,15 @@ def train(mode: str, target: str) -> None:
 
 
 def child(rank: int, mode: str, target: str) -> None:
-    """Run as one rank of two that multiprocessing has spawned."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    """Run as a rank that multiprocessing has spawned."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="1")
     train(mode, target)
 
 
 if __name__ == "__main__":
     how, *arguments = sys.argv[1:]
     if how == "spawn":
-        mp.spawn(child, (*arguments,), nprocs=2)
+        mp.spawn(child, (*arguments,), nprocs=1)
     else:
         atexit.register(print, "another handler", flush=True)
         train(*arguments)

@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.forked_scripts import environ_alone
+from tests.forked_scripts import environ_alone, python
 
 SCRIPT = Path(__file__).with_name("failing_save.py")
 LOGGED, UNASKED = "The background save to", "Nobody called result()"
 
 
-def run(*arguments: str, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Run the script in a real Python: a process forked by tests ends in another way."""
-    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
+def run(*arguments: str, launcher: tuple[str, ...] = (), executable: str | None = None) -> tuple[int, str]:
+    command = [executable or python(), *launcher, str(SCRIPT), *arguments]
     ended = subprocess.run(command, env=environ_alone(), capture_output=True, text=True, check=False, timeout=240)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -31,6 +30,12 @@ def test_the_exit_code_shows_a_failure(mode: str, code: int, logged: int, unaske
     assert ("the disk is full" in text) == bool(logged)
     assert (str(tmp_path / "target") in text) == bool(logged)
     assert (tmp_path / "target").exists() == (mode == "works")
+
+
+def test_a_real_python_shows_the_failure(tmp_path: Path) -> None:
+    """Others are forked by tests, and end as it does."""
+    ended, text = run("alone", "fails", str(tmp_path / "target"), executable=sys.executable)
+    assert (ended, text.count(UNASKED)) == (120, 1), text
 
 
 def test_torchrun_sees_the_failure(tmp_path: Path) -> None:

@@ -293,7 +293,10 @@ def rank_dies(rank: int, path: str) -> str:
             os._exit(0)
         with pytest.raises(MmfsdpError) as caught:
             mmfsdp.load_checkpoint(path, model)
-        Path(f"{path}-{rank}.txt").write_text(f"{type(caught.value).__name__}: {caught.value}")
+        # Renamed when it is whole: this rank may be ended between any two calls.
+        written = Path(f"{path}-{rank}.part")
+        written.write_text(f"{type(caught.value).__name__}: {caught.value}")
+        written.rename(f"{path}-{rank}.txt")
         return ""
 
 

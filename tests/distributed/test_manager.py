@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.forked_scripts import environ_alone
+from tests.forked_scripts import environ_alone, python
 from torch import nn
 
 import mmfsdp
@@ -257,23 +257,24 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from mmfsdp.saving.run_directory import RunDirectory
 held = RunDirectory(Path(sys.argv[1]), run=None, model="any")
-print("held", flush=True)
+print("held", os.getpid(), flush=True)
 time.sleep(100)
 """
 
 
 def test_one_job_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    command = [python(), "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ_alone()) as job:
         assert job.stdout is not None
-        assert job.stdout.readline() == "held\n"
-        with pytest.raises(errors.RunDirectoryError, match=f"Process {job.pid} on host '{os.uname().nodename}' is"):
+        held, pid = job.stdout.readline().split()
+        assert held == "held"
+        with pytest.raises(errors.RunDirectoryError, match=f"Process {pid} on host '{os.uname().nodename}' is"):
             RunDirectory(tmp_path, run=None, model="any")
-        job.kill()
+        os.kill(int(pid), signal.SIGKILL)
     RunDirectory(tmp_path, run=None, model="any").close()
     assert list(tmp_path.iterdir()) == []
 
@@ -351,7 +352,7 @@ def save_slowly(rank: int, folder: str, if_busy: str) -> list[bool]:
     write = save_module.write_rank_file
 
     def slowly(*args: Any, **given: Any) -> Any:
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(120)
         return write(*args, **given)
 
     save_module.write_rank_file = slowly  # type: ignore[assignment]
@@ -502,5 +503,5 @@ def test_an_error_in_the_loop_frees_the_directory(tmp_path: Path, caplog: pytest
         begun = time.monotonic()
         with mmfsdp.CheckpointManager(tmp_path, model) as manager:
             assert manager.resume() == 1
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
     assert "which has done 1 steps" in caplog.text

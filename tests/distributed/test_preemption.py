@@ -163,11 +163,11 @@ def test_a_step_that_takes_too_long_is_left_with_the_code_that_was_asked_for(cod
         assert job.stdout.readline() == "training\n"
         begun = time.monotonic()
         job.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        said = job.stderr.readline()  # it has heard of the first signal, however busy the machine is
         job.send_signal(signal.SIGTERM)
-        said = job.communicate(timeout=30)[1]
-    assert job.returncode == code
-    assert 0.8 < time.monotonic() - begun < 5
+        said += job.stderr.read()
+        assert job.wait(60) == code
+    assert 0.8 < time.monotonic() - begun < 30  # the step takes 60
     kept = "Step 3 is complete on disk; 2 steps done since."
     assert "SIGTERM: this rank saves after its step, and leaves within 1 s." in said
     assert f"SIGTERM, again: this rank is about to leave. {kept}" in said

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from tests.distributed.stock_local import save_local, toy
+from tests.forked_scripts import python
 
 from mmfsdp.checkpoint import convert, layout_of_model, open_layout
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -25,7 +25,7 @@ MODEL = ("--model", "tests.distributed.stock_local:toy", "--model-arg", "kind=pl
 def cli(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the command line where `tests` can be imported, without it being on any path."""
     code = "import sys; sys.path.remove(''); from mmfsdp_cli.main import main; main()"
-    command = [sys.executable, "-c", code, *map(str, words)]
+    command = [python(), "-c", code, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 

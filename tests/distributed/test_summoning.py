@@ -226,7 +226,7 @@ def applies(rank: int, name: str) -> None:
 
 def alone(rank: int, what: str, told: str) -> None:
     os.environ["MMFSDP_TIMEOUT"] = "5"  # of messages between ranks
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     model: Any = FSDP(plain(), process_group=group, auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = adamw(model)
     step(model, optimizer)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.forked_scripts import python
 
 SCRIPT = """
 import multiprocessing
@@ -35,11 +36,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_ranks_of_a_child_end_with_it(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "forked"), [("fork", True), ("forkserver", False)])
+def test_ranks_of_a_child_end_with_it(method: str, forked: bool, tmp_path: Path) -> None:
+    """Once in a real Python, which starts a process of its own to fork ranks from."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script, method], capture_output=True, text=True, check=False, timeout=120)
+    command = [python() if forked else sys.executable, script, method]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.stdout.splitlines()[-1:], done.stderr) == (["[0, 2]"], "0\n")  # gloo of torch 2.9 prints, too
 
 
@@ -66,7 +69,7 @@ def test_ranks_end_when_the_process_is_killed(tmp_path: Path) -> None:
     script.write_text(KILLED)
     # In a session of its own nobody else continues processes that are paused.
     with (tmp_path / "printed").open("w") as printed:  # a pipe would be open for as long as the ranks live
-        subprocess.run([sys.executable, script], stdout=printed, check=False, timeout=120, start_new_session=True)
+        subprocess.run([python(), script], stdout=printed, check=False, timeout=120, start_new_session=True)
     pids = [int(word) for word in (tmp_path / "printed").read_text().splitlines()[-1].split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 30
