@@ -47,7 +47,7 @@ LEVELS: tuple[dict[str, str], ...] = (
     },
     {
         "frontends": "basics checkpoint errors planning sharding torch_style",
-        "parity": "basics config errors planning rehearsal runtime saving sharding testing",
+        "parity": "basics config errors planning rehearsal runtime saving sharding state testing",
     },
 )
 MAY_IMPORT = {subpackage: allowed.split() for level in LEVELS for subpackage, allowed in level.items()}

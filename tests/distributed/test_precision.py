@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
 
-def bf16_losses(rank: int, raw: bool, reduce_dtype: str) -> list[float]:
-    """Eight steps of a model without anything that torch's own sharding refuses."""
+def bf16_steps(rank: int, folder: Path, raw: bool, reduce_dtype: str) -> None:
+    """Record steps of a model without anything that torch's own sharding refuses."""
     model: Any = build("Attention")
     if raw:
         policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce_dtype))
@@ -29,21 +30,21 @@ def bf16_losses(rank: int, raw: bool, reduce_dtype: str) -> list[float]:
         precision = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype}
         mmfsdp.shard(model, {"wrap": BLOCKS, "precision": precision})
     optimizer = adamw(model)
-    losses = []
-    for step in range(8):
-        [(inputs, targets)] = batches(step, rank, dist.get_world_size(), 1)
-        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+    with mmfsdp.recording(folder, model, optimizer):
+        for step in range(3):
+            [(inputs, targets)] = batches(step, rank, dist.get_world_size(), 1)
+            nn.functional.cross_entropy(model(inputs).float(), targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-def test_bf16_is_torchs_own_to_the_bit(reduce_dtype: str) -> None:
-    assert run_ranks(bf16_losses, 2, False, reduce_dtype) == run_ranks(bf16_losses, 2, True, reduce_dtype)
+def test_bf16_is_torchs_own_to_the_bit(reduce_dtype: str, tmp_path: Path) -> None:
+    for raw in (True, False):
+        run_ranks(bf16_steps, 2, tmp_path / str(raw), raw, reduce_dtype)
+    found = mmfsdp.compare(tmp_path / "True", tmp_path / "False", rtol=0)
+    assert found.same, str(found)
 
 
 def dtypes_inside(rank: int, engine: str) -> dict[str, Any]:

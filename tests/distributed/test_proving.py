@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
@@ -28,11 +29,11 @@ BLOCKS = {"wrap": {"kind": "module_class", "classes": "Block"}}
 
 
 class Wrong(Tied):
-    """Its second block computes something else if there are several ranks."""
+    """Its second block computes something else on one rank of several."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.embed(x))
-        x = self.blocks[1](x * (1.01 if dist.get_world_size() > 1 else 1.0))
+        x = self.blocks[1](x * (1.01 if dist.get_rank() == 1 else 1.0))
         return self.head(x) * self.scale
 
 
@@ -71,8 +72,8 @@ def test_a_model_with_tied_weights_is_proven() -> None:
     proof = mmfsdp.prove("tests.distributed.models:Tied", BATCH, config=BLOCKS, steps=1, accumulate=2)
     assert proof.proven, str(proof)
     assert str(proof).startswith(
-        "Proven: Tied computes on 2 ranks what it computes in one process, over 1 steps, and over 1 more from a "
-        "checkpoint on 1 rank. "
+        "Proven: Tied computes on 2 ranks what it computes in one process, over 1 step with an evaluation, and "
+        "over 1 more from a checkpoint on 1 rank. "
     )
     assert f"torch {torch.__version__}" in str(proof)
     assert len(proof.trained.compared) > 100
@@ -92,6 +93,8 @@ def test_a_model_that_computes_something_else_is_not_proven() -> None:
     assert not proof.proven
     assert proof.trained.first is not None
     assert (proof.trained.first.key.kind, proof.trained.first.key.name) == ("input", "blocks.1[0][0]")
+    assert proof.trained.first.ranks == (1,)
+    assert "only of rank 1" in str(proof)
     assert proof.resumed.first is not None  # what was trained is not what the reference has
     assert str(proof).startswith("Not proven: Wrong differs on 2 ranks from one process.")
 
@@ -137,6 +140,53 @@ def test_whole_steps_that_step_more_than_once(against: Literal["alone", "ddp"]) 
     assert {item.key.step for item in proof.resumed.compared} == {4, 5, 6, 7}
     kinds = {item.key.kind for item in proof.resumed.compared}
     assert {"input", "output", "gradient of output", "gradient before clipping", "norm", "update", "buffer"} <= kinds
+
+
+class Nets(nn.Module):
+    """A generator and a critic with batch norms, which are called in turns."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        self.maker, self.critic = Normed(), nn.Linear(4, 1)
+        self.wrong = wrong
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        scores = self.critic(self.maker(noise))
+        return scores * (1.01 if self.wrong and not self.training and dist.get_world_size() > 1 else 1.0)
+
+
+def both(params: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    *maker, weight, bias = params
+    return [torch.optim.AdamW([weight, bias], lr=1e-2), torch.optim.SGD(maker, lr=0.1, momentum=0.9)]
+
+
+def adversarial_step(model: nn.Module, batch: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Two updates of the critic, and one of the generator."""
+    critic, maker = optimizers
+    for optimizer in (critic, critic, maker):
+        scores = model(batch + torch.randn_like(batch))
+        (scores - float(optimizer is maker)).square().mean().backward()
+        optimizer.step()
+        for each in optimizers:
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_several_optimizers_and_evaluation(wrong: bool) -> None:
+    proof = mmfsdp.prove(
+        partial(Nets, wrong), torch.empty(2, 5, 8), step=adversarial_step, optimizer=both, max_norm=[0.1, None],
+        evaluate=nn.Module.__call__, steps=2,
+    )  # fmt: skip
+    assert {item.key.step for item in proof.trained.compared} == {0, 1}  # each ends with the last one's
+    assert {item.key.call for item in proof.resumed.compared if item.key.name == "critic"} == {0, 1, 2}
+    assert {item.key.call for item in proof.resumed.compared if item.key.name == "critic.weight[exp_avg]"} == {0, 1}
+    assert {item.key.step for item in proof.resumed.compared if item.key.kind == "evaluation"} == {2}
+    if not wrong:
+        assert proof.proven, str(proof)
+        assert "over 2 steps with an evaluation, and over 2 more" in str(proof)
+    else:
+        [difference] = proof.trained.differences
+        assert (difference.key.kind, difference.key.name, difference.key.step) == ("evaluation", "", 0)
 
 
 def test_whole_steps_that_compute_something_else() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.hooks import Hook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook, build_runner_with_tta
 from mmengine.model import BaseModel, BaseTTAModel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, MODELS, TRANSFORMS, VISUALIZERS
 from mmengine.registry import HOOKS as HOOKS_REGISTRY
 from mmengine.runner import Runner
@@ -23,6 +25,7 @@ from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, confi
 import mmfsdp
 from mmfsdp.basics import human_bytes
 from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine import WatchHook
 
 HOOKS = [
     {"type": "History"},
@@ -301,3 +304,23 @@ def test_a_watch_names_where_the_norm_jumped(tmp_path: Path, engine: str) -> Non
     assert len(list(record.iterdir())) == 2
     steps = sorted({item.key.step for item in mmfsdp.compare(record, record).compared})
     assert steps == [10, 12, 13, 14]
+
+
+def test_a_watch_of_several_optimizers(tmp_path: Path) -> None:
+    """Each has its usual norm, also if one steps every second time."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    wrappers = OptimWrapperDict(
+        small=OptimWrapper(torch.optim.SGD(model[0].parameters(), 1e-4), clip_grad={"max_norm": 1.0}),
+        large=OptimWrapper(torch.optim.SGD(model[1].parameters(), 1e-4), 2, clip_grad={"max_norm": 1.0}),
+    )
+    hook = WatchHook(every=1, keep=2)
+    hook.before_train(SimpleNamespace(optim_wrapper=wrappers, work_dir=tmp_path, iter=0, model=model))
+    for step in range(24):
+        loss = model(torch.randn(8, 4)).square().mean()
+        wrappers["small"].update_params(loss * (1e3 if step == 20 else 1.0))
+        hidden = model[0](torch.randn(8, 4)).detach()
+        wrappers["large"].update_params(model[1](hidden).square().mean() * 1e3)
+    hook.after_train(SimpleNamespace())
+    [record] = (tmp_path / "watch").iterdir()
+    assert record.name == "step_000010"  # the last one steps every second time

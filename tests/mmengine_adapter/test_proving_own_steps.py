@@ -16,8 +16,9 @@ from tests.mmengine_adapter.test_rehearsing import read
 
 from mmfsdp import prove
 from mmfsdp.errors import ConfigError
-from mmfsdp.frontends import RemadeStep, build_model
+from mmfsdp.frontends import RemadeStep, build_model, read_config
 from mmfsdp.parity import Proof
+from mmfsdp_cli.proving import _step
 
 
 @MODELS.register_module(force=True)
@@ -81,21 +82,65 @@ def test_what_computes_something_else_is_not_proven(tmp_path: Path) -> None:
     assert (proof.trained.first.key.kind, proof.trained.first.key.step) == ("gradient of output", 1)
 
 
-def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    both = ("optim_wrapper = dict(", "optim_wrapper = dict(constructor='BothOptimizers', first=dict(")
-    config = read(tmp_path, both, ("norm_decay_mult=0))", "norm_decay_mult=0)))"))
-    model = config.model()
-    make = config.step(model).optimizer
-    assert callable(make)
-    with pytest.raises(ConfigError, match="there are several: conv, head"):
-        make(model.parameters())
+@MODELS.register_module(force=True)
+class InTurns(Pictured):
+    """Its parts are updated in turns, each with an optimizer of its own."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        for name in ("head", "conv"):
+            with optim_wrapper[name].optim_context(self):
+                loss = self(**self.data_preprocessor(data, True), mode="loss")["loss_pixels"]
+            optim_wrapper[name].update_params(loss)
+        if optim_wrapper["head"].should_update():  # no gradients are left over, which a checkpoint does not have
+            optim_wrapper["head"].zero_grad()
+        return {}
+
+    def val_step(self, data: Any) -> Any:
+        return self(**self.data_preprocessor(data), mode="loss")
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class BothOptimizers:
+    """The head accumulates two calls, and the convolution is clipped."""
+
     def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
         pass
 
     def __call__(self, model: torch.nn.Module) -> OptimWrapperDict:
-        parts = {name: getattr(model, name).parameters() for name in ("conv", "head")}
-        return OptimWrapperDict(**{name: OptimWrapper(torch.optim.SGD(part, 0.1)) for name, part in parts.items()})
+        parts = {name: torch.optim.SGD(getattr(model, name).parameters(), 0.1, 0.9) for name in ("conv", "head")}
+        return OptimWrapperDict(
+            conv=OptimWrapper(parts["conv"], clip_grad={"max_norm": 0.01}),
+            head=OptimWrapper(parts["head"], accumulative_counts=2),
+        )
+
+
+BOTH = ("optim_wrapper = dict(", "optim_wrapper = dict(constructor='BothOptimizers', first=dict(")
+ENDS = ("norm_decay_mult=0))", "norm_decay_mult=0)))")
+EVALUATES = (
+    "train_dataloader = dict(",
+    "val_cfg, val_dataloader = dict(), dict(dataset=inner)\ntrain_dataloader = dict(",
+)
+
+
+def test_several_optimizers_and_evaluation(tmp_path: Path) -> None:
+    """From the command's arguments, with the config's own evaluation."""
+    pack = ("width=50)]", "width=50), dict(type='Pack')]")
+    read(tmp_path, ("type='Pictured'", "type='InTurns'"), ("tests.mmengine_adapter.pictured", __name__), BOTH, ENDS)
+    path = tmp_path / "config.py"
+    path.write_text(path.read_text().replace(*EVALUATES).replace(*pack).replace("pipeline=[dict(type='Pack')]", ""))
+    proof = prove(partial(made_model, str(path)), **_step(("unused",), "2", str(path), read_config(path)), steps=1)
+    assert proof.proven, str(proof)
+    assert proof.evaluated
+    calls = {(item.key.name, item.key.call) for item in proof.resumed.compared if item.key.kind == "update"}
+    assert calls == {("conv.weight", 0), ("conv.weight", 1), ("conv.bias", 0), ("conv.bias", 1)} | {
+        ("head.weight", 0), ("head.bias", 0)
+    }  # fmt: skip
+
+
+def test_several_optimizers_need_a_step(tmp_path: Path) -> None:
+    config = read(tmp_path, BOTH, ENDS)
+    model = config.model()
+    make = config.step(model).optimizer
+    assert callable(make)
+    with pytest.raises(ConfigError, match=r"several optimizers: conv, head; and the model has no train_step"):
+        make(model.parameters())

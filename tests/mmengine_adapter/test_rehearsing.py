@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mmengine.registry import MODELS
+from mmengine.registry import DATASETS, MODELS
 from tests.mmengine_adapter.pictured import Pictured
 
 import mmfsdp
@@ -114,3 +114,27 @@ def test_averaged_weights_are_part_of_the_step(tmp_path: Path) -> None:
     assert dict(found.phases)["ema"] > dict(found.phases)["optimizer"]
     assert any(item.name == "aten::lerp_" and item.phase == "ema" for item in found.operators)
     assert read(tmp_path).step(model).ema is None
+
+
+@DATASETS.register_module(force=True)
+class Bare:
+    """Two samples, of a data set that has no pipeline."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"inputs": torch.full((3, 8, 8), float(place)), "data_samples": None}
+
+
+def test_a_data_set_without_a_pipeline_gives_its_own_samples(tmp_path: Path) -> None:
+    own = ("dataset=dict(type='Repeat', dataset=inner, pipeline=[dict(type='Pack')])", "dataset=dict(type='Bare')")
+    config = read(tmp_path, own, ("tests.mmengine_adapter.pictured", __name__))
+    step = config.step(config.model())
+    assert [image.mean().item() for image in step.batch["inputs"]] == [0, 1, 0]
+    assert step.assumed == ("3 samples per rank, of the config's own data set",)
+    assert step.evaluate is None  # there is no data set of validation
+    config = read(tmp_path, (own[0], "dataset=dict(type='Bare', root='x')"))
+    with pytest.raises(ConfigError, match=r"Bare gives no samples: TypeError: .* Give the shapes") as caught:
+        config.step(config.model())
+    assert caught.value.context["config"] == "train_dataloader.dataset"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.support import invoke
+from tests.cli.support import invoke, run
 
 import mmfsdp
 
@@ -41,6 +41,11 @@ def test_different_runs(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert "update of weight (step 0)" in page.read_text()
     assert invoke("compare", *runs, "--html", page).exit_code == 2
     assert invoke("compare", *runs, "--html", page, "--force").exit_code == 1
+
+
+def test_it_needs_no_torch(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run("compare", runs[0], runs[0]).returncode == 0
+    assert run("compare", *runs, "--perturbed", runs[0], "--html", tmp_path / "page.html").returncode == 1
 
 
 def test_json(runs: tuple[Path, Path]) -> None:

@@ -124,9 +124,11 @@ def _step(batch: tuple[str, ...], batch_size: str | None, path: str, source: Rea
     from mmfsdp.frontends import RemadeStep
 
     made = RemadeStep(path, None if batch_size == "own" else int(batch_size))
-    step = {"batch": made.batch, "optimizer": made.optimizer}
+    step: dict[str, Any] = {"batch": made.batch, "optimizer": made.optimizer}
     step |= {"loss": made.loss} if made.step.step is None else {"step": made.whole}
-    return {**step, "max_norm": made.step.max_norm, "accumulate": made.step.accumulate}
+    if made.step.evaluate is not None:
+        step["evaluate"] = made.evaluate
+    return {**step, "max_norm": made.step.max_norms or made.step.max_norm, "accumulate": made.step.accumulate}
 
 
 def _build(name: str, given: Mapping[str, Any]) -> nn.Module:

@@ -54,13 +54,18 @@ class RemadeStep:
         assert self.step.loss is not None, "configs that describe a step have one"
         return self.step.loss(model, batch)
 
-    def whole(self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    def whole(self, model: nn.Module, batch: Any, optimizer: Any) -> None:
         """Take a whole step of a model that has its own."""
         assert self.step.step is not None, "it is for models that have one"
         self.step.step(model, batch, optimizer)
 
-    def optimizer(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the config's optimizer for the parameters of its model."""
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        """Evaluate a model with the config's own batch."""
+        assert self.step.evaluate is not None, "it is for configs that evaluate"
+        return self.step.evaluate(model, batch)
+
+    def optimizer(self, params: Iterable[torch.Tensor]) -> Any:
+        """Return the config's optimizer, or a list of several, for the parameters of its model."""
         make = self.step.optimizer
         assert callable(make), "configs make their optimizer"
         return make(params)

@@ -23,12 +23,16 @@ class TrainingStep:
     """The micro-batch of one rank; its tensors take memory."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """Computes the loss of a micro-batch; None for the default of `mmfsdp.rehearse`."""
-    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None
+    step: Callable[[nn.Module, Any, Any], Any] | None = None
     """Takes a whole step instead, of a model that has its own; see `mmfsdp.prove`."""
-    optimizer: str | Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = "adamw"
-    """The optimizer's name, or what makes it for the sharded parameters."""
+    evaluate: Callable[[nn.Module, Any], Any] | None = None
+    """Evaluates the model with a batch of the config's own, not the one it is given; see `mmfsdp.prove`."""
+    optimizer: str | Callable[[Iterable[torch.Tensor]], Any] = "adamw"
+    """The optimizer's name, or what makes it for the sharded parameters: several, if there is a ``step``."""
     max_norm: float | None = None
     """The norm to clip gradients to."""
+    max_norms: tuple[float | None, ...] = ()
+    """That of each optimizer, if there are several."""
     accumulate: int = 1
     """Number of micro-batches in the step."""
     ema: Callable[[nn.Module], Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mmfsdp.parity.figures import Figures, add, distance
 from mmfsdp.parity.records import Entry, Key, RankRecord, entries_by_key
@@ -31,6 +31,8 @@ class Assembled:
     """The largest distance between ranks that must be equal, as a share of the norm."""
     apart_ranks: tuple[int, ...]
     """The ranks that differ from the first of those that must be equal."""
+    rows: dict[int, Figures] = field(default_factory=dict)
+    """The rows of single ranks, of activations."""
 
     @property
     def is_float(self) -> bool:
@@ -64,7 +66,7 @@ def _assemble(key: Key, parts: list[tuple[int, Entry]], world: int) -> Assembled
         whole = replace(whole, square=whole.total**2, low=whole.total, high=whole.total)
     elif any(entry.shape != first.shape for _, entry in parts):
         return replace(made, missing="ranks have batches of different sizes")
-    return replace(made, figures=whole)
+    return replace(made, figures=whole, rows={rank: entry.figures for rank, entry in parts} if world > 1 else {})
 
 
 def _boxes(made: Assembled, parts: list[tuple[int, Entry]]) -> Assembled:

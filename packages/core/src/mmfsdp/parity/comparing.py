@@ -72,6 +72,9 @@ def compare(
         found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
     )
     add_changed(found, (one, two), records, shared)
+    for (mine, yours), keys in found.dtypes.items():
+        rest = f", and so are {len(keys) - 1} more" if len(keys) > 1 else ""
+        found.notes.append(f"{keys[0]} is {mine} in the reference and {yours} in the other run{rest}.")
     for key in two.keys() - one.keys():
         if key.step in shared and key.step < until and key.kind in _MUST_BE_IN_BOTH and _has(one, key):
             found.differences.append(Difference(key, None, 0.0, 0.0, 0.0, "the reference has no such tensor", (), None))
@@ -117,8 +120,8 @@ def _compare(
             which = ", ".join(map(str, ranks))
             why = f"ranks that must be equal are {other.apart:.1e} apart; wrong: {which}"
         differ(max(far, other.apart) if apart else far, limit, why, ranks)
-    elif tensor.dtype != other.dtype and key.step == 0 and key.call == 0:
-        found.notes.append(f"{key} is {tensor.dtype} in the reference and {other.dtype} in the other run.")
+    elif tensor.dtype != other.dtype:
+        found.dtypes[tensor.dtype, other.dtype].append(key)
     found.compared.append(Compared(key, far, limit, not (far <= limit) or apart))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,8 @@ class Comparison:
     """Why tensors were not compared, and how many."""
     notes: list[str] = field(default_factory=list)
     """Other differences."""
+    dtypes: defaultdict[tuple[str, str], list[Key]] = field(default_factory=lambda: defaultdict(list))
+    """Equal tensors of other dtypes: those of both runs, and which."""
 
     @property
     def same(self) -> bool:

@@ -31,6 +31,17 @@ def diagnose(
         limit: How far the tensors may be apart, as a share.
     """
     one, two = reference[key], other[key]
+    rows = _wrong_rows(one, two, limit)
+    if rows:
+        why, _ = _of_values(key, reference, other, worlds, limit)
+        return f"{why}; only of {_ranks(rows)}", rows
+    return _of_values(key, reference, other, worlds, limit)
+
+
+def _of_values(
+    key: Key, reference: Run, other: Run, worlds: tuple[int, int], limit: float
+) -> tuple[str, tuple[int, ...]]:
+    one, two = reference[key], other[key]
     a, b = one.figures, two.figures
     assert a is not None
     assert b is not None
@@ -71,6 +82,18 @@ def _wrong_ranks(a: Figures, two: Assembled, limit: float) -> tuple[int, ...]:
         return ()
     size = max(a.norm, 1e-300)
     return tuple(rank for rank, held in two.held.items() if not distance(a, held) / size <= limit)
+
+
+def _wrong_rows(one: Assembled, two: Assembled, limit: float) -> tuple[int, ...]:
+    """Return the ranks whose samples alone differ: with as many ranks in the reference, or if they are not finite."""
+    if one.figures is not None and not one.figures.odd and any(rows.odd for rows in two.rows.values()):
+        wrong = tuple(rank for rank, rows in two.rows.items() if rows.odd)
+    elif one.rows.keys() == two.rows.keys():
+        size = max((rows.norm for rows in one.rows.values()), default=0.0) or 1e-300
+        wrong = tuple(rank for rank, rows in two.rows.items() if not distance(one.rows[rank], rows) / size <= limit)
+    else:
+        return ()
+    return wrong if 0 < len(wrong) < len(two.rows) else ()
 
 
 def _elsewhere(key: Key, a: Figures, b: Figures, reference: Run, limit: float) -> str:

@@ -27,6 +27,7 @@ class Turns:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._count = self._turn = 0
+        self._met: object = None
         self._ended: set[int] = set()
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
@@ -65,17 +66,22 @@ class Turns:
         if self._failure is not None:
             raise self._failure
 
-    def meet(self, part: int, act: Callable[[], object]) -> None:
-        """Wait until all parts have come here; then the last one calls the function for all."""
+    def meet(self, part: int, place: object, act: Callable[[], object]) -> None:
+        """Wait until all parts have come to this place; then the last one calls the function for all.
+
+        Raises:
+            ShardStateError: A part has come to another place, or has ended.
+        """
+        self._met = place if part == 0 else self._met
+        if self._ended or self._met != place:
+            raise ShardStateError(
+                "A training step steps the optimizer more often with some samples than with others, or another one, "
+                "but ranks must do so together."
+            )
         if part == self._count - 1:
             act()
         if self._count == 1:
             return
-        if self._ended:
-            raise ShardStateError(
-                "A training step steps the optimizer more often with some samples than with others, but ranks must do "
-                "so together."
-            )
         state = self._random()
         self._pass_on()
         self._wait(part)

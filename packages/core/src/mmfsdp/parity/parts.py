@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ class PartedRecording(Recording):
     """A recording of a process that plays several ranks, one after the other. Who makes one calls ``close()``.
 
     Each part has buffers of its own, as each rank has, and a file in which it is one of ``world * parts`` ranks. What
-    follows from all parts, such as gradients, is in the file of the first one. The first part is played at first.
+    follows from all parts, such as gradients, is in the file of the first one. The first part is played at first. With
+    several optimizers, the caller says where a step ends: `end_step`.
 
     Args:
         folder: See `mmfsdp.recording`.
@@ -63,6 +65,22 @@ class PartedRecording(Recording):
                     buffer.copy_(theirs)
         self._playing, self._rank = part, self._rank + part - self._playing
         self._writer, self._calls = self._writers[part], self._calls_of[part]
+
+    def end_step(self) -> None:
+        """End a step of several optimizers. Not collective."""
+        self._end_step()
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        return len(self._optimizers) == 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Record the outputs of modules in evaluation as the end of the last step. Not collective."""
+        self._evaluating, self._step = True, self._step - 1
+        try:
+            yield
+        finally:
+            self._evaluating, self._step = False, self._step + 1
 
     def close(self) -> None:
         """Remove the hooks, and write what is left."""

@@ -40,6 +40,11 @@ class Proof:
         """Whether everything that was compared is equal, before the checkpoint and after it."""
         return self.trained.same and self.resumed.same
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether evaluations were compared too."""
+        return all(any(item.key.kind == "evaluation" for item in run.compared) for run in (self.trained, self.resumed))
+
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
         return {
@@ -51,6 +56,7 @@ class Proof:
             "trained": self.trained.describe(),
             "resumed": self.resumed.describe(),
             "versions": dict(self.versions),
+            "evaluated": self.evaluated,
             "assumed": [*self.assumed],
             "device": self.device,
             "against": self.against,
@@ -59,13 +65,14 @@ class Proof:
     def __str__(self) -> str:
         on = ", ".join([*(f"{name} {version}" for name, version in self.versions.items()), self.device])
         changed = f" ({'; '.join(self.assumed)})" if self.assumed else ""
-        ranks, again = _ranks(self.ranks), _ranks(self.resumed_on)
+        ranks, again = _count(self.ranks, "rank"), _count(self.resumed_on, "rank")
         beside, other = ("in one process", "one process") if self.against == "alone" else ("with DDP", "DDP")
         if self.proven:
             count = len(self.trained.compared) + len(self.resumed.compared)
             most = max(self.trained.closest, self.resumed.closest)
             return (
-                f"Proven: {self.model} computes on {ranks} what it computes {beside}, over {self.steps} steps, "
+                f"Proven: {self.model} computes on {ranks} what it computes {beside}, over {_count(self.steps, 'step')}"
+                f"{' with an evaluation' if self.evaluated else ''}, "
                 f"and over {self.steps} more from a checkpoint on {again}. {count} tensors were compared; the largest "
                 f"difference is {most:.0%} of what is allowed. On {on}{changed}."
             )
@@ -74,5 +81,5 @@ class Proof:
         return f"Not proven: {self.model} differs {where} from {other}.\n{found}\nOn {on}{changed}."
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer, optimizer_of
+from mmfsdp.rehearsal.optimizers import make_optimizer, optimizer_from, optimizer_of
 from mmfsdp.rehearsal.realising import real_model
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
-__all__ = ["Against", "Task", "is_alone", "parts_of"]
+__all__ = ["Against", "OptimizersFn", "Task", "is_alone", "parts_of"]
 
 Against = Literal["alone", "ddp"]
+
+OptimizersFn = Callable[[Iterable[torch.Tensor]], Optimizer | Sequence[Optimizer]]
+"""``(parameters) -> optimizer``, or a list of optimizers."""
 
 _FEWEST = 2  # numbers of embeddings to draw integers for if a model has none
 
@@ -37,28 +41,45 @@ class Task:
     """Into how many parts the batch of all ranks is divided: as many on each rank of every run."""
     config: ShardConfig
     loss: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: str | OptimizerFn | None
+    optimizer: str | OptimizersFn | None
     """None for the one that the plan names, or AdamW."""
-    max_norm: float
+    max_norm: float | tuple[float, ...]
+    """The norm to clip gradients to, or that of each optimizer."""
     accumulate: int
     device: str
     """The type of device to compute on."""
     against: Against = "alone"
     """Whether the reference runs in one process, or as DDP on all ranks."""
 
-    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None
+    step: Callable[[nn.Module, Any, Any], Any] | None = None
     """Takes a whole step, instead of the loss; see `mmfsdp.prove`."""
+    evaluate: Callable[[nn.Module, Any], Any] | None = None
+    """Evaluates the model, if it can be evaluated."""
 
     def model(self) -> nn.Module:
         """Return the model."""
         torch.manual_seed(0)
         return real_model(self.factory(), torch.device(self.device)).train()
 
-    def make_optimizer(self, module: nn.Module, *, is_sharded: bool) -> torch.optim.Optimizer:
-        """Return the optimizer of a run's model."""
+    def make_optimizers(self, module: nn.Module, *, is_sharded: bool) -> list[Optimizer]:
+        """Return the optimizers of a run's model.
+
+        Raises:
+            ConfigError: They cannot be made, or there is another number of norms to clip to.
+        """
         if is_sharded and self.optimizer is None:
-            return optimizer_of(None, module, find_sharded_model(module).plan, self.device)
-        return make_optimizer(self.optimizer or "adamw", list(module.parameters()), self.device)
+            made = [optimizer_of(None, module, find_sharded_model(module).plan, self.device)]
+        else:
+            given, params = self.optimizer or "adamw", list(module.parameters())
+            found = (optimizer_from(given) if isinstance(given, str) else given)(params)
+            several = [found] if isinstance(found, Optimizer) else [*found]
+            made = [make_optimizer(partial(_itself, one), params, self.device) for one in several]
+        if isinstance(self.max_norm, tuple) and len(self.max_norm) != len(made):
+            raise ConfigError(
+                f"There are {len(made)} optimizers, and {len(self.max_norm)} norms to clip their gradients to.",
+                config="max_norm",
+            )
+        return made
 
     def micro_batch(self, model: nn.Module, step: int, place: int, part: int) -> Any:
         """Return a part of the batch that all ranks share, whatever their number."""
@@ -89,10 +110,17 @@ class Task:
         return tree_map_only(torch.Tensor, draw, self.batch)
 
 
+def _itself(made: Optimizer, params: Iterable[torch.Tensor]) -> Optimizer:
+    return made
+
+
 def is_alone(task: Task) -> str:
     """Return why the reference is the plan on one rank instead of the plain model; empty if it is the plain model."""
-    if task.config.precision.param_dtype not in (None, "float32"):
+    precision = task.config.precision
+    if precision.param_dtype not in (None, "float32"):
         return "mixed precision"
+    if precision.storage_dtype is not None:
+        return f"weights in {precision.storage_dtype}"
     return "its optimizer" if task.optimizer is None and task.config.optimizer is not None else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,8 @@ from mmfsdp.parity.comparison import Comparison
 from mmfsdp.parity.launched import Launched, Local, are_launched
 from mmfsdp.parity.proof import Proof
 from mmfsdp.parity.proof_runs import run_reference, run_sharded
-from mmfsdp.parity.proof_task import Against, Task, is_alone, parts_of
-from mmfsdp.rehearsal.optimizers import OptimizerFn
-from mmfsdp.rehearsal.step import default_loss
+from mmfsdp.parity.proof_task import Against, OptimizersFn, Task, is_alone, parts_of
+from mmfsdp.rehearsal.step import call_with, default_loss
 
 __all__ = ["Reference", "prove", "prove_beside", "train_reference"]
 
@@ -39,9 +38,10 @@ def prove(
     ranks: int | None = None,
     config: ShardConfig | Mapping[str, Any] | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    step: Callable[[nn.Module, Any, torch.optim.Optimizer], Any] | None = None,
-    optimizer: str | OptimizerFn | None = None,
-    max_norm: float | None = 1.0,
+    step: Callable[[nn.Module, Any, Any], Any] | None = None,
+    evaluate: Callable[[nn.Module, Any], Any] | None = None,
+    optimizer: str | OptimizersFn | None = None,
+    max_norm: float | Sequence[float | None] | None = 1.0,
     accumulate: int = 1,
     steps: int = 3,
     resume_on: int | None = None,
@@ -73,10 +73,15 @@ def prove(
             Other processes must be able to import it.
         step: Instead of ``loss``, takes a whole step of a model, a batch and an optimizer: forward, backward, and the
             optimizer's ``step()`` and ``zero_grad()``, each as often as it likes. Gradients are clipped when the
-            optimizer steps. With ``accumulate`` it is called once for each micro-batch.
-        optimizer: Name of the optimizer, see `mmfsdp.rehearsal.optimizer_from`, or what makes it of the parameters; by
-            default the one that the plan names, or AdamW.
-        max_norm: The norm to clip gradients to; None for no clipping.
+            optimizer steps. With ``accumulate`` it is called once for each micro-batch. Of several optimizers it gets
+            a list.
+        evaluate: Evaluates a model, in evaluation mode, with a batch; what its modules return is compared. It is called
+            after the first step, and after the first one from the checkpoint. By default the model's forward, if there
+            is neither ``loss`` nor ``step``.
+        optimizer: Name of the optimizer, see `mmfsdp.rehearsal.optimizer_from`, or what makes it of the parameters, or
+            a list of several; by default the one that the plan names, or AdamW.
+        max_norm: The norm to clip gradients to; None for no clipping. Of several optimizers with ``step``, a list has
+            the norm of each.
         accumulate: Number of micro-batches in a step.
         steps: Steps before the checkpoint, and after it.
         resume_on: On how many ranks to go on; by default 1, or 2 if ``ranks`` is more than 2.
@@ -114,8 +119,9 @@ def prove(
         parts=parts_of(shapes, ranks, again),
         config=settings,
         loss=loss or default_loss,
+        evaluate=evaluate or (call_with if loss is None and step is None else None),
         optimizer=optimizer,
-        max_norm=math.inf if max_norm is None else max_norm,
+        max_norm=tuple(map(_norm, max_norm)) if isinstance(max_norm, Sequence) else _norm(max_norm),
         accumulate=accumulate,
         device=found.device,
         against=against,
@@ -123,6 +129,8 @@ def prove(
     )
     if step is not None and loss is not None:
         raise ConfigError("prove() takes a loss or a whole step, not both.", config="step")
+    if step is None and isinstance(max_norm, Sequence):
+        raise ConfigError("A norm for each optimizer needs step=..., which clips when one steps.", config="max_norm")
     if against not in ("alone", "ddp"):
         raise ConfigError(f"prove() takes against='alone' or 'ddp', got {against!r}.", config="against")
     if against == "ddp" and (why := is_alone(task)):
@@ -141,8 +149,8 @@ class Reference:
     """The name of the model."""
     known: tuple[str, ...]
     """What must be known of the runs."""
-    updates: tuple[int, ...]
-    """After each step, how often the optimizer has stepped."""
+    ended: tuple[int, ...]
+    """After each step, how many steps the record has."""
 
 
 def train_reference(found: Launched | Local, task: Task, home: Path, steps: int) -> Reference:
@@ -160,8 +168,8 @@ def train_reference(found: Launched | Local, task: Task, home: Path, steps: int)
         results = [found.together(run_reference, task.ranks, *job)[0] for job in jobs]
     else:
         results = found.alone(run_reference, jobs)
-    name, known, updates = results[0]
-    return Reference(record, name, tuple(known), tuple(updates))
+    name, known, ended = results[0]
+    return Reference(record, name, tuple(known), tuple(ended))
 
 
 def prove_beside(
@@ -178,7 +186,7 @@ def prove_beside(
         again: On how many ranks to go on.
     """
     trained, resumed, saved = (home / name for name in ("ranks", "resumed", "checkpoint"))
-    first = reference.updates[steps - 1]
+    first = reference.ended[steps - 1]
     found.together(run_sharded, task.ranks, task, str(trained), (0, steps), 0, None, str(saved))
     found.together(run_sharded, again, task, str(resumed), (steps, 2 * steps), first, str(saved), None)
     both = found.decide(lambda: (_compared(reference.record, trained), _compared(reference.record, resumed)))
@@ -195,6 +203,10 @@ def prove_beside(
         task.against,
         found.rank,
     )
+
+
+def _norm(given: float | None) -> float:
+    return math.inf if given is None else given
 
 
 def _perturbed(reference: Path, seed: int | None) -> Path:

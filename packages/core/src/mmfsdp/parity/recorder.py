@@ -122,7 +122,7 @@ class Recording:
         }
         self._writer = self._make_writer(folder, self._rank, head)
         self._step, self._calls = step, dict[tuple[str, str], int]()
-        self._running = self._started = self._called = False
+        self._running = self._started = self._called = self._evaluating = False
         self._counts = True  # whether the step that runs is one of training
         self._samples = 0
         with ExitStack() as hooks:
@@ -183,8 +183,8 @@ class Recording:
                 self._tensors("input", name, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._running:
-                self._tensors("output", name, output)
+            if self._running or self._evaluating:
+                self._tensors("output" if self._running else "evaluation", name, output)
             if not name:
                 self._running = False
 
@@ -193,18 +193,20 @@ class Recording:
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._running = module.training and self._is_on
         self._called = True
+        if self._running or self._evaluating:
+            self._samples = _first_size(given)
         if not self._running:
             return
         if not self._started:
             self._started = True
             self._writer.add_boxes([self._params.part("initial parameter", *item) for item in self._params.named()])
         self._writer.add_boxes(self._params.changed())
-        leaves = [leaf for _, leaf in tree_flatten_with_path(given)[0]]
-        self._samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     def _tensors(self, kind: str, name: str, tree: Any) -> None:
         for path, leaf in _leaves(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.layout != torch.strided:
+                continue
+            if kind == "evaluation" and not leaf.is_floating_point():  # the largest of two may be another by rounding
                 continue
             key = self._key(kind, name + path)
             self._activation(key, leaf)
@@ -262,10 +264,13 @@ class Recording:
     def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._counts:
             self._after_update(optimizer)
-        is_last = optimizer is self._optimizers[-1]
+        is_last = self._ends_step(optimizer)
         if self._counts and is_last:
             self._end_step()
         self._called = self._called and not is_last
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        return optimizer is self._optimizers[-1]
 
     def _before_update(self, optimizer: Optimizer) -> None:
         if self._is_on:
@@ -290,6 +295,12 @@ class Recording:
         call = self._calls.get((kind, name), 0)
         self._calls[kind, name] = call + 1
         return Key(self._step, kind, name, call)
+
+
+def _first_size(tree: Any) -> int:
+    """Return the first dimension of the first tensor, which counts samples; 0 if there is none."""
+    leaves = [leaf for _, leaf in tree_flatten_with_path(tree)[0]]
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
 
 def _kind(value: object) -> str:

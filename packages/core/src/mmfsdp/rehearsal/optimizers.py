@@ -67,6 +67,11 @@ def make_optimizer(
         ConfigError: There is no such optimizer, or it cannot be made for these parameters.
     """
     made = (optimizer_from(optimizer) if isinstance(optimizer, str) else optimizer)(params)
+    if isinstance(made, list | tuple):
+        raise ConfigError(
+            f"The function makes {len(made)} optimizers, and this step has one. mmfsdp.prove(step=...) takes several.",
+            config="optimizer",
+        )
     if device_type != "cpu":
         for group in made.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):

@@ -1,4 +1,4 @@
-"""Makes the batch that a config's data pipeline would give, from an invented file instead of the data set's."""
+"""Makes the batch that a config's data loader would give: from an invented file, or of a data set without pipeline."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from mmengine.registry import FUNCTIONS, TRANSFORMS
+from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
 from mmfsdp.errors import ConfigError
 from mmfsdp_mmengine.configs.arguments import copied
 from mmfsdp_mmengine.configs.packages import what_to_install
 
-__all__ = ["IMAGE_SIZE", "OBJECTS", "sample_batch"]
+__all__ = ["sample_batch"]
 
 IMAGE_SIZE = (768, 1280)
 """Height and width of the invented image. Its ratio reaches both limits of the usual ``scale=(1333, 800)``."""
@@ -29,38 +29,55 @@ OBJECTS = 8
 _DRAWS = 8  # of random crops and scales; caches of mosaics are full after five
 
 
-def sample_batch(settings: Mapping[str, Any], batch_size: int) -> Any:
-    """Return a batch as the config's data loader would give it, made from one invented image file.
+def sample_batch(settings: Mapping[str, Any], batch_size: int, name: str = "train_dataloader") -> tuple[Any, str]:
+    """Return a batch as a data loader of the config would give it, and where it is from.
 
-    The config's own transforms run, the loading ones included. Of several draws of random sizes it takes the largest.
-    Call it in the config's scope.
+    The config's own transforms run, the loading ones included, from one invented image file. Of several draws of random
+    sizes it takes the largest. A data set without transforms is built, and gives its first samples. Call it in the
+    config's scope.
 
     Args:
         settings: The content of the config. Not changed.
         batch_size: The samples in it.
+        name: The data loader.
 
     Raises:
-        ConfigError: The config has no data pipeline, or a transform cannot be built or fails; the context names it.
+        ConfigError: The config has no such data loader; a transform or the data set cannot be built, or fails; the
+            context names it.
     """
-    loader = settings.get("train_dataloader")
+    loader = settings.get(name)
     dataset = loader.get("dataset") if isinstance(loader, Mapping) else None
     if not isinstance(loader, Mapping) or not isinstance(dataset, Mapping):
         raise ConfigError(
-            "The config has no train_dataloader with a dataset, so the shapes of its batches are unknown. Give them "
-            "with --batch.",
-            config="train_dataloader",
+            f"The config has no {name} with a dataset, so the shapes of its batches are unknown. Give them with "
+            "--batch.",
+            config=name,
         )
-    transforms = [(path, _built(given, path)) for path, given in _transforms(dataset, "train_dataloader.dataset")]
+    given = [*_transforms(dataset, f"{name}.dataset")]
+    if not given:
+        return _collate(loader, name)(_own_samples(dataset, batch_size, name)), "of the config's own data set"
+    transforms = [(path, _built(transform, path)) for path, transform in given]
     with tempfile.TemporaryDirectory() as folder, _seeded():
         found = _record(Path(folder), [transform for _, transform in transforms])
         drawn = [sample for _ in range(_DRAWS) if (sample := _run(transforms, found)) is not None]
     if not drawn:
         raise ConfigError(
             "The data pipeline drops the invented image each time. Give the shapes with --batch.",
-            config="train_dataloader.dataset.pipeline",
+            config=f"{name}.dataset.pipeline",
         )
     largest = max(drawn, key=_elements)
-    return _collate(loader)([copy.deepcopy(largest) for _ in range(batch_size)])
+    height, width = IMAGE_SIZE
+    source = f"from an invented image of {width} x {height} with {OBJECTS} objects, through the config's data pipeline"
+    return _collate(loader, name)([copy.deepcopy(largest) for _ in range(batch_size)]), source
+
+
+def _own_samples(dataset: Mapping[str, Any], count: int, name: str) -> list[Any]:
+    """Return the first samples of a data set that has no pipeline, and again from its first one if it has fewer."""
+    try:
+        built = DATASETS.build(copied(dataset))
+        return [copy.deepcopy(built[place % len(built)]) for place in range(count)]
+    except Exception as error:  # whatever a user's data set raises
+        raise _failed(dataset.get("type"), "gives no samples", f"{name}.dataset", error) from error
 
 
 def _transforms(dataset: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -145,13 +162,13 @@ def _record(folder: Path, transforms: list[Any]) -> dict[str, Any]:
     }
 
 
-def _collate(loader: Mapping[str, Any]) -> Any:
+def _collate(loader: Mapping[str, Any], name: str) -> Any:
     given = loader.get("collate_fn") or {"type": "pseudo_collate"}
     config = dict(given)
     kind = config.pop("type")
     function = FUNCTIONS.get(kind) if isinstance(kind, str) else kind
     if function is None:
-        raise ConfigError(f"{kind!r} is not a registered function.", config="train_dataloader.collate_fn")
+        raise ConfigError(f"{kind!r} is not a registered function.", config=f"{name}.collate_fn")
     return lambda samples: function(samples, **config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,8 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import TrainingStep
 from mmfsdp_mmengine.checkpoints.averages import averaged_model_class
 from mmfsdp_mmengine.doctor.optimizer_findings import plainest
-from mmfsdp_mmengine.doctor.own_steps import OwnStep, own_labels
-from mmfsdp_mmengine.doctor.sampling import IMAGE_SIZE, OBJECTS, sample_batch
+from mmfsdp_mmengine.doctor.own_steps import OwnEvaluation, OwnStep, own_labels
+from mmfsdp_mmengine.doctor.sampling import sample_batch
 from mmfsdp_mmengine.doctor.subject import class_of, hooks_of, in_scope, name_of, quiet
 from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
@@ -49,13 +50,12 @@ def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int
             config="train_dataloader.batch_size",
         )
     with quiet(), in_scope(settings):
-        batch = sample_batch(settings, size)
-    height, width = IMAGE_SIZE
-    assumed = (
-        f"{size} samples per rank, from an invented image of {width} x {height} with {OBJECTS} objects, through the "
-        "config's data pipeline"
-    )
-    return replace(step_with(settings, model, batch), assumed=(assumed,))
+        batch, source = sample_batch(settings, size)
+        evaluated = None
+        if isinstance(settings.get("val_dataloader"), Mapping) and settings.get("val_cfg") is not None:
+            evaluated = OwnEvaluation(sample_batch(settings, size, "val_dataloader")[0])
+    step = step_with(settings, model, batch)
+    return replace(step, evaluate=evaluated, assumed=(f"{size} samples per rank, {source}",))
 
 
 def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> TrainingStep:
@@ -69,17 +69,51 @@ def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> Trai
     wrapper = settings.get("optim_wrapper") or {}
     with quiet(), in_scope(settings):
         cast = _autocast(wrapper)
-    clip = wrapper.get("clip_grad") if isinstance(wrapper, Mapping) else None
-    count = wrapper.get("accumulative_counts", 1)
-    return TrainingStep(
+    count, max_norm = wrapper.get("accumulative_counts", 1), _norm(wrapper.get("clip_grad"))
+    step = TrainingStep(
         batch=batch,
         loss=_loss(cast),
-        step=OwnStep(cast, count) if overrides(model, "train_step") else None,
+        step=OwnStep({"": (cast, count)}) if overrides(model, "train_step") else None,
         optimizer=_optimizer(settings, model),
-        max_norm=float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None,
+        max_norm=max_norm,
         accumulate=count,
         ema=_averages(settings),
     )
+    if step.step is None or "constructor" not in wrapper or len(several := _wrappers(settings, model)) < 2:
+        return step
+    counts = {name: int(getattr(each, "_accumulative_counts", 1)) for name, each in several.items()}
+    return replace(
+        step,
+        step=OwnStep({name: (_autocast_of(each), counts[name]) for name, each in several.items()}),
+        max_norms=tuple(_norm(getattr(each, "clip_grad_kwargs", None)) for each in several.values()),
+        accumulate=math.lcm(*counts.values()),
+    )
+
+
+def _norm(clip: Any) -> float | None:
+    return float(clip["max_norm"]) if isinstance(clip, Mapping) and "max_norm" in clip else None
+
+
+def _autocast_of(wrapper: Any) -> Callable[[], Any]:
+    """Return what makes the context of a forward, of a wrapper that a constructor of several has made."""
+    if not isinstance(wrapper, AmpOptimWrapper):
+        return contextlib.nullcontext
+    return lambda: torch.autocast("cpu", dtype=wrapper.cast_dtype)
+
+
+def _wrappers(settings: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the config's optimizer wrappers by name.
+
+    Raises:
+        ConfigError: They cannot be built.
+    """
+    try:
+        with quiet(), in_scope(settings):
+            return optim_wrappers_of(build_optim_wrapper(model, plainest(settings.get("optim_wrapper") or {})))
+    except Exception as error:  # whatever a user's constructor raises
+        raise ConfigError(
+            f"The config's optimizer cannot be built: {type(error).__name__}: {error}", config="optim_wrapper"
+        ) from error
 
 
 def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -127,31 +161,26 @@ def _averages_weights(hook: Mapping[str, Any], cls: Any) -> bool:
 
 
 def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Iterable[torch.Tensor]], Any]:
-    """Return what makes the config's optimizer for the parameters of the sharded model, with its groups."""
+    """Return what makes the config's optimizer, or a list of several, for the sharded model's parameters."""
 
-    def make(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        sharded = list(params)
-        try:
-            with quiet(), in_scope(settings):
-                built = build_optim_wrapper(model, plainest(settings.get("optim_wrapper") or {}))
-            wrappers = optim_wrappers_of(built)
-            if len(wrappers) > 1:
-                raise ValueError(f"there are several: {', '.join(wrappers)}. A step with one is supported.")
-            [wrapper] = wrappers.values()
-            optimizer: torch.optim.Optimizer = wrapper.optimizer
-        except Exception as error:  # whatever a user's constructor raises
+    def make(params: Iterable[torch.Tensor]) -> Any:
+        sharded, whole = list(params), list(model.parameters())
+        wrappers, is_flat = _wrappers(settings, model), len(whole) != len(sharded)
+        if len(wrappers) > 1 and (is_flat or not overrides(model, "train_step")):
+            why = "flat parameters are of all" if is_flat else "the model has no train_step of its own that uses them"
             raise ConfigError(
-                f"The config's optimizer cannot be built: {type(error).__name__}: {error}", config="optim_wrapper"
-            ) from error
-        whole = list(model.parameters())
-        if len(whole) == len(sharded):
-            places = {id(param): place for place, param in enumerate(whole)}
-            groups = [[sharded[places[id(param)]] for param in group["params"]] for group in optimizer.param_groups]
-        else:  # flat parameters, which have one group
-            groups = [[param for param in sharded if param.requires_grad]]
-            del optimizer.param_groups[1:]
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = members
-        return optimizer
+                f"The config has several optimizers: {', '.join(wrappers)}; and {why}.", config="optim_wrapper"
+            )
+        places = {id(param): place for place, param in enumerate(whole)}
+        made = [wrapper.optimizer for wrapper in wrappers.values()]
+        for optimizer in made:
+            if is_flat:  # they have one group
+                groups = [[param for param in sharded if param.requires_grad]]
+                del optimizer.param_groups[1:]
+            else:
+                groups = [[sharded[places[id(param)]] for param in group["params"]] for group in optimizer.param_groups]
+            for group, members in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = members
+        return made if len(made) > 1 else made[0]
 
     return make

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from mmengine.hooks import Hook
 
-from mmfsdp.errors import ConfigError
 from mmfsdp.parity import Watch, WatchSettings
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
@@ -23,7 +22,8 @@ class WatchHook(Hook):
     The norm is known if ``optim_wrapper`` has ``clip_grad``; without it, only numbers that are not finite are found.
 
     Args:
-        every: Record each step whose number it divides. A step is one of the optimizer.
+        every: Record each step whose number it divides. A step is one of the optimizer, of the last one if there are
+            several.
         jump: How many times the median of the last 50 a norm must be.
         keep: How many recorded steps to keep in memory.
         alarms: After so many, no more records are written.
@@ -52,20 +52,16 @@ class WatchHook(Hook):
         """Begin.
 
         Raises:
-            ConfigError: A setting has an unknown value, or there are several optimizers.
+            ConfigError: A setting has an unknown value.
         """
         wrappers = optim_wrappers_of(runner.optim_wrapper)
-        if len(wrappers) != 1:
-            raise ConfigError(
-                f"WatchHook watches one optimizer, and the config has {len(wrappers)}: {', '.join(wrappers)}. Remove "
-                "the hook, or use mmfsdp.watching() around a loop of yours.",
-                config="custom_hooks",
-            )
-        [wrapper] = wrappers.values()
         folder = Path(runner.work_dir, "watch") if self._folder is None else Path(self._folder)
-        first = runner.iter // max(int(getattr(wrapper, "_accumulative_counts", 1)), 1)
-        self._watch = Watch(folder, runner.model, wrapper.optimizer, WatchSettings(**self._settings), first_step=first)
-        _tell_norm(wrapper, self._watch)
+        *_, last = wrappers.values()
+        first = runner.iter // max(int(getattr(last, "_accumulative_counts", 1)), 1)
+        optimizers = [wrapper.optimizer for wrapper in wrappers.values()]
+        self._watch = Watch(folder, runner.model, optimizers, WatchSettings(**self._settings), first_step=first)
+        for name, wrapper in wrappers.items():
+            _tell_norm(wrapper, self._watch, name)
 
     def after_train(self, runner: Any) -> None:
         """End."""
@@ -73,7 +69,7 @@ class WatchHook(Hook):
             self._watch.close()
 
 
-def _tell_norm(wrapper: Any, watch: Watch) -> None:
+def _tell_norm(wrapper: Any, watch: Watch, name: str) -> None:
     """Make an optimizer wrapper tell the norm that it clips by."""
     clip = getattr(wrapper, "clip_func", None)
     if clip is None:
@@ -81,10 +77,10 @@ def _tell_norm(wrapper: Any, watch: Watch) -> None:
 
     @functools.wraps(clip)
     def clip_and_tell(*args: Any, **kwargs: Any) -> Any:
-        watch.before_clipping()
+        watch.before_clipping(wrapper.optimizer)
         norm = clip(*args, **kwargs)
         if isinstance(norm, torch.Tensor):  # clipping by value has none
-            watch.norm(norm)
+            watch.norm(norm, name)
         return norm
 
     wrapper.clip_func = clip_and_tell
