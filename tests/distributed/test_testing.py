@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tests.forked_scripts import python
+
+from mmfsdp.testing import RankError, run_alone
 
 SCRIPT = """
 import multiprocessing
@@ -76,3 +79,17 @@ def test_ranks_end_when_the_process_is_killed(tmp_path: Path) -> None:
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+
+
+def place(rank: int, number: int) -> tuple[int, int, int, int]:
+    assert number < 5, "too many"
+    return number, rank, dist.get_world_size(), os.getpid()
+
+
+def test_jobs_share_processes_that_are_worlds_of_their_own() -> None:
+    found = run_alone(place, [(number,) for number in range(5)], at_once=2)
+    assert [item[:3] for item in found] == [(number, 0, 1) for number in range(5)]
+    assert len({item[3] for item in found}) == 2
+    assert run_alone(place, []) == []
+    with pytest.raises(RankError, match=r"place failed on rank 0:(.|\n)*too many"):
+        run_alone(place, [(1,), (5,)])

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["RankError", "close_ranks", "preload", "run_ranks", "single_rank"]
+__all__ = ["RankError", "close_ranks", "preload", "run_alone", "run_ranks", "single_rank"]
 
 _Answer = tuple[BaseException | None, Any, str]
 _CALLS = 40  # then processes are replaced, or
@@ -39,7 +40,7 @@ _MEMORY = "/dev/shm"  # on Linux
 _GRACE = 5.0  # seconds that the other ranks get to end once one has failed
 _WAIT = timedelta(minutes=10)  # longer than calls may take: gloo's error would say where one rank waits, not all
 _DUMP = 0.5  # seconds that a rank gets to write where it is
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, list[_Pool]] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
 _preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports these on first use
 _preloaded += ["mmfsdp.torch_style.wrapper", "mmfsdp.saving.load", "mmfsdp.saving.save"]
@@ -66,24 +67,47 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         RankError: A rank raised or did not answer; the message contains its traceback, and (not on Windows) where the
             ranks are that did not answer.
     """
-    pool = _pools.get(world_size)
-    if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
+    [pool] = _kept(world_size, 1)
     try:
-        answers = pool.call(function, args, timeout)
+        found = pool.results(function, args, timeout)
     except BaseException:
         _drop(world_size)
         raise
-    errors = [error for error, _, _ in answers]
-    pool.calls += 1
-    if any(errors) or pool.is_worn():
+    if pool.is_worn():
         _drop(world_size)
-    if any(errors):
-        rank, (_, _, trace) = next((rank, answer) for rank, answer in enumerate(answers) if answer[0] is not None)
-        failure = RankError(f"{function.__name__} failed on rank {rank}:\n{trace}{pool.silent}")
-        failure.errors = errors
-        raise failure
-    return [result for _, result, _ in answers]
+    return found
+
+
+def run_alone(
+    function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], *, at_once: int = 2, timeout: float = 240.0
+) -> list[Any]:
+    """Call ``function(0, *job)`` for each job, each in a gloo world of one process, and return the results in order.
+
+    The processes serve several calls, as those of `run_ranks`.
+
+    Args:
+        function: A function at the top level of a module, which other processes can import.
+        jobs: Picklable arguments of each call. Results must be picklable too.
+        at_once: How many processes share the jobs among them.
+        timeout: Seconds to wait for a call.
+
+    Raises:
+        RankError: A call raised or did not end; the message contains its traceback.
+    """
+    pools = _kept(1, min(at_once, len(jobs)))
+
+    def share(place: int) -> list[Any]:
+        return [pools[place].results(function, job, timeout)[0] for job in jobs[place :: len(pools)]]
+
+    try:
+        with ThreadPoolExecutor(max(len(pools), 1)) as threads:
+            shares = [*threads.map(share, range(len(pools)))]
+    except BaseException:
+        _drop(1)
+        raise
+    if any(pool.is_worn() for pool in pools):
+        _drop(1)
+    return [shares[place % len(pools)][place // len(pools)] for place in range(len(jobs))]
 
 
 def preload(*modules: str) -> None:
@@ -148,13 +172,24 @@ class _Pool:
         finally:
             self._signal("SIGSTOP")  # an idle gloo thread takes up to 5 % of a core
 
+    def results(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        answers = self.call(function, args, timeout)
+        self.calls += 1
+        errors = [error for error, _, _ in answers]
+        if any(errors):
+            rank, (_, _, trace) = next((rank, answer) for rank, answer in enumerate(answers) if answer[0] is not None)
+            failure = RankError(f"{function.__name__} failed on rank {rank}:\n{trace}{self.silent}")
+            failure.errors = errors
+            raise failure
+        return [result for _, result, _ in answers]
+
     def is_worn(self) -> bool:
         """Whether new processes would be faster."""
         try:
             threads = len(os.listdir(f"/proc/{self._processes[0].pid}/task"))
         except OSError:  # only Linux tells
             threads = 0
-        return self.calls == _CALLS or threads > _THREADS
+        return self.calls >= _CALLS or threads > _THREADS
 
     def _signal(self, name: str) -> None:
         number = getattr(signal, name, None)  # not on Windows
@@ -237,9 +272,15 @@ def _context() -> Any:
     return context
 
 
+def _kept(world_size: int, count: int) -> list[_Pool]:
+    """Return worlds of a size that are kept, and new ones if there are fewer."""
+    found = _pools.setdefault(world_size, [])
+    found.extend(_Pool(world_size) for _ in range(count - len(found)))
+    return found[:count]
+
+
 def _drop(world_size: int) -> None:
-    pool = _pools.pop(world_size, None)
-    if pool is not None:
+    for pool in _pools.pop(world_size, []):
         pool.close()
 
 

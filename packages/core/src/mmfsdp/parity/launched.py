@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mmfsdp.errors import ConfigError, ShardStateError
 from mmfsdp.sharding.devices import device_index
-from mmfsdp.testing import RankError, run_ranks
+from mmfsdp.testing import RankError, run_alone, run_ranks
 
 __all__ = ["Launched", "Local", "are_launched"]
 
@@ -38,9 +38,10 @@ class Local:
     device = "cpu"
     rank = 0
 
-    def alone(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> list[T]:
-        """Call ``function(0, *job)`` for each job in a world of one process, and return the results."""
-        return [run_ranks(function, 1, *job, timeout=_PATIENCE.total_seconds())[0] for job in jobs]
+    def alone(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], at_once: int) -> list[T]:
+        """Call ``function(0, *job)`` for each job in a world of one process, on as many cores or ``at_once``."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return run_alone(function, jobs, at_once=min(cores, at_once), timeout=_PATIENCE.total_seconds())
 
     def together(self, function: Callable[..., T], count: int, *args: Any) -> list[T]:
         """Call ``function(rank, *args)`` in a world of ``count`` processes, and return the results by rank."""
@@ -86,8 +87,8 @@ class Launched:
         self._store, self.rank, self.world = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
         self._calls = 0
 
-    def alone(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> list[T]:
-        """Call ``function(0, *job)`` for each job in a world of one process; processes share the jobs among them."""
+    def alone(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], at_once: int) -> list[T]:
+        """Call ``function(0, *job)`` for each job in a world of one process; all processes share them."""
 
         def act() -> dict[int, T]:
             found = {}

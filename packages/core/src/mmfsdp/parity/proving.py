@@ -167,7 +167,7 @@ def train_reference(found: Launched | Local, task: Task, home: Path, steps: int)
     if task.against == "ddp":
         results = [found.together(run_reference, task.ranks, *job)[0] for job in jobs]
     else:
-        results = found.alone(run_reference, jobs)
+        results = found.alone(run_reference, jobs, task.ranks)
     name, known, ended = results[0]
     return Reference(record, name, tuple(known), tuple(ended))
 
