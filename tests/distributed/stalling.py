@@ -22,6 +22,7 @@ from mmfsdp.testing import single_rank
 
 LIMIT = 3.0  # seconds for which a rank may hold up others
 PATIENT = 5.0  # the same in jobs that are healthy, as a busy machine holds ranks up as well
+LONGER = 3.0  # seconds by which what is healthy outlasts that: more than it takes to notice and tell a stall
 
 
 def forget_the_others() -> None:
@@ -60,7 +61,7 @@ def train(job: str, rank: int, ranks: int) -> None:
     step()  # what only the first one does takes long
     manager = None
     if job == "save":
-        state = {"slow": SlowState(PATIENT + 1.5 if rank == 1 else 0.0)}
+        state = {"slow": SlowState(PATIENT + LONGER if rank == 1 else 0.0)}
         manager = mmfsdp.CheckpointManager(f"{job}/run", model, grace_seconds=None, state=state)
     with mmfsdp.watch_ranks(model, PATIENT if healthy else LIMIT):
         step()
@@ -78,10 +79,10 @@ def train(job: str, rank: int, ranks: int) -> None:
             time.sleep(60)  # no collective notices it
         if job == "evaluation":
             if rank == 0:
-                time.sleep(PATIENT + 1.5)  # by one rank, for which all others wait; they are as far
+                time.sleep(PATIENT + LONGER)  # by one rank, for which all others wait; they are as far
             dist.barrier()
         if job == "compile" and rank == 1:  # others are further
-            exec(compile("import time; time.sleep(limit)", "/x/torch/_inductor/a.py", "exec"), {"limit": PATIENT + 1.5})
+            exec(compile("import time; time.sleep(limit)", "/x/torch/_inductor/a.py", "exec"), {"limit": PATIENT + LONGER})
         if manager is not None:
             if rank == 0:
                 optimizer.step()  # this rank is further, and waits for the one whose state takes long to save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,45 @@ def test_four_ranks_two_and_one_take_the_same_steps(tmp_path: Path) -> None:
     assert two[0][1] == pytest.approx(norms[-2:], rel=1e-4)
     assert one[0] == pytest.approx(losses, rel=1e-5)
     assert one[1] == pytest.approx(norms, rel=1e-4)
+
+
+def other_batches(rank: int, folder: Path, ranks: int, loop: str, batch: int, resumes: bool) -> list[list[float]]:
+    """Train with batches of some size on each rank, without ``global_batch_size``; return the samples by iteration."""
+    data = loader(batch, shuffle=True)
+    cfg: dict[str, Any] = {"by_epoch": True, "max_epochs": 2, "val_interval": 9}
+    if loop == "iter":
+        data["sampler"] = {"type": "InfiniteSampler", "shuffle": True}
+        cfg = {"type": "IterBasedTrainLoop", "max_iters": 9}
+    settings = settings_of(folder, ranks, train_cfg=cfg, param_scheduler=None)
+    settings |= {"train_dataloader": data, "strategy": strategy("local"), "resume": resumes, "log_level": "WARNING"}
+    runner = runner_of(settings)
+    runner.train()
+    [notes] = [hook for hook in runner.hooks if isinstance(hook, NotesSamples)]
+    return notes.seen
+
+
+@pytest.mark.parametrize("loop", ["epoch", "iter"])
+def test_batches_of_another_size_go_on_with_the_next_sample(tmp_path: Path, loop: str) -> None:
+    with single_rank():
+        whole = [*itertools.chain(*other_batches(0, tmp_path, 1, loop, 8, False))]
+    for place in tmp_path.glob("iter_[!2].pth"):  # two iterations are done: 16 of 32 samples
+        shutil.rmtree(place)
+    found = run_ranks(other_batches, 2, tmp_path, 2, loop, 3, True)
+    rest = [sorted(itertools.chain(*step)) for step in zip(*found, strict=True)]
+    if loop == "iter":
+        assert rest == [sorted(whole[16 + 6 * at :][:6]) for at in range(7)]
+    else:
+        assert [len(step) for step in rest] == [6, 6, 4, 6, 6, 6, 6, 6, 2]
+        order = [*whole[16:32], *whole[32:]]
+        assert rest[:3] == [sorted(order[at : at + size]) for at, size in ((0, 6), (6, 6), (12, 4))]
+        assert sorted(itertools.chain(*rest[3:])) == sorted(whole[32:])
+    [log] = [file for file in tmp_path.glob("*/*.log") if "Set global_batch_size=8" in file.read_text()]
+    assert "take 6 samples per iteration, and took 8" in log.read_text()
+    if loop == "iter":  # what is saved now has counted batches of both sizes
+        shutil.rmtree(tmp_path / "iter_9.pth")
+        with single_rank():
+            [again] = other_batches(0, tmp_path, 1, loop, 4, True)
+        assert again == whole[52:56]
 
 
 def not_divided(rank: int, folder: Path) -> str:

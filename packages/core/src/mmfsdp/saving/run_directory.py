@@ -20,6 +20,7 @@ from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
 
 __all__ = [
+    "LEASE_NAME",
     "STEP_NAME",
     "Retention",
     "RunDirectory",
@@ -29,6 +30,7 @@ __all__ = [
     "take_directory",
 ]
 
+LEASE_NAME = ".mmfsdp-run-lease"
 STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
 _ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
 _log = logging.getLogger("mmfsdp.saving")
@@ -92,7 +94,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, run: str | None, model: str) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._lease = take_directory(path / ".mmfsdp-run-lease")
+        self._lease = take_directory(path / LEASE_NAME)
         try:
             file = path / RECORD_NAME
             data = file.read_bytes() if file.exists() else None

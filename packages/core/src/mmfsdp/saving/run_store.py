@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import secrets
 from pathlib import Path
 
-from mmfsdp.errors import RunDirectoryError
 from mmfsdp.saving.run_directory import STEP_NAME, Retention, names_of_damaged, only_complete
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
+from mmfsdp.saving.store_holder import StoreHolder
 from mmfsdp.saving.stores import Store
 
 __all__ = ["RunStore"]
 
-_HOLDER = "holder.json"
 _log = logging.getLogger("mmfsdp.saving")
 
 
@@ -39,8 +35,7 @@ class RunStore:
         self._store = Store(path)
         self._record = checked_record(self._store.read(RECORD_NAME), str(path), run=run, model=model)
         self._is_stored = False
-        self._holder = {"host": os.uname().nodename, "pid": os.getpid(), "token": secrets.token_hex(8)}
-        self._store.write(_HOLDER, json.dumps(self._holder).encode())
+        self._holder = StoreHolder(self._store)
 
     def close(self) -> None:
         """Do nothing: the next job may take the directory at any time."""
@@ -70,13 +65,7 @@ class RunStore:
         Raises:
             RunDirectoryError: Another job has opened the directory.
         """
-        held = self._store.read(_HOLDER)
-        if held is not None and (holder := json.loads(held)) != self._holder:
-            raise RunDirectoryError(
-                f"Process {holder.get('pid', '?')} on host {holder.get('host', '?')!r} has opened the directory of "
-                "this run. This job saves nothing more: end it, or let the other one use another directory.",
-                file=str(self.path),
-            )
+        self._holder.check()
         changed = with_metric(self._record, step, metric)
         if changed != self._record or not self._is_stored:
             self._store.write(RECORD_NAME, record_bytes(changed))

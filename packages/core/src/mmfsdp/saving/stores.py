@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
+from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
 from mmfsdp.checkpoint.remote.pacing import call_within
 from mmfsdp.checkpoint.remote.urls import WEB, Url
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
-__all__ = ["Store", "check_store"]
+__all__ = ["Store", "check_store", "open_store"]
 
 T = TypeVar("T")
 
@@ -106,6 +107,16 @@ class Store:
         except Exception as error:  # each driver has errors of its own
             reason = mask_secrets(str(error)).strip().rstrip(".") or type(error).__name__
             raise CheckpointError(f"The store says {reason!r}.", file=str(self.path)) from hide_secrets(error)
+
+
+def open_store(path: str | Path) -> Store | None:
+    """Return the directory that a URL names in a store; ``None`` for a path on this machine. Not collective.
+
+    Raises:
+        ConfigError: The URL is malformed, or the store's driver is not installed; or it is one of the web.
+    """
+    target = place(path)
+    return Store(target) if is_remote(target) else None
 
 
 def check_store(path: Path, kind: str) -> None:

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import mmengine.hooks
+from mmengine.dataset import DefaultSampler
 from mmengine.runner import EpochBasedTrainLoop
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from mmfsdp_mmengine.checkpoints.randomness import restore_random_state
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
+from mmfsdp_mmengine.hooks.data_offsets import begin_at
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
 __all__ = ["DistSamplerSeedHook"]
@@ -24,8 +26,8 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
     """
 
     def __init__(self) -> None:
-        self._skip = 0
-        self._began = (0, 0)
+        self._seen = 0  # samples of the epoch that goes on
+        self._counted = (0, 0, 0)  # the epoch, and how many samples of it had been seen after how many iterations
         self._told = False
 
     def before_train(self, runner: Any) -> None:
@@ -41,18 +43,22 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
                 restore_random_state(resumed.random_state)
 
         if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
-            batches = type(batches)(loop.dataloader) if renewed else batches
             # The loop itself skips the batches that were trained on, unless it was told not to.
-            done = 0 if getattr(loop, "fast_forward_on_resume", False) else runner.iter
-            loop.dataloader_iterator = _Resumed(batches, done, restore)
+            skips = not getattr(loop, "fast_forward_on_resume", False)
+            self._seen = _samples_seen(runner, progress) if skips else 0
+            skip, began = _begin(runner, self._seen, progress)
+            batches = type(batches)(loop.dataloader) if renewed or began else batches
+            loop.dataloader_iterator = _Resumed(batches, runner.iter if skips else 0, skip, restore)
             return
-        self._skip = _batches_done(runner, progress)
+        self._seen = 0 if progress.get("epoch") != runner.epoch else _samples_seen(runner, progress)
         if type(loop).run_epoch is EpochBasedTrainLoop.run_epoch:
-            loop.run_epoch = partial(_run_rest_of_epoch, loop, self._skip, restore)
+            skip, _ = _begin(runner, self._seen, progress)
+            done = self._seen // _batch_size(runner) if self._seen else None
+            loop.run_epoch = partial(_run_rest_of_epoch, loop, done, skip, restore)
             return
         restore()
-        if self._skip:
-            self._skip = 0
+        if self._seen:
+            self._seen = 0
             runner.logger.warning(
                 f"The checkpoint was saved in the middle of an epoch, but {type(loop).__name__} has its own "
                 "run_epoch(): that epoch starts again from its first batch."
@@ -60,8 +66,8 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
 
     def before_train_epoch(self, runner: Any) -> None:
         """Set the epoch of the sampler."""
-        self._began = (runner.epoch, runner.iter - self._skip)
-        self._skip = 0
+        self._counted = runner.epoch, runner.iter, self._seen
+        self._seen = 0
         super().before_train_epoch(runner)
 
     def before_val(self, runner: Any) -> None:
@@ -81,10 +87,12 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
             if not self._told and (warning := _inexact(loader)) is not None:
                 runner.logger.warning(warning)
             self._told = True
+            epoch, at, seen = self._counted
             checkpoint["progress"] |= {
-                "epoch": self._began[0],
-                "epoch_began_at": self._began[1],
-                "batch_size": (loader.batch_size or 1) * runner.world_size,
+                "epoch": epoch,
+                "counted_at": at,
+                "seen": seen,
+                "batch_size": _batch_size(runner),
                 "sampler_seed": getattr(_sampler_of(loader), "seed", None),
             }
 
@@ -116,21 +124,48 @@ def _inexact(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def _batches_done(runner: Any, progress: dict[str, Any]) -> int:
-    """Return how many batches of the current epoch were trained on, counted in batches of the current size."""
-    if progress.get("epoch") != runner.epoch:
-        return 0
-    loader = runner.train_loop.dataloader
-    done: int = runner.iter - progress["epoch_began_at"]
-    before, now = progress["batch_size"], (loader.batch_size or 1) * runner.world_size
-    if again := done * before % now:
+def _batch_size(runner: Any) -> int:
+    """Return how many samples all ranks take per iteration."""
+    size: int = (runner.train_loop.dataloader.batch_size or 1) * runner.world_size
+    return size
+
+
+def _samples_seen(runner: Any, progress: dict[str, Any]) -> int:
+    """Return how many samples of the epoch that goes on all ranks have seen; a loop over iterations has one epoch."""
+    size = progress.get("batch_size", _batch_size(runner))
+    seen: int = progress.get("seen", 0) + (runner.iter - progress.get("counted_at", 0)) * size
+    return seen
+
+
+def _begin(runner: Any, seen: int, progress: dict[str, Any]) -> tuple[int, bool]:
+    """Let the data begin behind the samples of its epoch that were seen.
+
+    Batches of the same size are loaded and skipped, because augmentations draw random numbers; otherwise the sampler
+    begins there.
+
+    Returns:
+        How many batches to skip, and whether the loader's next iterator begins elsewhere than the ones before.
+    """
+    loader, now = runner.train_loop.dataloader, _batch_size(runner)
+    before = progress.get("batch_size", now)
+    if not seen or (before == now and seen % now == 0):
+        return seen // now, False
+    sampler = _sampler_of(loader)
+    several = seen > len(sampler) * runner.world_size and type(sampler) is DefaultSampler  # several of its epochs
+    began = not several and begin_at(loader, seen)
+    if before != now:
         runner.logger.warning(
-            f"The checkpoint was saved after {done * before} samples of its epoch, which is within a batch: all ranks "
-            f"together take {now} samples per iteration, and took {before}. {again} samples are seen a second time. "
-            f"Let batch_size times the number of ranks be {before} to go on exactly."
+            f"All ranks together take {now} samples per iteration, and took {before} when the checkpoint was saved: "
+            f"iterations, intervals and schedules count other batches than before. Set global_batch_size={before} to "
+            "keep them, on any number of ranks."
         )
-    batches: int = min(done * before // now, len(loader))
-    return batches
+    if not began and (seen % now or several or type(loader.batch_sampler) is not BatchSampler):
+        runner.logger.warning(
+            f"The checkpoint was saved after {seen} samples of its epoch. Training goes on after {seen // now} batches "
+            f"of {now}, so some samples may be seen twice, or not at all: only a DefaultSampler within its first epoch "
+            "and an InfiniteSampler, without a batch sampler of your own, begin at any sample."
+        )
+    return 0 if began else seen // now, began
 
 
 def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> bool:
@@ -148,38 +183,58 @@ def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> boo
 
 
 class _Resumed:
-    """A loop's batches. Behind those that were trained on, random numbers go on as they were saved."""
+    """A loop's batches. Behind those that were trained on, random numbers go on as they were saved.
 
-    def __init__(self, batches: Iterator[Any], done: int, restore: Callable[[], None]) -> None:
-        self._batches, self._done, self._restore = batches, done, restore
+    Args:
+        batches: The batches.
+        passes: How many the loop is about to skip: it gets nothing.
+        skip: How many to load and skip in place of these.
+        restore: Restores the random numbers.
+    """
+
+    def __init__(self, batches: Iterator[Any], passes: int, skip: int, restore: Callable[[], None]) -> None:
+        self._batches, self._passes, self._skip, self._restore = batches, passes, skip, restore
+        self._begun = False
 
     def __iter__(self) -> _Resumed:
         return self
 
     def __next__(self) -> Any:
-        if self._done == 0:
+        if self._passes:
+            self._passes -= 1
+            return None
+        if not self._begun:
+            self._begun = True
+            for _ in range(self._skip):
+                next(self._batches)
             self._restore()
-        self._done -= 1
         return next(self._batches)
 
     def skip_iter(self, count: int) -> None:
-        """Skip batches, as loops of onedl-mmengine do; they are loaded, because augmentations draw random numbers."""
+        """Skip batches, as loops of onedl-mmengine do."""
         for _ in range(count):
             next(self)
 
 
-def _run_rest_of_epoch(loop: Any, done: int, restore: Callable[[], None]) -> None:
-    """Run an epoch but skip its first ``done`` batches; they are loaded, because augmentations draw random numbers."""
+def _run_rest_of_epoch(loop: Any, done: int | None, skip: int, restore: Callable[[], None]) -> None:
+    """Run the rest of an epoch.
+
+    Args:
+        loop: The loop.
+        done: How many batches of the epoch were trained on; ``None`` if no sample was.
+        skip: How many of them to load and skip.
+        restore: Restores the random numbers.
+    """
     vars(loop).pop("run_epoch")
-    if not done:
+    if done is None:
         restore()
         loop.run_epoch()
         return
     loop.runner.call_hook("before_train_epoch")
     loop.runner.model.train()
     batches = iter(loop.dataloader)
-    for _ in range(done):
-        next(batches)
+    for _ in range(skip):
+        next(batches, None)
     restore()
     for index, batch in enumerate(batches, done):
         loop.run_iter(index, batch)
