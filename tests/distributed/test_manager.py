@@ -23,6 +23,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint import open_layout
+from mmfsdp.checkpoint.files.siblings import Kind, Lease, new_token, sibling
 from mmfsdp.saving import save as save_module
 from mmfsdp.saving import save_ledger, step_messages
 from mmfsdp.saving.run_directory import Retention, RunDirectory
@@ -275,6 +276,18 @@ def test_one_job_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None
         with pytest.raises(errors.RunDirectoryError, match=f"Process {pid} on host '{os.uname().nodename}' is"):
             RunDirectory(tmp_path, run=None, model="any")
         os.kill(int(pid), signal.SIGKILL)
+    RunDirectory(tmp_path, run=None, model="any").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_save_left_is_removed_though_its_step_is_not_saved_again(tmp_path: Path) -> None:
+    target, token = tmp_path / "step_7", new_token()
+    left = sibling(target, token, Kind.PARTIAL)
+    left.mkdir()
+    (left / "rank0.pth").write_bytes(b"half")
+    dead = Lease.take(sibling(target, token, Kind.LEASE))
+    assert dead is not None
+    dead.abandon()  # as a process that died
     RunDirectory(tmp_path, run=None, model="any").close()
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.disk import place
-from mmfsdp.checkpoint.files.siblings import Lease
+from mmfsdp.checkpoint.files.siblings import Lease, remove_all_leftovers
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.saving.publishing import as_checkpoint_error
@@ -19,6 +19,8 @@ __all__ = ["HeldDirectory"]
 
 class HeldDirectory:
     """A directory that this job holds until it is closed or the job ends. Making one is collective: every rank.
+
+    What killed saves have left there is removed.
 
     Args:
         path: A path, which is created if it is missing, or a URL in a store. The same on every rank.
@@ -43,6 +45,7 @@ class HeldDirectory:
                 else:
                     target.mkdir(parents=True, exist_ok=True)
                     self._lease = take_directory(target / LEASE_NAME)
+                    remove_all_leftovers(target, self._lease)
 
         on_all_ranks(hold, scope)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmfsdp.checkpoint.files.atomic import atomic_output
-from mmfsdp.checkpoint.files.siblings import Lease, targets_of, writer
+from mmfsdp.checkpoint.files.siblings import Lease, remove_all_leftovers, targets_of, writer
 from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remove_remains
 from mmfsdp.errors import CheckpointError, ConfigError, RunDirectoryError
 from mmfsdp.saving.run_record import RECORD_NAME, checked_record, metrics_of, record_bytes, with_metric
@@ -99,6 +99,7 @@ class RunDirectory:
             file = path / RECORD_NAME
             data = file.read_bytes() if file.exists() else None
             self._record = checked_record(data, str(path), run=run, model=model)
+            remove_all_leftovers(path, self._lease)  # of saves at steps that may never be saved again
         except BaseException:
             self.close()
             raise

@@ -35,6 +35,7 @@ __all__ = [
     "claim_of",
     "interrupted",
     "new_token",
+    "remove_all_leftovers",
     "remove_leftovers",
     "sibling",
     "targets_of",
@@ -153,6 +154,18 @@ def remove_leftovers(path: Path, own: Lease) -> None:
         if entry.path != own.path:
             with contextlib.suppress(OSError):
                 remove(entry.path)
+
+
+def remove_all_leftovers(directory: Path, own: Lease) -> None:
+    """Do what `remove_leftovers` does for each target in a directory, whether it is written again or not.
+
+    Args:
+        directory: The directory.
+        own: A lease that was taken just now in this directory.
+    """
+    pattern = re.compile(rf"\.(.+)\.[0-9a-f-]+\.(?:{'|'.join(Kind)})")
+    for name in sorted({match[1] for name in os.listdir(directory) if (match := pattern.fullmatch(name))}):
+        remove_leftovers(directory / name, own)
 
 
 def _siblings(path: Path) -> Iterator[_Sibling]:
