@@ -82,7 +82,10 @@ def train(job: str, rank: int, ranks: int) -> None:
                 time.sleep(PATIENT + LONGER)  # by one rank, for which all others wait; they are as far
             dist.barrier()
         if job == "compile" and rank == 1:  # others are further
-            exec(compile("import time; time.sleep(limit)", "/x/torch/_inductor/a.py", "exec"), {"limit": PATIENT + LONGER})
+            exec(
+                compile("import time; time.sleep(limit)", "/x/torch/_inductor/a.py", "exec"),
+                {"limit": PATIENT + LONGER},
+            )
         if manager is not None:
             if rank == 0:
                 optimizer.step()  # this rank is further, and waits for the one whose state takes long to save

@@ -7,22 +7,26 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
+from mmengine.registry import DATASETS, HOOKS
 from tests.mmengine_adapter.test_resuming import state_of
-from tests.mmengine_adapter.toy import History, config, loader, runner_of, strategy
+from tests.mmengine_adapter.toy import History, ToyData, config, loader, runner_of, strategy
 
 from mmfsdp import errors, model_state_dict
 from mmfsdp.saving import PendingSave, step_messages
 from mmfsdp.testing import close_ranks, run_ranks, single_rank
 from mmfsdp_mmengine.checkpoints import strategy_states
 
+KINDS = {"epoch": ("full", True), "iter": ("local", False)}  # of checkpoints, and whether in the background
 LOOPS: dict[str, dict[str, Any]] = {
     "epoch": {"by_epoch": True, "max_epochs": 2, "val_interval": 1},
     "iter": {"type": "IterBasedTrainLoop", "max_iters": 8, "val_interval": 3},
@@ -34,6 +38,18 @@ def fresh_ranks() -> Iterator[None]:
     """End the ranks that are about to leave as soon as their time is over."""
     yield
     close_ranks()
+
+
+@DATASETS.register_module(force=True)
+class SlowData(ToyData):
+    """Takes long to load a sample, once."""
+
+    pause: ClassVar[float] = 0.0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        pause, SlowData.pause = self.pause, 0.0
+        time.sleep(pause)
+        return super().__getitem__(index)
 
 
 @HOOKS.register_module(force=True)
@@ -56,6 +72,11 @@ class Signals(Hook):
         if runner.iter in (0, 5):
             self.come(runner, "step" if runner.iter else "start-up")
 
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter == 4 and self.moment == "loading" and runner.rank == self.to:
+            SlowData.pause = 0.3
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         if runner.iter in (3, 4) and batch_idx == 1:
             self.come(runner, "validation")
@@ -68,12 +89,14 @@ class Signals(Hook):
 def settings_of(folder: Path, ranks: int, loop: str, moment: str = "", **hook: Any) -> dict[str, Any]:
     sampler = "InfiniteSampler" if loop == "iter" else "DefaultSampler"
     data = {**loader(8 // ranks, shuffle=True), "sampler": {"type": sampler, "shuffle": True}}
-    by_epoch = loop == "epoch"
-    checkpoint = {"type": "CheckpointHook", "interval": 1 if by_epoch else 4, "by_epoch": by_epoch, **hook}
+    data["dataset"] = {"type": "SlowData"}
+    by_epoch, (kind, background) = loop == "epoch", KINDS[loop]
+    checkpoint = {"type": "CheckpointHook", "interval": 1 if by_epoch else 4, "by_epoch": by_epoch}
+    checkpoint |= {"background": background, **hook}
     changes: dict[str, Any] = {
         "train_dataloader": data,
         "train_cfg": LOOPS[loop],
-        "strategy": strategy("local"),
+        "strategy": strategy(kind),
         "default_hooks": {"checkpoint": {"save_best": "accuracy", "max_keep_ckpts": 1, **checkpoint}},
         "custom_hooks": [
             {"type": "History"},
@@ -118,7 +141,7 @@ def names(folder: Path) -> list[str]:
     return sorted(place.name for place in folder.glob("[!.]*.pth*"))
 
 
-MOMENTS = ["start-up", "step", "saving", "validation"]
+MOMENTS = ["start-up", "loading", "step", "saving", "validation"]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.opening import open_layout
@@ -250,7 +251,7 @@ def _content(source: Source, safe_globals: Iterable[Any], lazy: Collection[str] 
 
 def _is_mappable(source: Source) -> bool:
     kind = format_named(source.layout.format)
-    return kind is not None and kind.mappable
+    return kind is not None and kind.mappable and not is_remote(source.path)
 
 
 def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,12 +19,11 @@ from mmfsdp.errors import (
     FormatError,
     IncompleteCheckpointError,
 )
-from mmfsdp.saving import names_of_damaged
+from mmfsdp_mmengine.checkpoints.folders import folder_of, open_folder, series
+from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.processes.turns import firsts_of_machines
 
 __all__ = ["find_latest_checkpoint", "resume_newest"]
-
-_SUFFIXES = (".pth", ".pt")
 
 
 def find_latest_checkpoint(path: str) -> str | None:
@@ -43,10 +40,10 @@ def find_latest_checkpoint(path: str) -> str | None:
     Raises:
         CheckpointNotFoundError: Another host has a checkpoint that the first rank's host does not see.
     """
-    return _find_together(Path(path), ())
+    return _find_together(path, (), ())
 
 
-def resume_newest(work_dir: str, resume: Callable[[str], None]) -> str | None:
+def resume_newest(work_dir: str, resume: Callable[[str], None], folders: Sequence[str] = ()) -> str | None:
     """Resume from the newest checkpoint that can be loaded. Collective: every rank.
 
     Those that are damaged are logged, and renamed once an older one is loaded: ``epoch_3.pth.damaged``.
@@ -54,6 +51,7 @@ def resume_newest(work_dir: str, resume: Callable[[str], None]) -> str | None:
     Args:
         work_dir: The work directory.
         resume: Resumes from a checkpoint. Collective.
+        folders: More directories that may hold checkpoints of the run, as paths or URLs.
 
     Returns:
         The checkpoint, or None if there is nothing to resume.
@@ -62,50 +60,50 @@ def resume_newest(work_dir: str, resume: Callable[[str], None]) -> str | None:
         IncompleteCheckpointError: There are checkpoints, and all of them are damaged; nothing is renamed.
     """
     damaged: list[str] = []
-    while (found := _find_together(Path(work_dir), damaged)) is not None:
+    while (found := _find_together(work_dir, folders, damaged)) is not None:
         try:
             resume(found)
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:
             print_log(f"Skipped {found}, which is damaged: {error}", logger="current", level=logging.WARNING)
             damaged.append(found)
             continue
-        _set_aside(damaged, Path(found), scope_of(None))
+        _set_aside(damaged, found, scope_of(None))
         return found
-    _refuse_damaged(Path(work_dir), damaged, scope_of(None))
+    _refuse_damaged([work_dir, *folders], damaged, scope_of(None))
     return None
 
 
-def _refuse_damaged(work_dir: Path, damaged: Collection[str], scope: Scope) -> None:
+def _refuse_damaged(folders: Sequence[str], damaged: Collection[str], scope: Scope) -> None:
     """Raise if there are damaged checkpoints: the run would begin again unnoticed. Collective: every rank."""
 
     def check() -> None:
-        places = _newest_first([work_dir, *[Path(found).parent for found in damaged]]) if scope.is_first else []
-        for place in places:
-            if str(place) in damaged or _is_damaged(place):
+        for place in _all_in([*folders, *map(folder_of, damaged)]) if scope.is_first else []:
+            if place in damaged or _is_damaged(place):
                 raise IncompleteCheckpointError(
-                    f"No checkpoint in {work_dir} can be loaded; the log names what is wrong. Restore one of them, or "
-                    "set resume=False to train from the beginning.",
-                    file=str(place),
+                    f"No checkpoint in {folders[0]} can be loaded; the log names what is wrong. Restore one of them, "
+                    "or set resume=False to train from the beginning.",
+                    file=place,
                 )
 
     on_all_ranks(check, scope)
 
 
-def _set_aside(damaged: Collection[str], loaded: Path, scope: Scope) -> None:
-    """Rename the checkpoints that are newer than what was loaded, and damaged. Collective: every rank."""
+def _set_aside(damaged: Collection[str], loaded: str, scope: Scope) -> None:
+    """Rename the damaged checkpoints that would be newer than what was loaded. Collective: every rank."""
 
     def rename() -> None:
-        newer = itertools.takewhile(lambda place: place != loaded, _newest_first([loaded.parent]))
-        for place in [place for place in newer if str(place) in damaged or _is_damaged(place)]:
-            targets = map(place.with_name, names_of_damaged(place.name))
-            target = next(target for target in targets if not os.path.lexists(target))
-            os.rename(place, target)
-            print_log(f"Renamed {place} to {target.name}.", logger="current", level=logging.WARNING)
+        folder = open_folder(folder_of(loaded))
+        for places in series(folder):
+            for place in places:
+                if place not in damaged and not _is_damaged(place):
+                    break
+                target = folder.set_aside(place.rpartition("/")[2])
+                print_log(f"Renamed {place} to {target}.", logger="current", level=logging.WARNING)
 
     on_all_ranks(rename if scope.is_first else lambda: None, scope)
 
 
-def _is_damaged(place: Path) -> bool:
+def _is_damaged(place: str) -> bool:
     try:
         open_layout(place, trust=True)
     except (CorruptCheckpointError, IncompleteCheckpointError):
@@ -115,20 +113,20 @@ def _is_damaged(place: Path) -> bool:
     return False
 
 
-def _find_together(path: Path, skipped: Collection[str]) -> str | None:
+def _find_together(work_dir: str, folders: Sequence[str], skipped: Collection[str]) -> str | None:
     if not dist.is_initialized():
-        return _find(path, skipped)
+        return _find(work_dir, folders, skipped)
     scope = scope_of(None)
-    found = shared(lambda: _find(path, skipped) if scope.is_first else None, scope)
+    found = shared(lambda: _find(work_dir, folders, skipped) if scope.is_first else None, scope)
     if found is None and not skipped:
         firsts = firsts_of_machines(scope)
-        on_all_ranks(lambda: _check_none(path) if scope.place in firsts else None, scope)
+        on_all_ranks(lambda: _check_none(work_dir) if scope.place in firsts else None, scope)
     return found
 
 
-def _check_none(work_dir: Path) -> None:
+def _check_none(work_dir: str) -> None:
     """Raise if this host has a checkpoint that the first rank does not see, as on disks that hosts do not share."""
-    if (work_dir / "last_checkpoint").is_file() and (seen := _find(work_dir, ())) is not None:
+    if _note(work_dir).is_file() and (seen := _find(work_dir, (), ())) is not None:
         raise CheckpointNotFoundError(
             f"Host {socket.gethostname()!r} can resume from {seen}, but the first rank's host has no checkpoint in "
             f"{work_dir}. Put work_dir on a file system that all hosts share, or copy the checkpoint to that host.",
@@ -136,40 +134,59 @@ def _check_none(work_dir: Path) -> None:
         )
 
 
-def _find(work_dir: Path, skipped: Collection[str]) -> str | None:
-    note = work_dir / "last_checkpoint"
+def _note(work_dir: str) -> Path:
+    return Path(work_dir, "last_checkpoint")
+
+
+def _find(work_dir: str, folders: Sequence[str], skipped: Collection[str]) -> str | None:
+    note = _note(work_dir)
     named = note.read_text().strip() if note.is_file() else ""
-    if named and (trouble := "it is damaged." if named in skipped else _trouble(Path(named))) is None:
+    if named and (trouble := "it is damaged." if named in skipped else _trouble(named)) is None:
         return named
-    folders = dict.fromkeys((work_dir, Path(named).parent)) if named else [work_dir]
-    others = [place for place in _newest_first(folders) if str(place) not in {named, *skipped}]
-    found = next((place for place in others if _can_resume(place)), None)
+    places = [work_dir, *[folder_of(named)] * bool(named), *folders]
+    found = _newest(places, {named, *skipped})
     if named or found is not None:
         because = f"last_checkpoint names {named}: {trouble}" if named else f"{work_dir} has no last_checkpoint."
         instead = f"Resuming from {found}, the newest complete one" if found else "No other checkpoint can be resumed"
         print_log(f"{because} {instead}.", logger="current", level=logging.WARNING)
-    return None if found is None else str(found)
+    return found
 
 
-def _newest_first(folders: Iterable[Path]) -> list[Path]:
-    places = {place for folder in folders if folder.is_dir() for place in folder.iterdir() if place.suffix in _SUFFIXES}
-    return sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True)
+def _newest(folders: Sequence[str], without: Collection[str]) -> str | None:
+    """Return the checkpoint that has done the most iterations, of those that can be resumed."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        for places in series(open_folder(folder)):
+            first = next((place for place in places if place not in without and _can_resume(place)), None)
+            found += [] if first is None else [first]
+    return found[0] if len(found) == 1 else max(found, key=_iterations, default=None)
 
 
-def _trouble(place: Path) -> str | None:
+def _iterations(place: str) -> int:
+    try:
+        return int(read_content(place)["meta"]["iter"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return -1
+
+
+def _all_in(folders: Iterable[str]) -> list[str]:
+    return [place for folder in dict.fromkeys(folders) for places in series(open_folder(folder)) for place in places]
+
+
+def _trouble(place: str) -> str | None:
     """Return why a checkpoint cannot be read, or None if it can or if it is a directory in an unknown format."""
     try:
         open_layout(place, trust=True)
     except CheckpointNotFoundError:
         return "it does not exist."
     except FormatError as error:
-        return None if place.is_dir() else error.message
+        return None if Path(place).is_dir() else error.message
     except CheckpointError as error:
         return error.message
     return None
 
 
-def _can_resume(place: Path) -> bool:
+def _can_resume(place: str) -> bool:
     try:
         return {"meta", "optimizer"} <= {*open_layout(place, trust=True).top_level}
     except CheckpointError:

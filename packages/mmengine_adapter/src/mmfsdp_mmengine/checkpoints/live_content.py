@@ -15,9 +15,9 @@ from mmengine.logging import HistoryBuffer
 from torch.optim import Optimizer
 
 from mmfsdp import load_optim_state_dict, optim_state_dict
-from mmfsdp.collective import Scope, broadcast_object, on_all_ranks, scope_of
-from mmfsdp.errors import FormatError, StateDictError, UnsafePickleError
-from mmfsdp.saving import open_shared, read_checkpoint, read_verified, read_whole, reference_of
+from mmfsdp.collective import Scope, on_all_ranks, scope_of, shared
+from mmfsdp.errors import ConfigError, FormatError, StateDictError, UnsafePickleError
+from mmfsdp.saving import open_shared, open_store, read_checkpoint, read_verified, read_whole, reference_of
 from mmfsdp.state import LoadReport
 from mmfsdp_mmengine.checkpoints.downloads import download_content, local_path
 from mmfsdp_mmengine.configs.agreement import check_alike
@@ -117,12 +117,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def read_content(path: Path) -> dict[str, Any]:
+def read_content(path: str | Path) -> dict[str, Any]:
     """Return the content of a local checkpoint, with the weights under ``'state_dict'``. Not collective.
 
     Args:
-        path: A file or directory in any format that core reads. Tensors stay on disk until they are copied into the
-            model.
+        path: A file or directory in any format that core reads, or its URL in a store. Tensors stay there until they
+            are copied into the model.
 
     Raises:
         CheckpointError: See `mmfsdp.saving.read_checkpoint`.
@@ -137,7 +137,8 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
     read.
 
     Args:
-        filename: A local file or directory, its ``file://`` URL, or any URL or model zoo name that MMEngine loads.
+        filename: A local file or directory, its ``file://`` URL, one in a store that core reads, or whatever else
+            MMEngine loads: any other URL, or a model zoo's name.
         map_location: The device of tensors that come neither from files nor from web servers.
         model: The sharded model, which provides the shapes for files of stock MMEngine that do not state them.
         scope: The ranks that load.
@@ -147,9 +148,10 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
         CheckpointError: A rank cannot download or read it; raised on every rank.
     """
     check_alike({"the checkpoint to load": filename}, scope)
-    if not _REMOTE.match(filename):
-        path = local_path(filename)
-        if broadcast_object(scope, path.is_dir()):
+    kind = shared(lambda: _kind_of(filename) if scope.is_first else None, scope)
+    if kind != "elsewhere":
+        path = filename if _REMOTE.match(filename) else local_path(filename)
+        if kind == "lazy":
             content = open_shared(
                 path,
                 scope,
@@ -170,6 +172,20 @@ def load_content(filename: str, map_location: Any, model: nn.Module, scope: Scop
     with torch.serialization.safe_globals(safe_globals()):
         content = download_content(filename, _location(map_location), read)
     return on_all_ranks(lambda: _with_state_dict(content, filename), scope)
+
+
+def _kind_of(filename: str) -> Literal["mapped", "lazy", "elsewhere"]:
+    """Return how core reads a checkpoint; those elsewhere are left to MMEngine."""
+    if not _REMOTE.match(filename):
+        return "lazy" if local_path(filename).is_dir() else "mapped"
+    folder, _, name = filename.rpartition("/")
+    try:
+        store = open_store(folder)
+    except ConfigError:  # a web server, or a store without a driver
+        return "elsewhere"
+    if store is None or (not store.names(name) and store.read_size(name) is None):
+        return "elsewhere"
+    return "lazy"
 
 
 def _with_state_dict(content: dict[str, Any], filename: str) -> dict[str, Any]:

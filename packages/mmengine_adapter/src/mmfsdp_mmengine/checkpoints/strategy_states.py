@@ -59,8 +59,15 @@ class CheckpointingStrategy(DDPStrategy):
         self._resumed: Resumed | None = None
         self._warned = False
         self._validates = False
+        self.resumed_from: str | None = None
+        """The checkpoint that training goes on from."""
         self._background = False
         self._written = PendingSave.over()
+
+    @property
+    def writes_directories(self) -> bool:
+        """Whether a checkpoint is a directory."""
+        return self._kind != "full"
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights under their own names. Collective: every rank.
@@ -186,6 +193,7 @@ class CheckpointingStrategy(DDPStrategy):
             self.load_scheduler_state_dict(content.pop("param_schedulers"))
         self._resume_seed(content["meta"].get("seed"))
         self._resume_progress(content.pop("progress", None))
+        self.resumed_from = filename
         if hasattr(self, "optim_wrapper"):
             self._count_iterations(content["meta"]["iter"])
         return content

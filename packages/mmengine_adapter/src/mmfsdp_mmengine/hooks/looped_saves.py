@@ -15,6 +15,7 @@ from mmfsdp.errors import CheckpointError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import LoopSettings, PendingSave, SaveLoop
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
+from mmfsdp_mmengine.hooks.output import Output
 
 __all__ = ["LoopedSaves", "Request"]
 
@@ -24,9 +25,9 @@ class Request:
     """A checkpoint to write."""
 
     path: str
-    """The file or directory."""
-    write: Callable[[], None]
-    """Calls ``runner.save_checkpoint``."""
+    """The file or directory; in a store it may become another one."""
+    write: Callable[[str], None]
+    """Calls ``runner.save_checkpoint`` with the path."""
     replaces: tuple[str, ...] = ()
     """Checkpoints to remove once this one, or a later one, is complete."""
 
@@ -37,6 +38,7 @@ class LoopedSaves:
     Args:
         strategy: Writes the checkpoints.
         settings: When to save, and how to stop.
+        output: Where checkpoints go; `release` closes it.
         work_dir: Where the file ``last_checkpoint`` is written.
         backend: MMEngine's file backend, which removes checkpoints.
         make_interim: Returns what to write at an iteration that no interval names.
@@ -47,15 +49,16 @@ class LoopedSaves:
         self,
         strategy: CheckpointingStrategy,
         settings: LoopSettings,
+        output: Output,
         work_dir: Path,
         backend: Any,
         make_interim: Callable[[int], Request],
         begun_at: int,
     ) -> None:
-        self._strategy, self._settings, self._backend = strategy, settings, backend
+        self._strategy, self._settings, self._output, self._backend = strategy, settings, output, backend
         self._note, self._make_interim = work_dir / "last_checkpoint", make_interim
         self._request: Request | None = None
-        self._under_way: Request | None = None
+        self._under_way: str | None = None
         self._replaced: list[str] = []
         self.newest_complete: str | None = None
         """The newest checkpoint of this training that is complete."""
@@ -96,7 +99,7 @@ class LoopedSaves:
         """
         self._loop.ledger.settle()
         try:
-            self._strategy.begin_save(request.write, background=False)
+            self._begin(request, background=False)
         except CheckpointError as error:
             self._loop.ledger.failed(done, error)
             return False
@@ -131,8 +134,9 @@ class LoopedSaves:
         self._loop.close()
 
     def release(self) -> None:
-        """Give the signals back, and wait for nothing. Not collective."""
+        """Give signals and directories back, and wait for nothing. Not collective."""
         self._loop.release()
+        self._output.close()
 
     def prepare(self, step: int, metric: Any) -> Callable[[], PendingSave]:
         """Return what begins to write; the loop calls this."""
@@ -140,11 +144,18 @@ class LoopedSaves:
 
         def begin() -> PendingSave:
             self._replaced += request.replaces  # removed by a later save, if this one fails
-            pending = self._strategy.begin_save(request.write, background=self._settings.background)
-            self._under_way = request
+            pending, self._under_way = self._begin(request, background=self._settings.background)
             return pending
 
         return begin
+
+    def _begin(self, request: Request, *, background: bool) -> tuple[PendingSave, str]:
+        """Begin to write, and return where. Collective: every rank."""
+        self._output.check()
+        path = request.path
+        if self._strategy.writes_directories:
+            path = self._output.make_free(path, self.newest_complete or self._strategy.resumed_from)
+        return self._strategy.begin_save(lambda: request.write(path), background=background), path
 
     def write_fast(self, step: int) -> PendingSave:
         """Do nothing: there is no fast directory."""
@@ -153,7 +164,7 @@ class LoopedSaves:
     def retain(self) -> None:
         """Name the checkpoint that is complete now in ``last_checkpoint``, and remove those that it replaces."""
         assert self._under_way is not None
-        path, self._under_way = self._under_way.path, None
+        path, self._under_way = self._under_way, None
         replaced, self._replaced = self._replaced, []
         self.newest_complete = path
         if is_main_process():

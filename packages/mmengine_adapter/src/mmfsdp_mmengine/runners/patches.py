@@ -184,7 +184,8 @@ def _load_or_resume(stock: Callable[..., None]) -> Callable[..., None]:
         if self._has_loaded or not automatic or not shards:
             stock(self)
             return
-        found = resume_newest(self.work_dir, self.resume)
+        hooks = [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
+        found = resume_newest(self.work_dir, self.resume, [hook.directory(self) for hook in hooks])
         self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
         self._has_loaded = found is not None
 

@@ -1,0 +1,145 @@
+"""Saves MMEngine's checkpoints under their names: regular ones, one between them, the best; removes old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mmengine.hooks
+from mmengine.dist import is_main_process
+from mmengine.logging import print_log
+
+from mmfsdp_mmengine.checkpoints.hashed_files import publish
+from mmfsdp_mmengine.hooks.best_saves import BestBefore, SavesElsewhere, bare_runner
+from mmfsdp_mmengine.hooks.ema import EMAHook
+from mmfsdp_mmengine.hooks.late_removals import RemovesLater
+from mmfsdp_mmengine.hooks.looped_saves import LoopedSaves, Request
+
+__all__ = ["NamedSaves"]
+
+
+class NamedSaves(mmengine.hooks.CheckpointHook):
+    """MMEngine's hook, whose saves of sharded models go through core's loop.
+
+    Takes the arguments of MMEngine's hook.
+    """
+
+    file_backend: Any
+    out_dir: Any
+    last_ckpt: str | None
+    keep_period: int | None = None
+    """Of the checkpoints that ``max_keep_ckpts`` would remove, those of every n-th epoch or iteration stay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._meta: dict[str, Any] | None = None
+        self._saves: LoopedSaves | None = None
+        self._regular: int | None = None  # the iterations that were done at the newest regular save
+        self._validates = False  # what is saved now shall be validated before training goes on
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Correct the epoch and iteration, because FlexibleRunner increments the dict that it is given."""
+        if self._meta is not None:
+            checkpoint["meta"] |= self._meta
+            if self._validates and "progress" in checkpoint:
+                checkpoint["progress"]["validates"] = True
+
+    def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
+        if self._saves is None:
+            with self._saving(meta):
+                super()._save_checkpoint_with_step(runner, step, meta)
+            return
+        runner = bare_runner(runner)
+        is_again = self.max_keep_ckpts > 0 and [*self.keep_ckpt_ids][-1:] == [step]
+        if self._saves.skips and not is_again:
+            return
+        replaces = [] if is_again else self._make_room(runner, step)
+        name, hub = self.filename_tmpl.format(step), runner.message_hub
+        replaces += [hub.get_info("interim_ckpt")] if "interim_ckpt" in hub.runtime_info else []
+        self.last_ckpt = self.file_backend.join_path(self.out_dir, name)
+        hub.update_info("last_ckpt", self.last_ckpt)
+        self._regular = meta["iter"]
+        settings = {"save_optimizer": self.save_optimizer, "save_param_scheduler": self.save_param_scheduler}
+        request = self._request(runner, name, meta, replaces, by_epoch=self.by_epoch, **settings, **self.args)
+        self._saves.save(meta["iter"], request)
+
+    def _make_room(self, runner: Any, step: int) -> list[str]:
+        """Add a step to those that are kept, and return the checkpoints that are to be removed for it."""
+        if self.max_keep_ckpts <= 0:
+            return []
+        full = len(self.keep_ckpt_ids) == self.max_keep_ckpts
+        oldest = [self.keep_ckpt_ids.popleft()] if full else []
+        self.keep_ckpt_ids.append(step)
+        runner.message_hub.update_info("keep_ckpt_ids", [*self.keep_ckpt_ids])
+        names = [self.filename_tmpl.format(old) for old in oldest if not self.keep_period or old % self.keep_period]
+        return [self.file_backend.join_path(self.out_dir, name) for name in names]
+
+    def _interim(self, runner: Any, done: int) -> Request:
+        """Return what to write at an iteration that the interval does not name: all that resuming needs."""
+        name, hub = f"iter_{done}.pth", runner.message_hub
+        replaces = [hub.get_info("interim_ckpt")] if "interim_ckpt" in hub.runtime_info else []
+        if self._validates:  # the model may have the averages
+            for hook in runner.hooks:
+                if isinstance(hook, EMAHook):
+                    hook.give_back_weights()
+        if self.by_epoch or self._regular != done:  # else it is a regular one that failed
+            hub.update_info("interim_ckpt", self.file_backend.join_path(self.out_dir, name))
+        return self._request(runner, name, {"epoch": runner.epoch, "iter": done}, replaces, by_epoch=False)
+
+    def _request(self, runner: Any, name: str, meta: dict[str, Any], replaces: list[str], **settings: Any) -> Request:
+        path = self.file_backend.join_path(self.out_dir, name)
+
+        def write(target: str) -> None:
+            if target != path:  # the next one replaces it
+                runner.message_hub.update_info("interim_ckpt", target)
+            with self._saving(meta):
+                client, backend = self.file_client_args, self.backend_args
+                runner.save_checkpoint(
+                    self.out_dir, _name_of(target), client, meta=meta, backend_args=backend, **settings
+                )
+
+        return Request(path, write, tuple(replaces))
+
+    def _save_best_checkpoint(self, runner: Any, metrics: Mapping[str, Any]) -> None:
+        if not self.save_best or not hasattr(self, "file_backend"):
+            return  # validation without training: there is nothing to save
+        before, saves = BestBefore(self, runner.message_hub), self._saves
+
+        def save(out_dir: str, filename: str, **settings: Any) -> None:
+            path = self.file_backend.join_path(out_dir, filename)
+            request = Request(path, lambda target: runner.save_checkpoint(out_dir, _name_of(target), **settings))
+            if saves is not None and not saves.save_beside(runner.iter, request):
+                before.restore(filename)
+
+        with self._saving({"epoch": runner.epoch, "iter": runner.iter}):
+            super()._save_best_checkpoint(runner if saves is None else SavesElsewhere(runner, save), metrics)
+
+    @contextmanager
+    def _saving(self, meta: Mapping[str, Any]) -> Iterator[None]:
+        backend, outer = self.file_backend, self._meta
+        later = backend if isinstance(backend, RemovesLater) else RemovesLater(backend)
+        self.file_backend = later
+        if outer is None:  # saving the best one saves the last one again, with a dict that has changed meanwhile
+            self._meta = {name: meta[name] for name in ("epoch", "iter")}
+        try:
+            yield
+        finally:
+            self.file_backend, self._meta = backend, outer
+        if later is not backend:
+            best = [getattr(self, "best_ckpt_path", None), *getattr(self, "best_ckpt_path_dict", {}).values()]
+            later.remove_now(keep={str(path) for path in (*best, self.last_ckpt)})
+
+    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
+        if not is_main_process():
+            return
+        if not Path(ckpt_path).exists():  # it may be a URL
+            super()._publish_model(runner, ckpt_path)
+            return
+        written = publish(Path(ckpt_path), self.published_keys or [])
+        print_log(f"{ckpt_path} is published as {written}.", logger="current")
+
+
+def _name_of(path: str) -> str:
+    return path.rpartition("/")[2]
