@@ -38,6 +38,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.seen: Any = 0
+        self.inexact: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen, "history": torch.arange(3.0)}
@@ -351,6 +352,19 @@ def test_closing_tries_the_last_failed_save_once_more(tmp_path: Path) -> None:
         assert "The last 3 saves of this run failed" in text
 
 
+def test_saves_to_the_nodes_do_not_hide_that_durable_ones_fail(tmp_path: Path) -> None:
+    with single_rank():
+        fast = {"fast_directory": tmp_path / "fast", "fast_every_steps": 1}
+        manager = mmfsdp.CheckpointManager(tmp_path / "run", build(), every_steps=2, background=False, **fast)
+        manager.step(1)
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").write_text("")
+        for step in range(2, 6):
+            manager.step(step)  # the last one is saved to the nodes alone
+        with pytest.raises(errors.CheckpointError, match="The last 4 saves of this run failed"):
+            manager.close()
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_failed_save_is_counted_and_tried_again(background: bool, tmp_path: Path) -> None:
     [(before, after, saved), other] = run_ranks(lose_the_directory, 2, str(tmp_path), background)
@@ -462,6 +476,7 @@ def states_that_differ(rank: int, folder: str, seen: Any) -> tuple[str, list[str
 def save_and_close(rank: int, folder: str, seen: Any) -> str:
     model, counter = build(), Counter()
     counter.seen = rank if seen == "rank" else _Foreign() if seen == "foreign" else 0
+    counter.inexact = "It begins anew." if seen == "rank" else None
     manager = mmfsdp.CheckpointManager(folder, model, state={"counter": counter})
     try:
         manager.resume()
@@ -483,7 +498,7 @@ def test_what_cannot_be_resumed_is_reported_at_the_first_save(tmp_path: Path) ->
     assert kept(tmp_path / "foreign") == []
     [(first, lines), (second, others)] = run_ranks(states_that_differ, 2, str(tmp_path / "run"), "rank")
     warning = "Each rank has its own state of 'counter'. The run can only be resumed on 2 ranks."
-    assert (first, second, lines, others) == ("0", "1", [warning], [])
+    assert (first, second, lines, others) == ("0", "1", [warning, "'counter': It begins anew."], [])
     [(text, _)] = run_ranks(states_that_differ, 1, str(tmp_path / "run"), "none")
     assert "had its own state of 'counter', so it cannot be restored on 1 ranks" in text
 

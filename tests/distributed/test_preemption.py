@@ -174,6 +174,31 @@ def test_a_step_that_takes_too_long_is_left_with_the_code_that_was_asked_for(cod
     assert f"the step or save did not end within 1 s of the signal. {kept}" in said
 
 
+PEER_DIES = """
+import os, signal, sys, torch, torch.distributed as dist, mmfsdp
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+model = mmfsdp.shard(torch.nn.Linear(4, 4))
+with mmfsdp.CheckpointManager(f"{sys.argv[1]}/run", model, grace_seconds=600) as manager:
+    for step in range(1, 1000):
+        if step == 3:
+            # The second rank dies; the launcher notices it, and sends the signal to the one that is left.
+            os.kill(os.getpid(), signal.SIGKILL if rank else signal.SIGTERM)
+        if sys.argv[2] == "collective":
+            model(torch.ones(1, 4))
+        manager.step(step)
+"""
+
+
+@pytest.mark.parametrize("where", ["collective", "manager"])
+def test_a_signal_that_means_a_dead_peer_waits_for_nobody(where: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    command = [python(), "-c", PEER_DIES, str(tmp_path), where]
+    ended = subprocess.run(command, env=environ_alone(), capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, time.monotonic() - begun < 100) == (1, True), ended.stderr
+    assert ("LostRankError" if where == "manager" else "Error") in ended.stderr, ended.stderr
+
+
 def test_signals_that_the_program_handles_are_left_to_it(tmp_path: Path) -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))

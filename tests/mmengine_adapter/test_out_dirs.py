@@ -95,6 +95,18 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
         assert names(tmp_path / "store" / tmp_path.name) == ["holder.json", "iter_2.pth", "iter_4.pth", "iter_8.pth"]
 
 
+def test_a_run_of_another_model_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    with single_rank():
+        runner_of(alone(tmp_path, interval=4)).train()
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix != ".log"}
+        settings = alone(tmp_path, interval=4)
+        settings["model"] = {"type": "ToyModel", "width": 8}
+        with pytest.raises(errors.StateDictError, match="shape"):
+            runner_of(settings).train()
+        kept = {path: path.stat().st_mtime_ns for path in before if path.suffix == ".pth" or "iter_" in str(path)}
+        assert kept.items() <= before.items()
+
+
 @pytest.mark.parametrize("setting", [{"published_keys": ["meta"]}, {"backend_args": {"backend": "petrel"}}])
 def test_settings_that_a_store_does_not_take_are_named(setting: dict[str, Any], tmp_path: Path) -> None:
     said = f"{next(iter(setting))} of CheckpointHook has no effect"

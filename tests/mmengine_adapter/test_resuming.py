@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,18 +16,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
+from mmengine.dataset import DefaultSampler
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.registry import LOOPS as TRAIN_LOOPS
 from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import mmfsdp
 from mmfsdp import model_state_dict
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
 from mmfsdp_mmengine.checkpoints.randomness import kept_randomness, random_state, random_states, restore_random_state
+from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
 
 _runs = itertools.count()
 
@@ -261,6 +264,17 @@ class TestOtherWorldSize:
         assert "was saved after 16 samples of its epoch. Training goes on after 2 batches of 6" in log.read_text()
 
 
+def test_workers_that_stay_are_reported_once() -> None:
+    data, said = ToyData(), list[str]()
+    loader = DataLoader(data, 4, sampler=DefaultSampler(data, seed=1), num_workers=1, persistent_workers=True)
+    loop, logger = SimpleNamespace(dataloader=loader), SimpleNamespace(warning=said.append)
+    hook = DistSamplerSeedHook()
+    for _ in range(2):
+        hook.before_save_checkpoint(SimpleNamespace(train_loop=loop, world_size=1, logger=logger), {"progress": {}})
+    [text] = said
+    assert "random augmentations differ" in text
+
+
 @TRAIN_LOOPS.register_module(force=True)
 class WithoutSkipping(IterBasedTrainLoop):
     """Goes on with the data's beginning after a resume, as a loop of onedl-mmengine does when told to."""
@@ -343,6 +357,7 @@ class TestAutoResume:
         (tmp_path / "iter_8.pth" / "rank1.pth").unlink()
         os.truncate(tmp_path / "iter_6.pth" / "rank0.pth", 2000)
         torch.save({"state_dict": {}, "meta": {}}, tmp_path / "best.pth")
+        os.utime(tmp_path / "iter_2.pth", (2**31, 2**31))  # the clocks of hosts differ
         resumed = run_ranks(train, 2, tmp_path, 2, by_iteration(resume=True))
         assert [result["losses"] for result in resumed] == [whole["losses"][4:]] * 2
         logs = "".join(path.read_text() for path in tmp_path.glob("*/*.log"))
@@ -356,6 +371,10 @@ class TestAutoResume:
         assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "epoch_1.pth")
         (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_2.pth"))
         assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "epoch_1.pth")
+        for name, done in (("iter_5.pth", 5), ("epoch_2.pth", 8), ("iter_3.pth", 3)):
+            torch.save({"state_dict": {"a": torch.ones(1)}, "meta": {"iter": done}, "optimizer": {}}, tmp_path / name)
+        (tmp_path / "last_checkpoint").unlink()
+        assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "epoch_2.pth")
         # What is named is taken at its word if it can be read: resuming then says what it lacks.
         (tmp_path / "last_checkpoint").write_text(str(tmp_path / "weights.pth"))
         assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "weights.pth")

@@ -3,6 +3,8 @@ from mmfsdp.saving.background import PendingSave as PendingSave
 from mmfsdp.saving.held_directory import HeldDirectory as HeldDirectory
 from mmfsdp.saving.load import reference_of as reference_of
 from mmfsdp.saving.manager_settings import LoopSettings as LoopSettings
+from mmfsdp.saving.node_tier import NodeTier as NodeTier
+from mmfsdp.saving.rank_rows import row_box as row_box
 from mmfsdp.saving.reading import open_shared as open_shared
 from mmfsdp.saving.reading import read_checkpoint as read_checkpoint
 from mmfsdp.saving.reading import read_verified as read_verified

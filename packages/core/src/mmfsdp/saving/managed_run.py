@@ -21,6 +21,8 @@ from mmfsdp.saving.manager_settings import ManagerSettings
 from mmfsdp.saving.node_tier import NodeTier
 from mmfsdp.saving.run_state import RunState
 from mmfsdp.saving.save import save_checkpoint
+from mmfsdp.state.model import load_model_state_dict, model_state_dict
+from mmfsdp.state.optimizer import optim_state_dict, prepare_optim_load
 
 __all__ = ["ManagedRun"]
 
@@ -68,7 +70,13 @@ class ManagedRun:
     def write_fast(self, step: int) -> PendingSave:
         """Begin a save to the nodes' own disks."""
         assert self.fast is not None
-        return self.fast.save(step, self.model, self.optimizer, self.state)
+        content = {
+            "state_dict": model_state_dict(self.model, "sharded"),
+            **self.state.content(step, self.scope, whole=False),
+        }
+        if self.optimizer is not None:
+            content["optimizer"] = optim_state_dict(self.model, self.optimizer, "sharded", param_names=True)
+        return self.fast.save(step, content)
 
     def retain(self) -> None:
         """Remove the checkpoints that need not be kept."""
@@ -124,7 +132,19 @@ class ManagedRun:
             step = self.fast.newest()
             if step is None or step <= least:
                 return None
-            self.fast.load(step, self.model, self.optimizer, self.state, self.safe_globals)
+            content = self.fast.read(
+                self.model,
+                self.safe_globals,
+                rows="run/",
+                change=lambda content: self.state.examined(content, self.scope.size),
+            )
+            finish = None
+            if self.optimizer is not None:
+                finish = prepare_optim_load(self.model, self.optimizer, content["optimizer"])
+            load_model_state_dict(self.model, content["state_dict"])
+            if finish is not None:
+                finish()
+            self.state.restore(content, self.scope)
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:
             self._tell(logging.WARNING, "Skipped what the nodes have on their own disks: %s", error)
             return None

@@ -128,7 +128,7 @@ class CheckpointManager:
         if fast_directory is not None:
             try:
                 where = Path(same_path(fast_directory, scope))
-                self._run.fast = NodeTier(where, sharded.mesh, scope, model=identity, run=run)
+                self._run.fast = NodeTier(where, model, scope, run=run)
             except BaseException:
                 self._run.close()
                 raise

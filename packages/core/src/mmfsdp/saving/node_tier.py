@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.siblings import Lease
@@ -21,14 +18,14 @@ from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import broadcast_object, gather_objects, gather_to_first, on_all_ranks, shared
-from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.archives import write_own_part
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
+from mmfsdp.saving.node_copies import exchange_copies
 from mmfsdp.saving.node_files import (
     Newest,
     NodeFile,
     choose,
-    exchange,
     holders,
     path_of,
     plan_transfers,
@@ -39,9 +36,8 @@ from mmfsdp.saving.node_files import (
 from mmfsdp.saving.node_shards import NodeShards, boxes_of_rank, header_of, needed_owners
 from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.run_directory import take_directory
-from mmfsdp.saving.run_state import RunState
-from mmfsdp.state.model import load_model_state_dict, model_state_dict
-from mmfsdp.state.optimizer import optim_state_dict, prepare_optim_load
+from mmfsdp.saving.run_record import identity_of
+from mmfsdp.state.model import model_state_dict
 
 __all__ = ["NodeTier"]
 
@@ -56,18 +52,19 @@ class NodeTier:
 
     Args:
         directory: A directory on each node, such as one of its own disk or of ``/dev/shm``; the same path everywhere.
-        mesh: The ranks.
+        model: The sharded model, whose mesh lists the ranks.
         scope: The same ranks, to exchange messages.
-        model: Identifies the names and shapes of the model.
         run: The name of the run, or ``None`` for any.
 
     Raises:
         RunDirectoryError: A directory belongs to another run or model, or another job uses it; raised on every rank.
     """
 
-    def __init__(self, directory: Path, mesh: DeviceMesh, scope: Scope, *, model: str, run: str | None) -> None:
-        self._directory, self._mesh, self._scope = directory, mesh, scope
-        self._model, self._run = model, run
+    def __init__(self, directory: Path, model: nn.Module, scope: Scope, *, run: str | None) -> None:
+        state = find_sharded_model(model)
+        self._directory, self._mesh, self._scope = directory, state.mesh, scope
+        self._model = identity_of((param.fqn, param.shape) for param in state.plan.all_params())
+        self._run = run
         self._leases: list[Lease] = []
         self._found: Newest | None = None
 
@@ -75,7 +72,7 @@ class NodeTier:
             with as_checkpoint_error(directory):
                 (directory / f"rank{scope.place}").mkdir(parents=True, exist_ok=True)
                 self._leases.append(take_directory(directory / f".rank{scope.place}.mmfsdp-run-lease"))
-                scan(directory, model=model, run=run)
+                scan(directory, model=self._model, run=run)
 
         self._nodes = nodes = gather_objects(scope, host_of())
         self._holders = holders(nodes)
@@ -93,26 +90,35 @@ class NodeTier:
             lease.release()
         self._leases = []
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: RunState) -> PendingSave:
+    def save(self, step: int, content: Mapping[str, Any]) -> PendingSave:
         """Save in the background. Collective: every rank.
 
         Args:
             step: How many steps are done.
-            model: The sharded model.
-            optimizer: Its optimizer, if it is saved.
-            state: What else belongs to the run.
+            content: Nested dicts and lists, with DTensors of the mesh where tensors are sharded; weights under
+                ``state_dict``. What is not sharded each rank gets back from the file of one of them.
 
         Raises:
             CheckpointError: The save before failed, or the content cannot be copied.
         """
         settle_saves(self._mesh)
-        content = {"state_dict": model_state_dict(model, "sharded"), **state.content(step, self._scope, whole=False)}
-        if optimizer is not None:
-            content["optimizer"] = optim_state_dict(model, optimizer, "sharded", param_names=True)
         saver = saver_of(self._mesh)
-        kept = own_copy(content, saver, self._directory)
+        kept = own_copy(dict(content), saver, self._directory)
         save_id = shared(lambda: secrets.token_hex(8) if self._scope.is_first else None, saver.scope)
         return saver.start(lambda: self._write(step, save_id, kept, saver.scope, saver.group), self._directory)
+
+    def clear(self) -> None:
+        """Remove what runs before have left. Collective: every rank.
+
+        Raises:
+            CheckpointError: Something cannot be removed; raised on every rank.
+        """
+
+        def remove() -> None:
+            with as_checkpoint_error(self._directory):
+                remove_others(self._directory, set())
+
+        on_all_ranks(remove, self._scope)
 
     def newest(self) -> int | None:
         """Find the newest step that the nodes have together, whatever the number of ranks that saved it. Collective.
@@ -125,36 +131,39 @@ class NodeTier:
         self._found = shared(lambda: None if reports is None else choose(reports), self._scope)
         return None if self._found is None else self._found.step
 
-    def load(
-        self, step: int, model: nn.Module, optimizer: Optimizer | None, state: RunState, safe_globals: Sequence[Any]
-    ) -> None:
-        """Load what `newest` found. Collective: every rank.
+    def read(
+        self, model: nn.Module, safe_globals: Sequence[Any], *, rows: str, change: Callable[[Any], Any]
+    ) -> dict[str, Any]:
+        """Return the content of the step that `newest` found; its shards stay on disk. Collective: every rank.
 
         A rank reads its part from the files on its node. Those that its node lacks come from others first.
 
+        Args:
+            model: The sharded model, with the weights where they were when it was saved, or elsewhere.
+            safe_globals: Classes that the content may hold besides tensors and plain data.
+            rows: The beginning of the names of tensors of which each rank reads its own row, on as many ranks only.
+            change: Called on each rank with the content; its errors are raised on all.
+
+        Returns:
+            What ``change`` returned.
+
         Raises:
             CheckpointError: A file cannot be read; raised on every rank.
-            RunDirectoryError, StateDictError: It does not fit the run; raised on every rank, and nothing is loaded.
         """
         found = self._found
         assert found is not None
-        assert found.step == step
-        own, needs = self._bring(found, model)
+        own, needs = self._bring(found, model, rows)
 
         def read() -> dict[str, Any]:
             with as_checkpoint_error(self._directory):
                 paths = {owner: path_of(self._directory, owner, found.step) for owner in needs}
                 content = NodeShards(paths, own, safe_globals).content
-            return state.examined(content, self._scope.size)
+            result: dict[str, Any] = change(content)
+            return result
 
-        content = on_all_ranks(read, self._scope)
-        finish = None if optimizer is None else prepare_optim_load(model, optimizer, content["optimizer"])
-        load_model_state_dict(model, content["state_dict"])
-        if finish is not None:
-            finish()
-        state.restore(content, self._scope)
+        return on_all_ranks(read, self._scope)
 
-    def _bring(self, found: Newest, model: nn.Module) -> tuple[int, set[int]]:
+    def _bring(self, found: Newest, model: nn.Module, rows: str) -> tuple[int, set[int]]:
         """Bring to each node the files that its ranks need. Collective.
 
         Returns:
@@ -179,8 +188,8 @@ class NodeTier:
             if any(self._nodes[there] == self._nodes[place] for there in places)
         }
         boxes = boxes_of_rank(header, self._mesh, model_state_dict(model, "sharded"))
-        if found.ranks != size:  # rows of ranks, such as random numbers, are read on as many ranks only
-            boxes = {path: box for path, box in boxes.items() if not path.startswith("run/")}
+        if found.ranks != size:
+            boxes = {path: box for path, box in boxes.items() if not path.startswith(rows)}
         needs = {own, *needed_owners(header, boxes, near)}
         all_needs = gather_to_first(self._scope, needs)
         plan = shared(lambda: None if all_needs is None else plan_transfers(found, all_needs, self._nodes), self._scope)
@@ -234,7 +243,7 @@ class NodeTier:
                 return NodeFile(owner=place, size=entry.size, crc32=entry.crc32, **common)  # type: ignore[arg-type]
 
         own = on_all_ranks(write, scope)
-        files = [own, *self._copies(own, sources, common, scope, group)]
+        files = [own, *exchange_copies(own, self._holders[place], sources, common, self._directory, scope, group)]
 
         def finish() -> None:
             with as_checkpoint_error(self._directory):
@@ -247,49 +256,3 @@ class NodeTier:
 
         on_all_ranks(finish, scope)
         on_all_ranks(tidy, scope)
-
-    def _copies(
-        self, own: NodeFile, sources: list[int], common: Mapping[str, Any], scope: Scope, group: dist.ProcessGroup
-    ) -> list[NodeFile]:
-        """Exchange files with the other nodes, and return the copies that this rank keeps now. Collective."""
-        to = self._holders[own.owner]
-        facts = torch.tensor([own.size, own.crc32])
-        sent = None if to is None else dist.isend(facts, dist.get_global_rank(group, to), group=group)
-        copies = []
-        for owner in sources:
-            told = torch.empty(2, dtype=torch.int64)
-            dist.recv(told, dist.get_global_rank(group, owner), group=group)
-            copies.append(NodeFile(owner=owner, size=int(told[0]), crc32=int(told[1]), **common))
-        if sent is not None:
-            sent.wait()
-
-        with contextlib.ExitStack() as stack:
-
-            def open_files() -> dict[int, tuple[int, IO[bytes]]]:
-                with as_checkpoint_error(self._directory):
-                    return {copy.owner: (copy.size, stack.enter_context(self._opened(copy))) for copy in copies}
-
-            outputs = on_all_ranks(open_files, scope)
-            crcs, failure = exchange(own.path(self._directory), to, outputs, group)
-
-            def check() -> None:
-                with as_checkpoint_error(self._directory):
-                    if failure is not None:
-                        raise failure
-                    for copy in copies:
-                        if crcs[copy.owner] != copy.crc32:
-                            raise CorruptCheckpointError(
-                                f"The copy of rank {copy.owner}'s file changed on its way to host {host_of()!r}.",
-                                file=str(copy.path(self._directory)),
-                            )
-                    stack.pop_all().close()  # the files get their names
-
-            on_all_ranks(check, scope)
-        return copies
-
-    @contextlib.contextmanager
-    def _opened(self, copy: NodeFile) -> Iterator[IO[bytes]]:
-        path = copy.path(self._directory)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_output(path, overwrite=True) as temporary, temporary.open("wb") as file:
-            yield file

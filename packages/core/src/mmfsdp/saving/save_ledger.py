@@ -46,6 +46,7 @@ class SaveLedger:
         self.num_failed = 0
         self._in_row = 0  # failed saves since the last one that succeeded
         self._retry_at: int | None = None
+        self._is_fast = False
         self._begun = time.monotonic()
 
     def start_clock(self) -> None:
@@ -69,6 +70,11 @@ class SaveLedger:
     def began(self, step: int, pending: PendingSave) -> None:
         """Record a save that has begun."""
         self.pending, self.saved, self._retry_at = (step, pending), step, None
+        self._is_fast = False
+
+    def began_fast(self, step: int, pending: PendingSave) -> None:
+        """Record a save to the nodes' own disks: where the run's checkpoints are, the step is not saved by it."""
+        self.pending, self._is_fast = (step, pending), True
 
     def failed(self, step: int, error: CheckpointError) -> None:
         """Count a save that failed, and plan when to try again.
@@ -109,8 +115,10 @@ class SaveLedger:
             self.saved = None
             self.failed(step, error)
         else:
-            self._in_row, self.complete = 0, step
-            self._retain()
+            self.complete = step
+            if not self._is_fast:  # a save that failed is not made up for by one that nodes lose with their disks
+                self._in_row = 0
+                self._retain()
 
     def check(self, place: Path) -> None:
         """Raise a ``CheckpointError`` if the newest save failed; ``place`` is where it should be."""

@@ -67,7 +67,7 @@ class SaveLoop:
             self._leave(step, metric, heard)
         skips = self.skips
         saved = self.save(step, metric) if (due or heard.due) and not skips else False
-        if not saved and not skips and self._settings.is_due_fast(step):
+        if not saved and not skips and self._settings.is_due_fast(step) and step != self.ledger.saved:
             saved = self._save_fast(step)
         self._tell()
         return saved
@@ -143,7 +143,7 @@ class SaveLoop:
         except CheckpointError as error:
             self.ledger.failed(step, error)
             return False
-        self.ledger.pending = step, pending  # the step is not saved where the run's checkpoints are
+        self.ledger.began_fast(step, pending)
         if not self._settings.background:
             self.ledger.settle()
         return True

@@ -23,7 +23,7 @@ from mmfsdp_mmengine.checkpoints.folders import folder_of, open_folder, series
 from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.processes.turns import firsts_of_machines
 
-__all__ = ["find_latest_checkpoint", "resume_newest"]
+__all__ = ["find_latest_checkpoint", "newest_iterations", "resume_newest"]
 
 
 def find_latest_checkpoint(path: str) -> str | None:
@@ -71,6 +71,20 @@ def resume_newest(work_dir: str, resume: Callable[[str], None], folders: Sequenc
         return found
     _refuse_damaged([work_dir, *folders], damaged, scope_of(None))
     return None
+
+
+def newest_iterations(work_dir: str, folders: Sequence[str]) -> int:
+    """Return how many iterations the checkpoint has done that `resume_newest` would try first; 0 if there is none.
+
+    Collective: every rank.
+
+    Args:
+        work_dir: See `resume_newest`.
+        folders: See `resume_newest`.
+    """
+    found = _find_together(work_dir, folders, ())
+    scope = scope_of(None)
+    return max(shared(lambda: _iterations(found) if scope.is_first and found else 0, scope) or 0, 0)
 
 
 def _refuse_damaged(folders: Sequence[str], damaged: Collection[str], scope: Scope) -> None:

@@ -62,7 +62,9 @@ class CheckpointingStrategy(DDPStrategy):
         self.resumed_from: str | None = None
         """The checkpoint that training goes on from."""
         self._background = False
+        self._into: Callable[[dict[str, Any]], PendingSave] | None = None
         self._written = PendingSave.over()
+        self._offered: dict[str, dict[str, Any]] = {}
 
     @property
     def writes_directories(self) -> bool:
@@ -135,7 +137,9 @@ class CheckpointingStrategy(DDPStrategy):
         self.logger.info(f"Load checkpoint from {filename}")
 
         scope = scope_of(None)
-        content = load_content(str(filename), map_location, self.model, scope)
+        content = self._offered.pop(str(filename), None)
+        if content is None:
+            content = load_content(str(filename), map_location, self.model, scope)
         if callback is not None:
             on_all_ranks(lambda: callback(content), scope)
         own = find_sharded_model(self.model)
@@ -248,24 +252,45 @@ class CheckpointingStrategy(DDPStrategy):
         if callback is not None:
             does_call = self._kind != "full" or self.rank == 0
             on_all_ranks(lambda: callback(content) if does_call else None, scope_of(None))
+        if self._into is not None:
+            self._written = self._into(content)
+            return
         self._written = write_checkpoint(filename, content, self.model, kind=self._kind, blocking=not self._background)
 
-    def begin_save(self, save: Callable[[], None], *, background: bool) -> PendingSave:
+    def begin_save(
+        self,
+        save: Callable[[], None],
+        *,
+        background: bool,
+        into: Callable[[dict[str, Any]], PendingSave] | None = None,
+    ) -> PendingSave:
         """Call a function that calls `save_checkpoint`, and return that save. Collective: every rank.
 
         Args:
             save: The function, such as one that calls the runner's ``save_checkpoint``.
             background: Write while training goes on; the result says when the checkpoint is complete.
+            into: Writes the content, with the shards of each rank, in place of this strategy.
 
         Raises:
             CheckpointError: See `save_checkpoint`; in the background also if the save before failed.
         """
-        self._background, self._written = background, PendingSave.over()
+        kind = self._kind
+        self._background, self._into, self._written = background, into, PendingSave.over()
+        self._kind = kind if into is None else "sharded"
         try:
             save()
             return self._written
         finally:
-            self._background, self._written = False, PendingSave.over()
+            self._kind, self._background, self._into, self._written = kind, False, None, PendingSave.over()
+
+    def offer(self, filename: str, content: dict[str, Any]) -> None:
+        """Let `load_checkpoint` and `resume` use some content in place of a file, once.
+
+        Args:
+            filename: What they will be called with.
+            content: What a file would hold.
+        """
+        self._offered = {filename: content}
 
     def pause_randomness(self) -> None:
         """Save the state of the random number generators while something else uses them."""

@@ -18,6 +18,7 @@ from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.hooks.looped_saves import LoopedSaves
 from mmfsdp_mmengine.hooks.named_saves import NamedSaves
+from mmfsdp_mmengine.hooks.node_saves import NodeSaves
 from mmfsdp_mmengine.hooks.output import Output
 from mmfsdp_mmengine.hooks.validation_due import validation_follows
 from mmfsdp_mmengine.optimizers.binding import waiting_gradients
@@ -43,6 +44,9 @@ class CheckpointHook(NamedSaves):
         background: Write while training continues, which waits only until each rank has copied its part. The copy
             takes as much memory of the host as a rank saves. The best checkpoint is always waited for.
         if_busy: What to do if the save before is still running when the next one is due: ``wait`` or ``skip``.
+        fast_directory: A directory on each node's own disk or in its memory, for frequent saves between those to
+            ``out_dir``: each rank's file has a copy on the next node. ``resume=True`` takes whichever is newer.
+        fast_interval: Save there every n iterations.
         raise_errors: Raise the error of a save that fails. By default it is logged, and the save is tried again after
             1, 2, 4, ... iterations; if no save succeeds by the end of training, that raises an error.
         grace_seconds: How long the process may live after a signal; ``None`` leaves signals alone, and so does a
@@ -60,16 +64,22 @@ class CheckpointHook(NamedSaves):
         keep_period: int | None = None,
         background: bool = False,
         if_busy: Literal["wait", "skip"] = "wait",
+        fast_directory: str | None = None,
+        fast_interval: int | None = None,
         raise_errors: bool = False,
         grace_seconds: float | None = 30.0,
         exit_code: int = 75,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if (fast_directory is None) != (fast_interval is None):
+            raise ConfigError("fast_directory and fast_interval belong together: set both, or neither.")
         self._settings = LoopSettings(
             every_minutes=every_minutes,
             background=background,
             if_busy=if_busy,
+            is_tiered=fast_directory is not None,
+            fast_every_steps=fast_interval,
             raise_errors=raise_errors,
             grace_seconds=grace_seconds if self.interval > 0 or every_minutes else None,
             exit_code=exit_code,
@@ -78,6 +88,8 @@ class CheckpointHook(NamedSaves):
             raise ConfigError(f"keep_period={keep_period!r} must be 1 or more, and needs max_keep_ckpts.")
         self.keep_period = keep_period
         self._output: Output | None = None
+        self._fast_directory = fast_directory
+        self._nodes: NodeSaves | None = None
 
     def before_train(self, runner: Any) -> None:
         """Choose the output directory and create it; with a resumed model do a validation that was left.
@@ -93,9 +105,10 @@ class CheckpointHook(NamedSaves):
             refuse_unknown("CheckpointHook", self.args, sorted(accepted), "default_hooks.checkpoint")
         strategy = getattr(runner, "strategy", None)
         if not isinstance(strategy, CheckpointingStrategy):
-            if self._settings.background or self._settings.every_minutes or self.keep_period:
+            settings = self._settings
+            if settings.background or settings.every_minutes or settings.is_tiered or self.keep_period:
                 raise ConfigError(
-                    "background, every_minutes and keep_period of CheckpointHook need "
+                    "background, every_minutes, fast_directory and keep_period of CheckpointHook need "
                     "strategy=dict(type='FSDPStrategy').",
                     config="default_hooks.checkpoint",
                 )
@@ -107,17 +120,30 @@ class CheckpointHook(NamedSaves):
             self._choose_directory(runner)
         elif not was_in_store:
             self._choose_store(runner, folder)
+        if self._nodes is None and (nodes := self.open_nodes(runner)) is not None:
+            nodes.clear()  # the run goes on from elsewhere, or begins
         self._saves = LoopedSaves(
             strategy,
             self._settings,
             output,
             Path(runner.work_dir),
             self.file_backend,
-            lambda done: self._interim(runner, done),
+            lambda done, on_nodes: self._interim(runner, done, on_nodes),
+            self._nodes,
             runner.iter,
         )
         if strategy.take_validation() and runner.val_loop is not None:
             runner.val_loop.run()
+
+    def open_nodes(self, runner: Any) -> NodeSaves | None:
+        """Return the directories on the nodes' own disks, held until `release`. Collective: every rank.
+
+        Raises:
+            RunDirectoryError: See `NodeSaves`.
+        """
+        if self._fast_directory is not None and isinstance(runner.strategy, CheckpointingStrategy):
+            self._nodes = NodeSaves(self._fast_directory, runner.strategy)
+        return self._nodes
 
     def directory(self, runner: Any) -> str:
         """Return where the checkpoints of a runner go: to ``work_dir``, or to a directory below ``out_dir``."""
@@ -185,8 +211,10 @@ class CheckpointHook(NamedSaves):
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.release()
-        if self._output is not None:
-            self._output.close()
+        for held in (self._output, self._nodes):
+            if held is not None:
+                held.close()
+        self._nodes = None
 
 
 def _own_arguments() -> Mapping[str, inspect.Parameter]:

@@ -15,6 +15,7 @@ from mmfsdp.errors import CheckpointError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import LoopSettings, PendingSave, SaveLoop
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
+from mmfsdp_mmengine.hooks.node_saves import NodeSaves
 from mmfsdp_mmengine.hooks.output import Output
 
 __all__ = ["LoopedSaves", "Request"]
@@ -41,7 +42,8 @@ class LoopedSaves:
         output: Where checkpoints go; `release` closes it.
         work_dir: Where the file ``last_checkpoint`` is written.
         backend: MMEngine's file backend, which removes checkpoints.
-        make_interim: Returns what to write at an iteration that no interval names.
+        make_interim: Returns what to write at an iteration that no interval names, and with True on the nodes' disks.
+        nodes: The directories on the nodes' own disks, if there are such.
         begun_at: The iterations that were done when training began.
     """
 
@@ -52,11 +54,12 @@ class LoopedSaves:
         output: Output,
         work_dir: Path,
         backend: Any,
-        make_interim: Callable[[int], Request],
+        make_interim: Callable[[int, bool], Request],
+        nodes: NodeSaves | None,
         begun_at: int,
     ) -> None:
         self._strategy, self._settings, self._output, self._backend = strategy, settings, output, backend
-        self._note, self._make_interim = work_dir / "last_checkpoint", make_interim
+        self._note, self._make_interim, self._nodes = work_dir / "last_checkpoint", make_interim, nodes
         self._request: Request | None = None
         self._under_way: str | None = None
         self._replaced: list[str] = []
@@ -140,7 +143,7 @@ class LoopedSaves:
 
     def prepare(self, step: int, metric: Any) -> Callable[[], PendingSave]:
         """Return what begins to write; the loop calls this."""
-        request = self._request or self._make_interim(step)
+        request = self._request or self._make_interim(step, False)
 
         def begin() -> PendingSave:
             self._replaced += request.replaces  # removed by a later save, if this one fails
@@ -158,8 +161,10 @@ class LoopedSaves:
         return self._strategy.begin_save(lambda: request.write(path), background=background), path
 
     def write_fast(self, step: int) -> PendingSave:
-        """Do nothing: there is no fast directory."""
-        return PendingSave.over()
+        """Begin a save to the nodes' own disks; the loop calls this."""
+        assert self._nodes is not None
+        request = self._make_interim(step, True)
+        return self._nodes.save(step, lambda: request.write(request.path))
 
     def retain(self) -> None:
         """Name the checkpoint that is complete now in ``last_checkpoint``, and remove those that it replaces."""

@@ -76,9 +76,11 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
         names = [self.filename_tmpl.format(old) for old in oldest if not self.keep_period or old % self.keep_period]
         return [self.file_backend.join_path(self.out_dir, name) for name in names]
 
-    def _interim(self, runner: Any, done: int) -> Request:
+    def _interim(self, runner: Any, done: int, on_nodes: bool) -> Request:
         """Return what to write at an iteration that the interval does not name: all that resuming needs."""
         name, hub = f"iter_{done}.pth", runner.message_hub
+        if on_nodes:
+            return self._request(runner, name, {"epoch": runner.epoch, "iter": done}, [], by_epoch=False)
         replaces = [hub.get_info("interim_ckpt")] if "interim_ckpt" in hub.runtime_info else []
         if self._validates:  # the model may have the averages
             for hook in runner.hooks:

@@ -121,6 +121,11 @@ def _inexact(loader: DataLoader[Any]) -> str | None:
             "so it cannot be resumed within an epoch: some samples would be seen twice, and others not at all. Use "
             "DefaultSampler or InfiniteSampler, or save at the end of epochs."
         )
+    if loader.persistent_workers:
+        return (
+            "persistent_workers=True: worker processes of the data loader do not tell their random numbers. After a "
+            "resume the order of the samples stays, and random augmentations differ. Leave it out to resume exactly."
+        )
     return None
 
 

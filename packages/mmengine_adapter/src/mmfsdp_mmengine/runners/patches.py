@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from inspect import getattr_static
@@ -35,7 +36,7 @@ from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
 from mmengine.runner import FlexibleRunner, Runner
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, resume_newest
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, newest_iterations, resume_newest
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.agreement import check_runner
 from mmfsdp_mmengine.configs.arguments import named
@@ -70,6 +71,10 @@ def patch_mmengine() -> None:
 
 
 _stock_pretty_text: property = Config.__dict__["pretty_text"]
+
+
+_training: weakref.WeakSet[Runner | FlexibleRunner] = weakref.WeakSet()
+"""The runners that train now."""
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -185,7 +190,13 @@ def _load_or_resume(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self)
             return
         hooks = [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
-        found = resume_newest(self.work_dir, self.resume, [hook.directory(self) for hook in hooks])
+        folders = [hook.directory(self) for hook in hooks]
+        for hook in hooks:
+            nodes = hook.open_nodes(self) if self in _training else None
+            if nodes is not None and nodes.resume(newest_iterations(self.work_dir, folders), self.resume):
+                self._has_loaded = True
+                return
+        found = resume_newest(self.work_dir, self.resume, folders)
         self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
         self._has_loaded = found is not None
 
@@ -194,9 +205,11 @@ def _load_or_resume(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _train(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def train(self: Runner | FlexibleRunner) -> nn.Module:
+        _training.add(self)
         try:
             return stock(self)
         finally:
+            _training.discard(self)
             for hook in self.hooks:
                 if isinstance(hook, CheckpointHook):
                     hook.release()

@@ -1,0 +1,91 @@
+"""Saves between the checkpoints of a run on the nodes' own disks, and resumes from what the nodes have together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmengine.logging import print_log
+
+from mmfsdp.collective import new_scope, place_in
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.saving import NodeTier, PendingSave, row_box
+from mmfsdp_mmengine.checkpoints.live_content import safe_globals
+from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
+
+__all__ = ["NodeSaves"]
+
+_ROWS = "progress/random_states"
+
+
+class NodeSaves:
+    """The saves of a run on the nodes' own disks. Making one and all methods but `close` are collective: every rank.
+
+    Args:
+        directory: A directory on each node, the same path everywhere.
+        strategy: Gathers what is saved; its model is sharded.
+
+    Raises:
+        RunDirectoryError: A directory holds another model, or another job uses it; raised on every rank.
+    """
+
+    def __init__(self, directory: str, strategy: CheckpointingStrategy) -> None:
+        self._directory, self._strategy = directory, strategy
+        self._mesh = find_sharded_model(strategy.model).mesh
+        self._tier = NodeTier(Path(directory), strategy.model, new_scope(self._mesh), run=None)
+
+    def resume(self, least: int, resume: Callable[[str], Any]) -> bool:
+        """Resume from the newest step that the nodes have together; return whether there is one.
+
+        Args:
+            least: Only if it has done more iterations than these.
+            resume: Resumes from a checkpoint.
+        """
+        step = self._tier.newest()
+        if step is None or step <= least:
+            return False
+        name = f"iteration {step} in {self._directory}"
+        try:
+            content = self._tier.read(self._strategy.model, safe_globals(), rows=_ROWS, change=self._with_own_row)
+            self._strategy.offer(name, content)
+            resume(name)
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            text = f"Skipped what the nodes have in {self._directory}: {error}"
+            print_log(text, logger="current", level=logging.WARNING)
+            return False
+        return True
+
+    def _with_own_row(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return content whose random states are all this rank's own: those of others may lie on other nodes."""
+        rows = content["progress"]["random_states"]
+        if rows.shape[0] != self._mesh.size():
+            return content
+        own = rows.read(row_box(rows, place_in(self._mesh))).expand(rows.shape[0], -1)
+        return {**content, "progress": {**content["progress"], "random_states": own}}
+
+    def save(self, done: int, write: Callable[[], None]) -> PendingSave:
+        """Save in the background.
+
+        Args:
+            done: How many iterations are done.
+            write: Calls the runner's ``save_checkpoint``.
+
+        Raises:
+            CheckpointError: The save before failed, or the content cannot be copied.
+        """
+        return self._strategy.begin_save(write, background=True, into=lambda content: self._tier.save(done, content))
+
+    def clear(self) -> None:
+        """Remove what runs before have left.
+
+        Raises:
+            CheckpointError: Something cannot be removed; raised on every rank.
+        """
+        self._tier.clear()
+
+    def close(self) -> None:
+        """Let other jobs use the directory. Not collective."""
+        self._tier.close()
