@@ -57,6 +57,10 @@ class Board:
         """Return the phase that a rank has entered last."""
         return PHASES[_SLOT.unpack_from(self._memory, self._place(rank))[1]]
 
+    def process(self, rank: int) -> int:
+        """Return which process a rank was at last; 0 if there was none."""
+        return _SLOT.unpack_from(self._memory, self._place(rank))[0]
+
     def steps(self) -> tuple[int, ...]:
         """Return how many steps each rank has done."""
         return tuple(_SLOT.unpack_from(self._memory, self._place(rank))[2] for rank in range(_RANKS))

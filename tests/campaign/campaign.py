@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.campaign.agents import TorchrunJob
 from tests.campaign.ends import compare, numbers_of_ranks, steps_done
 from tests.campaign.faults import FAULTS
 from tests.campaign.injector import Injector
@@ -53,7 +54,9 @@ def run(folder: Path, seed: int, settings: dict[str, Any], faults: list[tuple[st
         hosts = stack.enter_context(two_hosts(folder)) if settings["kind"] == "hosts" else ()
         if settings["kind"] == "same":
             stack.enter_context(disk_of(folder / "run"))
-        job = Job(folder, settings, random.Random(seed), hosts)
+        chance = random.Random(seed)
+        under_torchrun = settings["kind"] == "torchrun"
+        job = TorchrunJob(folder, settings, chance) if under_torchrun else Job(folder, settings, chance, hosts)
         stack.callback(job.end)
         return {"seed": seed, **settings, **through_faults(job, faults, gap)}
 

@@ -27,7 +27,7 @@ class Fault:
     """Does it, and tells whether there was anything to do it to."""
     restarts: bool = True
     """Whether ranks have to start again."""
-    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts")
+    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts", "torchrun")
     """The kinds of runs that it makes sense in."""
 
 
@@ -223,7 +223,7 @@ def _join(job: Job) -> bool:
     return True
 
 
-_FILES = ("same", "elastic", "hosts")  # in a store, checkpoints are other files
+_FILES = ("same", "elastic", "hosts", "torchrun")  # in a store, checkpoints are other files
 _MOUNTED = ("same",)
 
 FAULTS: dict[str, Fault] = {

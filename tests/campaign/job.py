@@ -26,7 +26,7 @@ from typing import Any
 from tests.campaign.board import Board
 from tests.distributed.hosts import INTERFACE, Host
 
-__all__ = ["Job", "die_with_parent"]
+__all__ = ["Job", "die_with_parent", "is_alive"]
 
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL
 _TIMEOUT = 40  # seconds in which ranks must meet, and a collective must end
@@ -128,7 +128,7 @@ class Job:
 
     def ranks(self, node: int | None = None) -> list[int]:
         """Return the processes of the ranks that have not ended, all of them or those of one node."""
-        return [pid for pid, on in self._running.items() if node in (None, on) and _is_alive(pid)]
+        return [pid for pid, on in self._running.items() if node in (None, on) and is_alive(pid)]
 
     def any_rank(self) -> list[int]:
         """Return one of them, or none if there is none."""
@@ -157,7 +157,8 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs, or could."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -23,6 +23,7 @@ _RUNS = {
     "store": "2 ranks, a store",
     "hosts": "2 hosts, two tiers",
     "elastic": "1 to 3 ranks, which change",
+    "torchrun": "2 ranks, torchrun starts them again",
 }
 _PAGE = """# Runs through faults
 
