@@ -71,19 +71,20 @@ def at(progress: int, *, busy: bool = False) -> Whereabouts:
 
 def test_only_who_holds_up_others_is_stalled() -> None:
     judge = Judge(3, 10.0, 0.0)
-    for now in range(0, 8):
+    for now in range(0, 30):
         for rank in range(3):
-            judge.hear(rank, at(5), now)
-    assert judge.stalled(7.0) == []
-    for now in range(8, 30):
+            judge.hear(rank, at(5), now)  # all wait for an evaluation, say
+        assert judge.stalled(now) == []
+    for now in range(30, 70):
         judge.hear(0, at(7), now)
         judge.hear(1, at(6), now)  # waits for 2, as 0 does
-        judge.hear(2, at(5, busy=now < 25), now)
-        assert judge.stalled(now) == ([2] if now >= 25 else []), now
-    assert judge.stalled(41.0) == [0, 1, 2]  # nobody has told anything since
-    judge.hear(0, at(7), 41.0)
-    judge.hear(1, at(6), 41.0)
-    assert judge.stalled(41.0) == [2]
+        judge.hear(2, at(5, busy=40 <= now < 55), now)
+        # Neither the time before the others were further counts, nor that in which it did what may take long.
+        assert judge.stalled(now) == ([2] if now >= 65 else []), now
+    assert judge.stalled(81.0) == [0, 1, 2]  # nobody has told anything since
+    judge.hear(0, at(7), 81.0)
+    judge.hear(1, at(6), 81.0)
+    assert judge.stalled(81.0) == [2]
 
 
 def test_a_slow_rank_is_named_once_per_window() -> None:

@@ -38,15 +38,15 @@ class Whereabouts:
 class _Rank:
     last: Whereabouts | None
     heard: float
-    moved: float
+    free: float  # when it last moved, was as far as all others, or did what may take long
 
 
 class Judge:
     """Listens to all ranks, and says which are stalled or slow.
 
-    A rank is stalled if it has told nothing for ``limit`` seconds; or if no rank is less far, some rank is further, and
-    it has not moved for ``limit`` seconds, and it neither compiles nor saves. So ranks that are equally far, whatever
-    they do, are not stalled.
+    A rank is stalled if it has told nothing for ``limit`` seconds; or if for ``limit`` seconds no rank was less far, some
+    rank was further, and it did not move, and neither compiled nor saved. So ranks that are equally far, whatever they
+    do, are not stalled, and a rank that others have waited for in an evaluation or a save has as long to go on.
 
     Args:
         size: The number of ranks.
@@ -62,9 +62,12 @@ class Judge:
     def hear(self, rank: int, told: Whereabouts, now: float) -> None:
         """Take what a rank told about itself."""
         known = self._ranks[rank]
-        if known.last is None or known.last.progress != told.progress:
-            known.moved = now
+        if known.last is None or known.last.progress != told.progress or told.busy:
+            known.free = now
         known.last, known.heard = told, now
+        if not self._last():
+            for each in self._ranks:
+                each.free = now
 
     def stalled(self, now: float) -> list[int]:
         """Return the ranks that hold up all others."""
@@ -72,8 +75,8 @@ class Judge:
         if silent:
             return silent
         last = self._last()
-        held = [rank for rank in last if now - self._ranks[rank].moved > self._limit]
-        return held if held == last and not any(self._is_busy(rank) for rank in held) else []
+        held = [rank for rank in last if now - self._ranks[rank].free > self._limit]
+        return held if held == last else []
 
     def slow(self) -> int | None:
         """Return a rank that was behind most times; call it once per message of each rank."""
