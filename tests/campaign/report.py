@@ -49,8 +49,9 @@ A fault is counted in the phase in which the rank was when it struck. "A node jo
 killed" change the number of ranks. A lost node loses its own disk as well, and a network is cut between two hosts in
 namespaces of their own. A store gets half of a file before the sender dies or gets an error. When memory is short the
 kernel kills the largest process; here the same signal does. The launcher is part of the test: it forks ranks, which
-takes milliseconds, and otherwise does as torchrun does. Other tests restart a run under torchrun itself, on the same
-ranks and on others.
+takes milliseconds, and otherwise does as torchrun does. In some runs torchrun itself starts the ranks, and starts them
+again with `--max-restarts`; where it is asked to end, or fails, it is started again. Other tests let agents of torchrun
+come and leave.
 
 A run whose only checkpoint is damaged does not begin again by itself: `resume` raises an error. So files are damaged
 only where there is an older checkpoint. Half an upload of the first `full` checkpoint, which is one file, leads there

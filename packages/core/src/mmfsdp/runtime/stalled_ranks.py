@@ -44,9 +44,9 @@ class _Rank:
 class Judge:
     """Listens to all ranks, and says which are stalled or slow.
 
-    A rank is stalled if it has told nothing for ``limit`` seconds; or if for ``limit`` seconds no rank was less far, some
-    rank was further, and it did not move, and neither compiled nor saved. So ranks that are equally far, whatever they
-    do, are not stalled, and a rank that others have waited for in an evaluation or a save has as long to go on.
+    A rank is stalled if it has told nothing for ``limit`` seconds; or if for ``limit`` seconds no rank was less far,
+    some rank was further, and it did not move, and neither compiled nor saved. So ranks that are equally far, whatever
+    they do, are not stalled, and a rank that others have waited for in an evaluation or a save has as long to go on.
 
     Args:
         size: The number of ranks.
