@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -21,7 +22,9 @@ from tests.forked_scripts import environ_with_commands
 from tests.parity.false_alarms import proofs
 
 import mmfsdp
+from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
+from mmfsdp.parity.proof_task import is_alone
 from mmfsdp.testing import RankError
 
 BATCH = torch.empty(4, dtype=torch.int64)
@@ -210,6 +213,11 @@ def test_plans_that_are_right_are_proven(family: str, precision: str, plan: str)
     assert proof.proven, str(proof)
 
 
+def test_weights_in_another_dtype_are_not_those_of_the_plain_model() -> None:
+    task = SimpleNamespace(config=ShardConfig.from_dict({"precision": {"storage_dtype": "bfloat16"}}))
+    assert is_alone(task) == "weights in bfloat16"  # type: ignore[arg-type]
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="ranks >= 2"):
         mmfsdp.prove(Tied, BATCH, ranks=1)
@@ -255,6 +263,7 @@ def test_on_the_ranks_of_a_launcher() -> None:
         {"engine": "replicate"},
         {"sharding": "SHARD_GRAD_OP", "activation_checkpointing": "full", "cpu_offload": True},
         {"compile": {"backend": "eager"}},
+        {"engine": "fsdp1", "precision": "fp16"},  # which scales the loss
         {"optimizer": {"muon": "auto", "lr": 1e-2, "adamw": {"lr": 1e-3}}},
     ],
     ids=lambda settings: "-".join(settings),

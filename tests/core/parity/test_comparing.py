@@ -272,3 +272,18 @@ def test_several_optimizers(tmp_path: Path) -> None:
     assert str(found.first.key) == "parameter changed between steps of critic.weight (step 1)"
     with pytest.raises(ConfigError, match="an optimizer or a list of optimizers"):
         mmfsdp.recording(tmp_path, Nets(), []).__enter__()
+
+
+def test_other_dtypes_are_one_note(tmp_path: Path) -> None:
+    for name, dtype in (("a", torch.float64), ("b", torch.float32)):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mmfsdp.recording(tmp_path / name, model, optimizer):
+            model(torch.ones(4, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+    [note] = mmfsdp.compare(tmp_path / "a", tmp_path / "b").notes
+    assert note.startswith(
+        "initial parameter of weight (step 0) is float64 in the reference and float32 in the other run,"
+    )
+    assert note.endswith(" more.")

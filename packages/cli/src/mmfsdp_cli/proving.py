@@ -14,7 +14,7 @@ from mmfsdp_cli.choices import ModelChoice, batch_size, takes_model
 from mmfsdp_cli.console import reporting_errors, say
 from mmfsdp_cli.help import Command
 from mmfsdp_cli.modelling import key_values, running_user_code
-from mmfsdp_cli.options import json_report, option, several
+from mmfsdp_cli.options import flag, json_report, option, several
 from mmfsdp_cli.plans import settings_of
 from mmfsdp_cli.step_options import batch_of
 
@@ -56,6 +56,7 @@ _STEP = "Step"
     default="alone",
     help="The reference: one process, or torch's DDP on as many ranks.",
 )
+@flag("--no-evaluation", section=_STEP, help="Leave out the evaluation that an MMEngine config describes.")
 @option("--folder", section=_STEP, metavar="DIR", help="Keep the records here; machines of torchrun must share it.")
 @json_report
 def prove_command(
@@ -67,6 +68,7 @@ def prove_command(
     steps: int,
     resume_on: int | None,
     against: Literal["alone", "ddp"],
+    no_evaluation: bool,
     folder: str | None,
     as_json: bool,
 ) -> None:
@@ -91,6 +93,8 @@ def prove_command(
             from mmfsdp import prove
 
             step = _step(batch, batch_size, chosen.model, source)
+            if no_evaluation:
+                step.pop("evaluate", None)
             if accumulate is not None:
                 step["accumulate"] = accumulate
             if optimizer is not None or settings.config.optimizer is not None:

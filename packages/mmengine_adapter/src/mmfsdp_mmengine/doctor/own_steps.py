@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,15 +55,15 @@ class OwnEvaluation:
     """Calls a model's ``val_step`` as MMEngine's loop of validation does.
 
     Args:
-        batch: A batch as the data loader of validation gives it.
+        sample: Makes a batch as the data loader of validation gives it.
     """
 
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
+    def __init__(self, sample: Callable[[], Any]) -> None:
+        self._sample = cache(sample)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Evaluate with the own batch; the one that is given is for training. Collective: every rank."""
-        data = tree_map(own_labels, self._batch)
+        data = tree_map(own_labels, self._sample())
         with _reached(model) as inner:
             if overrides(inner, "val_step"):
                 return inner.val_step(data)

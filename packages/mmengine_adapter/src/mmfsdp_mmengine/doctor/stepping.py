@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def training_step(settings: Mapping[str, Any], model: nn.Module, batch_size: int
         batch, source = sample_batch(settings, size)
         evaluated = None
         if isinstance(settings.get("val_dataloader"), Mapping) and settings.get("val_cfg") is not None:
-            evaluated = OwnEvaluation(sample_batch(settings, size, "val_dataloader")[0])
+            evaluated = OwnEvaluation(partial(_validation_batch, settings, size))
     step = step_with(settings, model, batch)
     return replace(step, evaluate=evaluated, assumed=(f"{size} samples per rank, {source}",))
 
@@ -88,6 +89,11 @@ def step_with(settings: Mapping[str, Any], model: nn.Module, batch: Any) -> Trai
         max_norms=tuple(_norm(getattr(each, "clip_grad_kwargs", None)) for each in several.values()),
         accumulate=math.lcm(*counts.values()),
     )
+
+
+def _validation_batch(settings: Mapping[str, Any], size: int) -> Any:
+    with quiet(), in_scope(settings):
+        return sample_batch(settings, size, "val_dataloader")[0]
 
 
 def _norm(clip: Any) -> float | None:
