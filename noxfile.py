@@ -49,7 +49,6 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the three packages, and a program that uses them, with mypy --strict, in the current environment."""
     session.run(HERE, "-m", "mypy", *session.posargs)
-    session.run(HERE, "-m", "mypy", USER_PROGRAM, *session.posargs)
 
 
 @nox.session(default=False)

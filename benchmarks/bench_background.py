@@ -24,7 +24,7 @@ from mmfsdp.testing import run_ranks
 __all__ = ["main"]
 
 Kind = Literal["full", "local", "sharded", "hf"]
-KINDS: tuple[Kind, ...] = ("sharded", "local", "full", "hf")
+KINDS: tuple[Kind, ...] = sized(("sharded", "local", "full", "hf"), ("sharded", "hf"))
 WIDTH, DEPTH, CYCLES = *sized((1024, 7), (64, 1)), sized(4, 1)  # 1.06 GB of weights and AdamW's state
 LOOKED_AT = 2  # steps before each save
 GOALS = {

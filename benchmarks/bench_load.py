@@ -33,7 +33,7 @@ def main() -> dict[str, Any]:
         folder = Path(name)
         torch.save({"state_dict": built(*SMALL).state_dict(), "meta": {}}, folder / "full.pth")
         for engine in sized(("fsdp2", "fsdp1"), ("fsdp2",)):
-            close_ranks()  # fresh processes have no memory to use again
+            fresh_ranks()
             peaks = run_ranks(loading, 2, folder, engine, timeout=300)
             shard = max(part for part, _ in peaks)
             peak = Peak(*(max(getattr(found, key) for _, found in peaks) for key in Peak.__dataclass_fields__))
@@ -46,11 +46,11 @@ def main() -> dict[str, Any]:
                 f"time / stock {ratio.ratio}; ours {ratio.ours} s, stock {ratio.theirs} s",
                 flush=True,
             )
-        close_ranks()
+        fresh_ranks()
         for part, peak in run_ranks(skipping, 1, folder, timeout=300)[0].items():
             results[f"skip_init_weights, {part}"] = asdict(peak)
             print(f"skip_init_weights, 1 B parameters, {part}: {peak.seconds:.2f} s, private {peak.private:.0f} MB")
-        close_ranks()
+        fresh_ranks()
         averages = run_ranks(averaging, 2, timeout=300)
         results["EMAHook"] = [{"shard MB": shard, "added MB": added} for shard, added in averages]
         for rank, (shard, added) in enumerate(averages):
@@ -58,6 +58,11 @@ def main() -> dict[str, Any]:
                 f"EMAHook, rank {rank}: shard {shard:.0f} MB, averages added {added:.0f} MB private memory", flush=True
             )
     return results
+
+
+def fresh_ranks() -> None:
+    """End the ranks, for new processes have no memory to use again; where only it has to run, they may be used."""
+    sized(close_ranks, int)()
 
 
 def built(width: int, depth: int) -> Any:

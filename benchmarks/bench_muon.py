@@ -18,6 +18,7 @@ __all__ = ["main"]
 
 BLOCKS, WIDTH = sized((12, 256), (2, 32))
 STEPS = sized((6,), (2,))[0]
+RANKS = sized((1, 2, 4), (1, 2))
 OPTIMIZER = {"muon": "auto", "lr": 0.02}
 
 
@@ -35,7 +36,7 @@ def main() -> dict[str, Any]:
     [(alone, _, alone_processor)] = run_ranks(measured, 1, timeout=600)
     print(f"one process, torch.optim.Muon             {alone} s, {alone_processor} s of the processor", flush=True)
     found: dict[str, Any] = {}
-    for ranks in (1, 2, 4):
+    for ranks in RANKS:
         answers = run_ranks(measured, ranks, timeout=600)
         theirs, ours, _ = answers[0]
         processor = sum(answer[2].median for answer in answers)

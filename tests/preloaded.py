@@ -10,6 +10,7 @@ from mmfsdp.testing import _preloaded
 # Not mmfsdp_mmengine, which registers: some ranks are to see stock MMEngine.
 NAMES = [
     "click",
+    "functorch.compile",
     "hypothesis",
     "matplotlib.pyplot",
     "mmengine.runner",

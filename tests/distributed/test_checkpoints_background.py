@@ -28,6 +28,8 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp1-flat": (2, {"sharding": {"use_orig_params": False}, "wrap": BLOCKS}),
 }
 
+STEPS = 2
+
 
 def name_of(step: int, kind: str) -> str:
     return f"{step}.pth" if kind == "full" else str(step)
@@ -38,19 +40,19 @@ def save_and_train_on(rank: int, config: dict[str, Any], folder: str, kind: str,
     optimizer = optimizer_of(model, optim)
     wanted, saves = [], []
     extra = {"losses": [0.0]}
-    for step in range(3):
+    for step in range(STEPS):
         train(model, optimizer, steps=1, first=step)
         wanted.append(whole_state(model, optimizer))
         path = f"{folder}/{name_of(step, kind)}"
         saves.append(mmfsdp.save_checkpoint(path, model, optimizer, kind=kind, extra=extra, blocking=False))
-        if step == 2:
+        if step == STEPS - 1:
             mmfsdp.save_checkpoint(f"{folder}/now/{path[-5:]}", model, optimizer, kind=kind, extra=extra)
         extra["losses"].append(1.0)
-    train(model, optimizer, steps=1, first=3)
+    train(model, optimizer, steps=1, first=STEPS)
     for save in reversed(saves):
         save.result()
         assert save.done()
-    assert kind == "full" or all(Path(folder, str(step), "manifest.json").exists() for step in range(3))
+    assert kind == "full" or all(Path(folder, str(step), "manifest.json").exists() for step in range(STEPS))
     return wanted
 
 
@@ -70,14 +72,14 @@ CASES += [("fsdp2", "local", "adamw"), ("hybrid", "full", "groups"), ("fsdp1-fla
 def test_training_goes_on_meanwhile(case: str, kind: str, optim: str, tmp_path: Path) -> None:
     world_size, config = CONFIGS[case]
     wanted = run_ranks(save_and_train_on, world_size, config, str(tmp_path), kind, optim)[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*(name_of(step, kind) for step in range(3)), "now"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(name_of(step, kind) for step in range(STEPS)), "now"]
     assert not equal(wanted[0], wanted[1])
     for step, want in enumerate(wanted):
-        found, rest = run_ranks(load, 3, str(tmp_path / name_of(step, kind)), optim)[0]
+        found, rest = run_ranks(load, 2, str(tmp_path / name_of(step, kind)), optim)[0]
         assert equal(found, want)
         assert rest == {"losses": [0.0, *[1.0] * step]}
     if kind == "full":  # the file is the one that a blocking save writes
-        later, now = tmp_path / "2.pth", tmp_path / "now" / "2.pth"
+        later, now = (folder / name_of(STEPS - 1, kind) for folder in (tmp_path, tmp_path / "now"))
         assert equal(torch.load(later, weights_only=True), torch.load(now, weights_only=True))
 
 

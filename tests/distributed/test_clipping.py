@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -23,13 +22,13 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "partly whole": (2, {"wrap": BLOCKS, "sharding": {"ignored_parameters": ["blocks.*.down.*"]}}),
     "four, uneven": (4, {"wrap": BLOCKS}),
 }
-NORMS = [2.0, 1.0, 3.5, 0.5, math.inf]
+NORMS = [*((norm, None) for norm in (2.0, 1.0, 3.5, 0.5, math.inf)), (2.0, True), (2.0, False), (math.inf, True)]
 
 
 def clipped(rank: int, config: dict[str, Any]) -> list[float]:
     found = []
     single, model = build(), mmfsdp.shard(build(), config)
-    for norm_type, foreach in itertools.product(NORMS, (None, True, False)):
+    for norm_type, foreach in NORMS:
         for net in (single, model):
             net.zero_grad()
             (net(X).square().mean() * 100).backward()

@@ -104,8 +104,8 @@ def test_it_comes_back_on_any_ranks(case: str, tmp_path: Path) -> None:
     for kind in KINDS:
         assert verify(tmp_path / kind).ok
     convert(tmp_path / "sharded", tmp_path / "converted.pth", keep="all")
-    for ranks in (3, 2):
-        for loaded, weights in run_ranks(load, ranks, config, folder, (*KINDS, "converted.pth"))[0]:
+    for ranks, kinds in ((3, (*KINDS, "converted.pth")), (2, KINDS[:1])):
+        for loaded, weights in run_ranks(load, ranks, config, folder, kinds)[0]:
             for place, entries in saved["state"].items():
                 close(loaded["state"][place], entries)
             close(weights, {name: value.detach() for name, value in single.state_dict().items()})

@@ -49,7 +49,7 @@ SEARCHES = {
     # What needs least memory is printed if nothing fits.
     "smallest": Search("llama", 2, 2, 1, {**ZERO2, "accumulate": [1, 2]}, 2, {}, reduces=True),
     "hybrid": Search(
-        "convnext",
+        "llama",
         4,
         2,
         "1GiB",
@@ -58,7 +58,7 @@ SEARCHES = {
         {"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 2}},
     ),
     "offload": Search(
-        "swin",
+        "llama",
         2,
         2,
         1,

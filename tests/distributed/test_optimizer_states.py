@@ -94,7 +94,9 @@ def round_trips(rank: int, name: str, folder: str) -> None:
     step(model, optimizer, 1)
     want = model.state_dict()
 
-    def check(load: Any, *, loaded: bool = False) -> None:
+    def check(load: Any, *, loaded: bool = False, everywhere: bool = True) -> None:
+        if not everywhere and name not in ("fsdp2", "fsdp1-flat"):
+            return  # another spelling of a call, which is the same with each engine
         other = ours(name, seed=5)
         fresh = adamw(other)
         other.load_state_dict(weights)
@@ -122,16 +124,16 @@ def round_trips(rank: int, name: str, folder: str) -> None:
     mine = full if rank == 0 else None
     check(by_torchs_reader)
     check(lambda other, fresh: FSDP.optim_state_dict_to_load(other, fresh, full))
-    check(lambda other, fresh: FSDP.optim_state_dict_to_load(full, other, fresh))  # torch 2.0's order
-    check(lambda other, fresh: other.optim_state_dict_to_load(fresh, full))
+    check(lambda other, fresh: FSDP.optim_state_dict_to_load(full, other, fresh), everywhere=False)  # torch 2.0's order
+    check(lambda other, fresh: other.optim_state_dict_to_load(fresh, full), everywhere=False)
     check(lambda other, fresh: FSDP.optim_state_dict_to_load(other, fresh, full, load_directly=True), loaded=True)
     check(lambda other, fresh: FSDP.optim_state_dict_to_load(other, fresh, sharded))
     check(by_dcp, loaded=True)
     check(lambda other, fresh: FSDP.flatten_sharded_optim_state_dict(sharded, other, fresh))
     check(lambda other, fresh: FSDP.shard_full_optim_state_dict(full, other))
-    check(lambda other, fresh: other.shard_full_optim_state_dict(full, optim=fresh))
-    check(lambda other, fresh: FSDP.shard_full_optim_state_dict(full, other, [*other.parameters()]))
-    check(lambda other, fresh: FSDP.scatter_full_optim_state_dict(mine, other, optim=fresh))
+    check(lambda other, fresh: other.shard_full_optim_state_dict(full, optim=fresh), everywhere=False)
+    check(lambda other, fresh: FSDP.shard_full_optim_state_dict(full, other, [*other.parameters()]), everywhere=False)
+    check(lambda other, fresh: FSDP.scatter_full_optim_state_dict(mine, other, optim=fresh), everywhere=False)
     check(lambda other, fresh: FSDP.scatter_full_optim_state_dict(mine, other))
 
     def from_rank0(other: Any, fresh: Any) -> Any:

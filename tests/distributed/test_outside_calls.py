@@ -185,13 +185,19 @@ def compare(rank: int, settings: dict[str, Any], wrap: str, cases: list[str]) ->
 
 
 # Where units are kept, regathered or recomputed otherwise, or begin elsewhere, the cases that this changes.
-SOME = ["detr", "methods", "checkpointed", "reentrant", "run-over"]
+SOME = {
+    "fsdp2-grad-op": ["detr", "methods", "run-over"],
+    "fsdp2-checkpointing": ["checkpointed", "reentrant", "run-over"],
+    "replicate": ["detr", "checkpointed", "run-over"],
+    "fsdp1-checkpointing": ["checkpointed", "reentrant", "run-over"],
+    "fsdp1-grad-op": ["methods", "checkpointed", "run-over"],
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trains_as_one_process(engine: str) -> None:
     """Fails without `route`: torch mixes shards and tensors."""
-    cases = [*CASES] if engine in ("fsdp2", "fsdp1", "fsdp1-flat") else SOME
+    cases = SOME.get(engine, [*CASES])
     for found in run_ranks(compare, 2, ENGINES[engine], "class", cases):
         assert found == pytest.approx(dict.fromkeys(cases, 0), abs=1e-5)
 

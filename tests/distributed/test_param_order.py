@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fsdp1-ignored": {"engine": "fsdp1", "sharding": {"ignored_parameters": ["*.two"]}},
 }
 FORMS = ("one group", "groups")
+KINDS = (("full", ".pth"), ("local", ""), ("sharded", ""))
 
 
 class Part(nn.Module):
@@ -113,7 +114,7 @@ def both_ways(rank: int, config: dict[str, Any], folder: str) -> None:
         step(model, again, 2)
         wanted = copy.deepcopy(one.state_dict())
         same(mmfsdp.optim_state_dict(model, again, rank0_only=False), wanted)
-        for saved, suffix in (("full", ".pth"), ("local", ""), ("sharded", "")):
+        for saved, suffix in KINDS if form == FORMS[0] else KINDS[1:2]:
             mmfsdp.save_checkpoint(f"{folder}/{form} {saved}{suffix}", model, again, kind=saved)
         if rank == 0:
             torch.save({"state_dict": plain.state_dict(), "optimizer": wanted}, f"{folder}/{form} wanted.pth")
@@ -122,7 +123,7 @@ def both_ways(rank: int, config: dict[str, Any], folder: str) -> None:
 def load(rank: int, config: dict[str, Any], folder: str) -> None:
     for form in FORMS[: 1 if is_flat(config) else None]:
         wanted = torch.load(f"{folder}/{form} wanted.pth", weights_only=True)
-        for saved in ("full.pth", "local", "sharded", "wanted.pth"):
+        for saved in ("full.pth", "local", "sharded", "wanted.pth") if form == FORMS[0] else ("local", "wanted.pth"):
             model = sharded_model(config)
             optimizer = optimizer_of(model, form)
             mmfsdp.load_checkpoint(f"{folder}/{form} {saved}", model, optimizer)

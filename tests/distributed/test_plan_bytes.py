@@ -81,7 +81,7 @@ shapes = st.lists(
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=shapes, dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_any_shapes(world_size: int, parts: list[list[Shape]], dtype: str) -> None:
     for rank, pairs in enumerate(run_ranks(all_configs, world_size, parts, dtype)):

@@ -16,6 +16,7 @@ from mmfsdp_mmengine import CheckpointHook
 from mmfsdp_mmengine.checkpoints.live_content import read_content, safe_globals
 
 KINDS = ["full", "local", "sharded"]
+FILE_OR_DIRECTORY = ["full", "sharded"]
 
 
 def run_with(kind: str, folder: Path, hook: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def note(rank: int, folder: Path, kind: str) -> list[list[str]]:
 
 
 class TestKeeping:
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", FILE_OR_DIRECTORY)
     def test_the_old_one_is_there_until_the_new_one_is(self, tmp_path: Path, kind: str) -> None:
         seen = run_ranks(note, 2, tmp_path, kind)[0]
         assert seen[1] == ["iter_2.pth", "|", "iter_2.pth", "iter_4.pth"]
@@ -92,7 +93,7 @@ class TestKeeping:
             assert place.is_dir() == (kind != "full")
             assert "optimizer" not in open_layout(place, trust=True).top_level
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", FILE_OR_DIRECTORY)
     def test_resuming_from_one_that_was_saved_again(self, tmp_path: Path, kind: str) -> None:
         hook = {"interval": 1, "save_best": "accuracy", "save_last": False}
         [whole, _] = run_with(kind, tmp_path / "whole", hook)
@@ -105,7 +106,8 @@ class TestKeeping:
 class TestPublishing:
     @pytest.mark.parametrize("kind", KINDS)
     def test_one_file_with_the_keys(self, tmp_path: Path, kind: str) -> None:
-        for folder, keys in (("a", ["meta", "state_dict"]), ("b", ["state_dict", "message_hub"])):
+        other = [("a", ["meta", "state_dict"])] if kind == "full" else []
+        for folder, keys in (*other, ("b", ["state_dict", "message_hub"])):
             run_with(kind, tmp_path / folder, {"interval": 2, "published_keys": keys})
             [published] = [path for path in (tmp_path / folder).glob("*.pth") if "-" in path.name]
             assert published.name.startswith("epoch_2-")

@@ -35,22 +35,20 @@ class TestResume:
         [
             ("full", 2, {}),
             ("local", 2, {"ignored_parameters": ["head.bias"], "ignored_modules": ["patch"]}),
-            ("full", 2, {"engine": "fsdp1"}),
             ("local", 2, {"use_orig_params": False}),
             ("local", 2, {"sharding_strategy": "NO_SHARD"}),
             ("local", 2, {"cpu_offload": True}),
             ("local", 4, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": {"mesh_shape": [2, 2]}}),
-            ("local", 4, {"engine": "fsdp1"}),
+            ("local", 2, {"engine": "fsdp1"}),
         ],
         ids=[
             "full",
             "local",
-            "full-fsdp1",
             "local-flat",
             "local-replicate",
             "local-offload",
             "local-hybrid",
-            "fsdp1-4",
+            "local-fsdp1",
         ],
     )
     def test_equals_not_having_stopped(

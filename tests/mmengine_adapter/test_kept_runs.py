@@ -147,11 +147,12 @@ MOMENTS = ["start-up", "loading", "step", "saving", "validation"]
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_whenever_a_signal_comes_ranks_save_leave_and_resume_exactly(tmp_path: Path, loop: str) -> None:
-    found = run_ranks(leave_and_resume, 2, tmp_path, loop, MOMENTS, 2, 1)
+    moments = MOMENTS if loop == "epoch" else MOMENTS[2:]  # the others are the same in every loop
+    found = run_ranks(leave_and_resume, 2, tmp_path, loop, moments, 2, 1)
     kept = names(tmp_path / "whole")
     for own, other in zip(found, reversed(found), strict=True):
         losses, metrics, state = own["whole"]
-        for moment in MOMENTS:
+        for moment in moments:
             left, before, validated, (after, more, end) = own[moment]
             assert left == other[moment][0], moment
             assert before + after == losses, moment
