@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,19 @@ from torch import nn
 import mmfsdp
 from benchmarks.measuring import sized
 from benchmarks.simulated import Work, counted_reads, run_threads
-from mmfsdp.basics.boxes import sharded_box
+from mmfsdp.basics.boxes import EvenBoxes, sharded_box
 from mmfsdp.checkpoint import convert
+from mmfsdp.checkpoint.formats.dcp_index import FILE, Named, Rules, index_bytes
+from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.archives import write_archive
 from mmfsdp.saving.publishing import DirectorySave
 from mmfsdp.saving.reading import open_shared, open_weights
+from mmfsdp.saving.skeletons import bytes_of, skeleton_of_tensor
 from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.saving.summed_files import summed_file
 from mmfsdp.state.lazy_tensors import LazyTensor, locate
 
 __all__ = ["main"]
@@ -34,8 +40,10 @@ __all__ = ["main"]
 RANKS = sized((8, 64, 512, 2048), (2,))
 TENSORS, ROWS, COLUMNS = 8, 4096, 64  # 8 MiB in float32
 MANY = sized(200, 8)  # tensors of what `load_pretrained` reads
-WIDE = sized(64, 4)  # tensors of what a run resumes from, each of a row per rank
+RESUMED = sized((64, 1000), (4,))  # tensors of what a run resumes from, each of a row per rank
+PRESENT = 16  # ranks that resume, of all; the others would do what these do
 BLOCKS = 24
+SAVE = "0123456789abcdef"
 LIMIT = 2.0  # times the work of a rank among 8
 
 
@@ -53,13 +61,13 @@ def main() -> dict[str, Any]:
                 convert(whole, path, to=kind, ranks=size, fsync=False)
                 with counted_reads():
                     found[f"load {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
-            wide = Path(folder, "wide.pth")
-            torch.save({f"layers.{i}.weight": torch.randn(max(RANKS), 4) for i in range(WIDE)}, wide)
-            for kind in ("local", "dcp"):
-                path = Path(folder, f"wide {kind}")
-                convert(wide, path, to=kind, ranks=size, fsync=False)
+            for kind, tensors in itertools.product(("local", "dcp"), RESUMED):
+                path, present = Path(folder, f"{tensors} {kind}"), spread_ranks(size)
+                (write_local if kind == "local" else write_dcp)(path, tensors, size, present)
+                run_threads(lambda scope, p=path: loading(scope, p), size, present)  # caches what it imports
                 with counted_reads():
-                    found[f"resume {kind}"] = described(run_threads(lambda scope, p=path: loading(scope, p), size))
+                    works = run_threads(lambda scope, p=path: loading(scope, p), size, present)
+                found[f"resume {kind}, {tensors} tensors"] = described(works)
             many = Path(folder, "many.safetensors")
             save_file({f"layers.{i}.weight": torch.zeros(ROWS, 2, dtype=torch.bfloat16) for i in range(MANY)}, many)
             with counted_reads():
@@ -68,7 +76,7 @@ def main() -> dict[str, Any]:
         for what, figures in found.items():
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             print(f"{size:5} ranks, {what}: {shown}", flush=True)
-    for what in ("save", "load local", "load dcp", "resume local", "resume dcp", "load pretrained"):
+    for what in [what for what in results[str(RANKS[0])] if what not in ("plan", "shard")]:
         figures = ("reads", "messages", "sent bytes", "seconds")
         answers = what == "load pretrained" or what.startswith("resume")
         for figure in (*figures, *(f"first: {name}" for name in figures if answers)):
@@ -148,6 +156,59 @@ def pretrained(scope: Scope, path: Path) -> None:
     """Load this rank's rows of every tensor as `mmfsdp.load_pretrained` does."""
     source, weights = open_weights(path, scope, rewrite=lambda layout: layout, change=lazy_tensors)
     read_rows(source, weights, scope)
+
+
+def spread_ranks(size: int) -> list[int]:
+    """Return the ranks that resume: the first, the last, and some between."""
+    return sorted({0, size - 1, *range(0, size, max(size // PRESENT, 1))})
+
+
+def write_local(path: Path, tensors: int, size: int, present: Sequence[int]) -> None:
+    """Write a ``local`` checkpoint: the files of the ranks that read them, and links in place of all others."""
+    names = [f"layers.{number}.weight" for number in range(tensors)]
+    boxes = {"shape": [size, 4], "placements": [0], "replica": 0}
+    header = {"format": "rank_local", "version": 1, "world_size": size, "save_id": SAVE, "mesh": [size]}
+
+    def write(rank: int, file: Path) -> FileEntry:
+        where = {f"state_dict/{name}": {**boxes, "offsets": [rank, 0]} for name in names}
+        weights = {name: torch.randn(1, 4) for name in names}
+        return write_archive({"state_dict": weights, "mmfsdp": {**header, "rank": rank, "tensors": where}}, file)
+
+    write_files(path, "rank{}.pth", size, present, write)
+
+
+def write_dcp(path: Path, tensors: int, size: int, present: Sequence[int]) -> None:
+    """Write a DCP directory as `write_local` does; its ``.metadata``, which no rank needs, is empty."""
+    names = [f"state_dict.layers.{number}.weight" for number in range(tensors)]
+    rule = EvenBoxes((size, 4), (size,), (0,), 0)
+    rules = Rules(size, {name: Named(tuple(name.split(".", 1)), "float32", rule) for name in names})
+
+    def write(rank: int, to: Path) -> FileEntry:
+        items = []
+        with summed_file(to, direct=False) as file:
+            for name in names:
+                data, begin = bytes_of(torch.randn(1, 4)), file.end
+                skeleton_of_tensor(torch.float32, (1, 4)).write(file.append, lambda _, data=data: file.append(data))
+                items.append(((name, (rank, 0)), begin, file.end - begin))
+            file.append(index_bytes(SAVE, items, None if rank else rules))
+        return file.entry()
+
+    path.mkdir()
+    path.joinpath(".metadata").touch()
+    write_files(path, FILE, size, present, write)
+
+
+def write_files(
+    path: Path, name: str, size: int, present: Sequence[int], write: Callable[[int, Path], FileEntry]
+) -> None:
+    """Write the files of some ranks, link the last one in place of the others, and add the manifest."""
+    path.mkdir(exist_ok=True)
+    files = {name.format(rank): write(rank, path / name.format(rank)) for rank in present}
+    last = name.format(present[-1])
+    for other in {name.format(rank) for rank in range(size)} - files.keys():
+        os.link(path / last, path / other)
+        files[other] = files[last]
+    write_manifest(path, save_id=SAVE, world_size=size, files=files)
 
 
 def read_rows(source: Source, weights: Mapping[str, LazyTensor], scope: Scope) -> None:

@@ -59,7 +59,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("entries", "integrity", "remote"),
     ("layout",),
     ("geometry", "manifest", "pickles"),
-    ("tree",),
+    ("manifest_search", "tree"),
     ("files", "state_keys"),
     ("recipes",),
     ("formats",),

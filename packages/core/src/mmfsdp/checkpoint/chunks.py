@@ -110,6 +110,8 @@ class Unlocated:
     """The boxes of the chunks."""
     locate: Callable[[Mapping[Bounds, Any]], tuple[Chunk, ...]]
     """Finds the chunks of some boxes and remembers them. It can be pickled, so that another rank can call it."""
+    file: str = "rank{}.pth"
+    """The name of a rank's file, where boxes are looked for by rank."""
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class TensorEntry:
         """Return the tensor with only the chunks that share an element with ``box``. No file is read."""
         stored: tuple[Chunk, ...] | Unlocated
         if isinstance(self.stored, Unlocated):
-            stored = Unlocated(ListedBoxes(self.stored.boxes.meeting(box)), self.stored.locate)
+            stored = replace(self.stored, boxes=ListedBoxes(self.stored.boxes.meeting(box)))
         else:
             stored = tuple(chunk for chunk in self.stored if chunk.numel and meet(chunk.bounds, box))
         return replace(self, stored=stored)

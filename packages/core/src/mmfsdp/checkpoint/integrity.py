@@ -6,6 +6,7 @@ isal computes checksums several times as fast as zlib, which is used where isal 
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from mmfsdp.basics.descriptors import expect, read_into, size_of
+from mmfsdp.basics.descriptors import expect, is_remote, read_into, size_of
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "inside",
     "parse_json",
     "refuse_special",
+    "regular_files",
     "scan_file",
 ]
 
@@ -253,6 +255,18 @@ def inside(directory: Path, name: str, origin: Path) -> Path:
         )
     refuse_special(path, directory=False)
     return path
+
+
+def regular_files(directory: Path) -> frozenset[str]:
+    """Return the names of a directory's files that are no links and nothing special, which `inside` need not look at.
+
+    Args:
+        directory: The directory. For one on a server nothing is returned.
+    """
+    if is_remote(directory):
+        return frozenset()
+    with os.scandir(directory) as entries:
+        return frozenset(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
 
 
 def refuse_special(path: Path, *, directory: bool = True) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import struct
 import sys
 from array import array
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, inside, parse_json
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -22,9 +25,12 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "check_manifest",
+    "file_entry",
     "manifest_bytes",
+    "parsed_manifest",
     "read_manifest",
     "write_manifest",
+    "wrong_size",
 ]
 
 MANIFEST_NAME = "manifest.json"
@@ -35,6 +41,8 @@ BLOCK = 1 << 18
 
 _FORMAT = "mmfsdp.manifest"
 _LIMIT = 200_000_000  # bytes
+_NO_NAMES = ("", ".", "..")
+_CRC = re.compile("[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,19 @@ def read_manifest(directory: Path) -> Manifest:
         raise IncompleteCheckpointError(f"{directory.name} has no {MANIFEST_NAME}.", file=str(path)) from error
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged: {error}.", file=str(path)) from error
+    return parsed_manifest(path, content)
+
+
+def parsed_manifest(path: Path, content: Any) -> Manifest:
+    """Return a manifest from what its JSON holds.
+
+    Args:
+        path: The file, for messages.
+        content: What it holds.
+
+    Raises:
+        FormatError, CorruptCheckpointError: See `read_manifest`.
+    """
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise FormatError(f"{MANIFEST_NAME} is not a manifest of mmfsdp.", file=str(path))
     if content.get("version") != 1:
@@ -175,17 +196,52 @@ def check_manifest(directory: Path, *, manifest: Manifest | None = None) -> Mani
     """
     manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            raise IncompleteCheckpointError(f"{name} is missing, which {MANIFEST_NAME} lists.", file=str(path))
-        size = path.stat().st_size
-        if size != expected.size:
-            raise CorruptCheckpointError(
-                f"{name} has {size} bytes (expected {expected.size} by {MANIFEST_NAME}): it is damaged, or of another "
-                "save.",
-                file=str(path),
+        size = _size(directory, name)
+        if size is None:
+            raise IncompleteCheckpointError(
+                f"{name} is missing, which {MANIFEST_NAME} lists.", file=str(directory / name)
             )
+        if size != expected.size:
+            raise wrong_size(directory / name, size, expected.size)
     return manifest
+
+
+def wrong_size(path: Path, found: int, expected: int) -> CorruptCheckpointError:
+    """Return the error for a file whose length in bytes is not that of the manifest."""
+    return CorruptCheckpointError(
+        f"{path.name} has {found} bytes (expected {expected} by {MANIFEST_NAME}): it is damaged, or of another save.",
+        file=str(path),
+    )
+
+
+def _size(directory: Path, name: str) -> int | None:
+    """Return the length of a file in bytes; ``None`` if there is none. A directory may hold thousands."""
+    if is_remote(directory):
+        path = directory / name
+        return path.stat().st_size if path.is_file() else None
+    try:
+        state = os.stat(f"{directory}/{name}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return state.st_size if stat.S_ISREG(state.st_mode) else None
+
+
+def file_entry(name: str, described: Mapping[str, Any], *, block_size: Any) -> FileEntry:
+    """Return the entry of a file from what a manifest says of it.
+
+    Args:
+        name: The file's name.
+        described: What the manifest says.
+        block_size: The size of blocks that the manifest names.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: It is malformed.
+    """
+    size, crc = described["size"], described.get("crc32")
+    if type(size) is not int or size < 0 or not _is_crc(crc) or "/" in name or "\0" in name or name in _NO_NAMES:
+        raise ValueError(f"the entry of {name!r} is malformed")
+    blocks = _blocks(described.get("crc32_blocks"), size) if block_size == BLOCK else None
+    return FileEntry(size, None if crc is None else int(crc, 16), blocks)
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:
@@ -205,13 +261,8 @@ def _described(entry: FileEntry) -> dict[str, Any]:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    files = {}
-    for name, entry in content["files"].items():
-        size, crc = entry["size"], entry.get("crc32")
-        if type(size) is not int or size < 0 or not _is_crc(crc) or Path(name).name != name:
-            raise ValueError(f"the entry of {name!r} is malformed")
-        blocks = _blocks(entry.get("crc32_blocks"), size) if content.get("block_size") == BLOCK else None
-        files[name] = FileEntry(size, None if crc is None else int(crc, 16), blocks)
+    block_size = content.get("block_size")
+    files = {name: file_entry(name, entry, block_size=block_size) for name, entry in content["files"].items()}
     if not isinstance(content["save_id"], str) or type(content["world_size"]) is not int:
         raise ValueError("'save_id' or 'world_size' is malformed")
     return Manifest(content["save_id"], content["world_size"], files)
@@ -230,4 +281,4 @@ def _blocks(given: Any, size: int) -> Sequence[int] | None:
 
 
 def _is_crc(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None)
+    return value is None or (isinstance(value, str) and _CRC.fullmatch(value) is not None)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, ListedBoxes, is_within
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, ListedBoxes, is_within
 from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.manifest import FileEntry
+from mmfsdp.saving.file_sums import FileSums
 from mmfsdp.state.lazy_tensors import Wanted
 
-__all__ = ["Places", "place_of", "singles"]
+__all__ = ["Places", "is_rule", "singles"]
 
 _MOST_PIECES = 20_000  # chunks, of about a hundred bytes each in a message
-_MOST_BLOCKS = 1_000_000  # checksums of four bytes
 
 
 @dataclass(frozen=True)
@@ -25,54 +23,63 @@ class Places:
     """Where all tensors of a checkpoint lie.
 
     One broadcast of it replaces a question of each rank to the first one, whose work would grow with the number of
-    ranks. For a checkpoint of many pieces, such as one of as many ranks, the questions are smaller.
+    ranks. Boxes that follow a rule are sent as the rule, however many ranks wrote them. Where no rule says which of
+    many pieces is where, the questions are smaller.
     """
 
     directory: Path
     """The checkpoint."""
     tensors: Mapping[str, TensorEntry]
     """Its tensors by name."""
-    sums: Mapping[Path, FileEntry]
-    """The files whose blocks have checksums."""
+    sums: FileSums
+    """The checksums of blocks."""
+    needs_records: bool
+    """Whether chunks may be proved by their own checksum alone."""
 
     @property
     def are_few(self) -> bool:
         """Whether every rank can be told all of them."""
-        pieces = sum(entry.num_chunks for entry in self.tensors.values())
-        return pieces <= _MOST_PIECES and sum(len(file.blocks or ()) for file in self.sums.values()) <= _MOST_BLOCKS
+        pieces = (1 if is_rule(entry) else entry.num_chunks for entry in self.tensors.values())
+        return sum(pieces) <= _MOST_PIECES
 
     def located(self) -> Places:
         """Return the same without what finds them on first use, so that it can be sent."""
-        tensors = {name: entry.within(((0,) * len(entry.shape), entry.shape)) for name, entry in self.tensors.items()}
-        return Places(self.directory, tensors, self.sums)
+        tensors = {
+            name: TensorEntry(entry.name, entry.dtype, entry.shape, entry.stored)
+            if is_rule(entry)
+            else entry.within(((0,) * len(entry.shape), entry.shape))
+            for name, entry in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
 
     @cached_property
     def _records(self) -> dict[tuple[str, Bounds], TensorEntry]:
         """The chunks that only their own checksum can prove, each as a tensor with this chunk alone."""
+        listed = [(name, entry) for name, entry in self.tensors.items() if not is_rule(entry)]
         return {
             (name, bounds): single
-            for name, entry in self.tensors.items()
+            for name, entry in (listed if self.needs_records else [])
             for bounds, file, single in singles(entry, self.directory)
-            if file not in self.sums and _may_have_sum(single)
+            if self.sums.of(file) is None and _may_have_sum(single)
         }
 
     @property
     def num_records(self) -> int:
-        """Number of chunks that only their own checksum can prove."""
-        return len(self._records)
+        """Number of chunks that only their own checksum can prove; those that follow a rule count as one."""
+        return 1 + len(self._records) if self.needs_records else 0
 
-    def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Return a number for each of these chunks: -1 if a rank that wants some boxes reads it only in part, else 0.
+    def read_in_part(self, told: Iterable[tuple[Wanted, TensorEntry]]) -> list[int]:
+        """Return a number for each of these chunks: -1 if a rank reads it only in part, else 0.
 
         Args:
-            wanted: The boxes.
+            told: The boxes that the rank wants, each with the chunks that meet it.
         """
-        numbers = {key: number for number, key in enumerate(self._records)}
-        found = [0] * len(numbers)
-        for name, box in wanted:
-            for bounds, _, _ in singles(self.tensors[name].within(box), self.directory):
-                number = numbers.get((name, bounds))
-                if number is not None and not is_within(bounds, box):
+        numbers = {key: number for number, key in enumerate(self._records, 1)}
+        found = [0] * self.num_records
+        for (name, box), entry in told if found else ():
+            for bounds, _, _ in singles(entry, self.directory, cut_by=box):
+                number = numbers.get((name, bounds), 0 if is_rule(self.tensors[name]) else None)
+                if number is not None:
                     found[number] = -1
         return found
 
@@ -84,8 +91,13 @@ class Places:
             place: The rank.
             count: Number of ranks.
         """
-        flagged = [single for single, flag in zip(self._records.values(), flags, strict=True) if flag < 0]
+        flagged = [single for single, flag in zip(self._records.values(), flags[1:], strict=True) if flag < 0]
         return flagged[place::count]
+
+
+def is_rule(entry: TensorEntry) -> bool:
+    """Tell whether a rule says where the chunks of a tensor lie, however many there are."""
+    return isinstance(entry.stored, Unlocated) and isinstance(entry.stored.boxes, EvenBoxes)
 
 
 def _may_have_sum(entry: TensorEntry) -> bool:
@@ -95,19 +107,22 @@ def _may_have_sum(entry: TensorEntry) -> bool:
     )
 
 
-def singles(entry: TensorEntry, directory: Path) -> Iterator[tuple[Bounds, Path, TensorEntry]]:
-    """Yield each box of a tensor with its file, and the tensor with that box alone."""
+def singles(
+    entry: TensorEntry, directory: Path, *, cut_by: Bounds | None = None
+) -> Iterator[tuple[Bounds, Path, TensorEntry]]:
+    """Yield each box of a tensor with its file, and the tensor with that box alone.
+
+    Args:
+        entry: The tensor.
+        directory: The checkpoint.
+        cut_by: Leave out boxes that lie entirely within this one.
+    """
     if not isinstance(entry.stored, Unlocated):
         for chunk in entry.stored:
-            yield chunk.bounds, chunk.file, replace(entry, stored=(chunk,))
+            if cut_by is None or not is_within(chunk.bounds, cut_by):
+                yield chunk.bounds, chunk.file, replace(entry, stored=(chunk,))
         return
     for box, where in entry.stored.boxes.meeting(None).items():
-        single = Unlocated(ListedBoxes({box: where}), entry.stored.locate)
-        yield box, place_of(where, directory)[0], replace(entry, stored=single)
-
-
-def place_of(where: Any, directory: Path) -> tuple[Path, int, int | None]:
-    """Return file, first byte and end of what `Unlocated` boxes say; the end is None for a whole file."""
-    if isinstance(where, int):  # a rank's file
-        return directory / f"rank{where}.pth", 0, None
-    return directory / where.file, where.offset, where.offset + where.length
+        if cut_by is None or not is_within(box, cut_by):
+            file = entry.stored.file.format(where) if isinstance(where, int) else where.file
+            yield box, directory / file, replace(entry, stored=replace(entry.stored, boxes=ListedBoxes({box: where})))

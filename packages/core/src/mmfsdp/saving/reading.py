@@ -21,6 +21,7 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, same_path, scatter_objects, shared
 from mmfsdp.errors import FormatError
 from mmfsdp.saving.content import restricted_load, stored_content
+from mmfsdp.saving.places import is_rule
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 
@@ -243,7 +244,8 @@ def _content(source: Source, safe_globals: Iterable[Any], lazy: Collection[str] 
     kind = format_named(layout.format)
     if kind is not None and kind.tensors_only:
         return {"state_dict": dict(lazy_tensors(source))}
-    if kind is not None and kind.of_dcp and (layout.path / MANIFEST_NAME).exists():
+    by_rule = any(map(is_rule, layout.tensors.values()))  # then the rank that opens a file compares its size
+    if kind is not None and kind.of_dcp and not by_rule and (layout.path / MANIFEST_NAME).exists():
         # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
         check_manifest(layout.path)
     return _named(stored_content(source, safe_globals), layout.path, lazy)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, is_within
+from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
+from mmfsdp.checkpoint.manifest import MANIFEST_NAME
 from mmfsdp.collective.channels import host_of
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError
-from mmfsdp.saving.embedded_sums import embedded_sums
-from mmfsdp.saving.places import Places, place_of, singles
-from mmfsdp.saving.verified_files import Sums, VerifiedFiles, blocks_of, sums_of
+from mmfsdp.saving.file_sums import FileSums, file_sums
+from mmfsdp.saving.places import Places, singles
+from mmfsdp.saving.verified_files import VerifiedFiles
 from mmfsdp.state.lazy_tensors import LazyTensor, Wanted
 
 __all__ = ["Found", "Source", "lazy_tensors", "save_at"]
@@ -38,8 +37,6 @@ class Found:
 
     entries: tuple[TensorEntry, ...]
     """For each box, the tensor with the chunks that meet the box."""
-    sums: Mapping[Path, Sums]
-    """The checksums of the blocks that the chunks lie in, by file."""
     checks: tuple[TensorEntry, ...]
     """Tensors with the chunks whose whole records this rank checks, for all ranks that read parts of them."""
 
@@ -69,6 +66,7 @@ class Source:
         self._first_host = host_of()
         self.is_shared = False
         self.places: Places | None = None
+        self._sums = FileSums()
         self._prepare(own_records=True)
         self.attach(open)
         self._read_layout()
@@ -77,18 +75,19 @@ class Source:
         self._layout: Layout | None = None
         self._open: Callable[[], Layout] | None = None
         self._told: dict[Wanted, TensorEntry] = {}
-        self._files = VerifiedFiles(verify=self.verify, own_records=own_records)
+        self._open_files(own_records=own_records)
+
+    def _open_files(self, *, own_records: bool) -> None:
+        self._files = VerifiedFiles(verify=self.verify, own_records=own_records, sums=self._sums)
         weakref.finalize(self, self._files.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("path", "verify", "key", "save", "is_shared", "places", "_first_host")
+        names = ("path", "verify", "key", "save", "is_shared", "places", "_sums", "_first_host")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare(own_records=False)
-        if self.places is not None:
-            self._files.add_files(self.places.sums)
 
     def attach(self, open: Callable[[], Layout]) -> None:
         """Give a copy on another rank the function that reads the layout."""
@@ -98,7 +97,7 @@ class Source:
         """Let the ranks that receive a copy ask this one where things lie, or tell them all of it."""
         self.is_shared = True
         self._files.own_records = False
-        places = Places(self.path, self.layout.tensors, self._sums)
+        places = Places(self.path, self.layout.tensors, self._sums, needs_records=self.needs_records)
         self.places = places.located() if places.are_few else None
 
     @property
@@ -110,8 +109,10 @@ class Source:
         assert self._open is not None
         layout = self._open()
         check_coverage(layout, look_up=False)
-        self._layout, self._sums = layout, _listed(layout) if self.verify else {}
-        self._files.add_files(self._sums)
+        if self._layout is None and not self.is_shared and self.verify:
+            self._sums = file_sums(layout)
+            self._open_files(own_records=True)
+        self._layout = layout
         return layout
 
     def check_unchanged(self) -> None:
@@ -145,11 +146,8 @@ class Source:
             requests: What each rank wants.
         """
         told = [tuple(self.layout.tensors[name].within(box) for name, box in wanted) for wanted in requests]
-        checks = self._in_parts(requests, told) if self.verify else []
-        return [
-            Found(entries, self._sums_for(entries), tuple(checks[place :: len(told)]))
-            for place, entries in enumerate(told)
-        ]
+        checks = self._in_parts(requests, told) if self.needs_records else []
+        return [Found(entries, tuple(checks[place :: len(told)])) for place, entries in enumerate(told)]
 
     def parts(self, count: int) -> list[list[TensorEntry]]:
         """Return all tensors of the checkpoint, each once, in ``count`` lists of similar size. Not collective."""
@@ -168,9 +166,13 @@ class Source:
             CorruptCheckpointError: The checksum of a record differs.
         """
         self._told.update(zip(wanted, found.entries, strict=True))
-        self._files.add_sums(found.sums)
-        self._files.expect(zip(found.entries, (box for _, box in wanted), strict=True))
+        self._open_files_of(wanted)
         self.check(found.checks)
+
+    @property
+    def needs_records(self) -> bool:
+        """Whether some chunks may only be proved by their own checksum, once all of it was read."""
+        return self.verify and not self._sums.of_all_files
 
     @property
     def is_local(self) -> bool:
@@ -180,22 +182,26 @@ class Source:
     @property
     def num_records(self) -> int | None:
         """Number of chunks that may need a check; ``None`` if ranks ask where things lie."""
-        return None if self.places is None else self.places.num_records if self.verify else 0
+        return None if self.places is None else self.places.num_records
 
     def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Return -1 for each of these chunks that is read only in part, else 0. Not collective."""
+        """Prepare to read boxes; return -1 for each of these chunks that is read only in part, else 0. Not collective.
+
+        The first number is for all chunks that follow a rule.
+        """
         assert self.places is not None
-        return self.places.read_in_part(wanted) if self.num_records else []
+        told = [(item, self.places.tensors[item[0]].within(item[1])) for item in wanted]
+        self._told.update(told)
+        return self.places.read_in_part(told)
 
     def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
-        """Prepare to read boxes, and check this rank's share of the chunks that ranks read only in part.
+        """Find the files of boxes, and check this rank's share of the chunks that ranks read only in part.
 
         Raises:
             CorruptCheckpointError: The checksum of a record differs.
         """
         assert self.places is not None
-        self._told.update((item, self.places.tensors[item[0]].within(item[1])) for item in wanted)
-        self._files.expect((self._told[item], item[1]) for item in wanted)
+        self._open_files_of(wanted)
         if flags:
             self.check(self.places.dealt(flags, place, count))
 
@@ -218,6 +224,12 @@ class Source:
         entry = self._told.get((name, box)) or self.layout.tensors[name].within(box)
         self._files.fill(entry, box, target)
 
+    def _open_files_of(self, wanted: Sequence[Wanted]) -> None:
+        """Find boxes in their files: what is missing or of another save is raised before anything is changed."""
+        for item in wanted:
+            self._told[item].chunks()
+        self._files.expect((self._told[item], item[1]) for item in wanted)
+
     def _in_parts(
         self, requests: Sequence[Sequence[Wanted]], told: Sequence[tuple[TensorEntry, ...]]
     ) -> list[TensorEntry]:
@@ -225,20 +237,10 @@ class Source:
         found: dict[tuple[str, Bounds], TensorEntry] = {}
         for wanted, entries in zip(requests, told, strict=True):
             for (name, box), entry in zip(wanted, entries, strict=True):
-                for bounds, file, single in singles(entry, self.path):
-                    if (name, bounds) not in found and file not in self._sums and not is_within(bounds, box):
+                for bounds, file, single in singles(entry, self.path, cut_by=box):
+                    if (name, bounds) not in found and self._sums.of(file) is None:
                         found[name, bounds] = single
         return list(found.values())
-
-    def _sums_for(self, entries: tuple[TensorEntry, ...]) -> dict[Path, Sums]:
-        found: dict[Path, dict[int, tuple[int, int]]] = {}
-        # The set lists a file that is read whole only once.
-        for file, begin, end in {extent for entry in entries for extent in _extents(entry, self.path)}:
-            listed = self._sums.get(file)
-            if listed is not None:
-                numbers = blocks_of(begin, listed.size if end is None else end)
-                found.setdefault(file, {}).update(sums_of(listed, numbers))
-        return {**found}
 
 
 def lazy_tensors(source: Source) -> dict[str, LazyTensor]:
@@ -270,22 +272,3 @@ def save_at(path: Path) -> str:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error
     return f"a file of {state.st_size} bytes, written at {state.st_mtime_ns / 1e9:.6f}"
-
-
-def _listed(layout: Layout) -> dict[Path, FileEntry]:
-    """Return the files whose blocks have checksums."""
-    if layout.path.is_dir() and (layout.path / MANIFEST_NAME).exists():
-        files = {layout.path / name: entry for name, entry in read_manifest(layout.path).files.items()}
-    else:
-        files = embedded_sums(layout)
-    return {file: entry for file, entry in files.items() if entry.blocks is not None}
-
-
-def _extents(entry: TensorEntry, directory: Path) -> Iterable[tuple[Path, int, int | None]]:
-    """Yield the byte ranges that hold a tensor: file, first byte and end, which is None for a whole file."""
-    if not isinstance(entry.stored, Unlocated):
-        for chunk in entry.stored:
-            yield chunk.file, chunk.offset, chunk.offset + chunk.span
-        return
-    for where in entry.stored.boxes.meeting(None).values():
-        yield place_of(where, directory)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.files.disk import not_written
 from mmfsdp.checkpoint.formats.dcp import TensorInfo
+from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
 from mmfsdp.checkpoint.formats.dcp_items import Location
+from mmfsdp.checkpoint.formats.dcp_rules import rule_of
 from mmfsdp.checkpoint.formats.dcp_writer import dcp_metadata
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost
@@ -109,6 +114,7 @@ class _Writer(StorageWriter):
     def __init__(self, save: DirectorySave, *, direct: bool) -> None:
         self.files: Files = {}
         self._save, self._direct = save, direct
+        self._rules: Rules | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See torch's `StorageWriter`."""
@@ -118,10 +124,12 @@ class _Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """See torch's `StorageWriter`."""
-        return plan
+        return replace(plan, storage_data=self._save.rank)  # where it stands in the group may differ
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch's `StorageWriter`."""
+        """See torch's `StorageWriter`; called on the group's first rank."""
+        if self._save.rank == 0:
+            self._rules = _rules_of(plans)
         return plans
 
     @classmethod
@@ -137,9 +145,14 @@ class _Writer(StorageWriter):
         return results
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name = f"__{self._save.rank}_0.distcp"
+        name = FILE.format(self._save.rank)
         found = [(item.index, planner.resolve_data(item)) for item in plan.items]
-        size = sum(_size(data) for _, data in found)
+        ends = [0, *accumulate(_size(data) for _, data in found)]
+        extents = [
+            (_key(index), begin, end - begin) for (index, _), (begin, end) in zip(found, pairwise(ends), strict=True)
+        ]
+        tail = index_bytes(self._save.save_id, extents, self._rules)
+        size = ends[-1] + len(tail)
         results: list[WriteResult] = []
         with summed_file(self._save.temporary / name, direct=self._direct, size=size) as file:
             for index, data in found:
@@ -151,16 +164,14 @@ class _Writer(StorageWriter):
                     file.append(data.getbuffer())
                 location = Location(name, begin, file.end - begin)
                 results.append(WriteResult(index, location.length, location))
+            assert file.end == ends[-1], "an item is longer than was said"
+            file.append(tail)
         self.files[name] = file.entry()
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See torch's `StorageWriter`; called on the first rank."""
-        stored = {
-            (one.index.fqn, None if one.index.offset is None else tuple(one.index.offset)): one.storage_data
-            for written in results
-            for one in written
-        }
+        stored = {_key(one.index): one.storage_data for written in results for one in written}
         tensors: dict[str, TensorInfo] = {}
         locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
         for name, found in metadata.state_dict_metadata.items():
@@ -177,6 +188,33 @@ class _Writer(StorageWriter):
         ):
             file.append(data)
         self.files[_METADATA] = file.entry()
+
+
+def _rules_of(plans: list[SavePlan]) -> Rules | None:
+    """Return by which rules tensors are spread over the files of ranks; ``None`` if one follows none."""
+    keys = {name: path for plan in reversed(plans) for name, path in plan.planner_data.items()}
+    tensors: dict[str, tuple[str, tuple[int, ...], list[tuple[Bounds, int]]]] = {}
+    for plan in plans:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None and plan.storage_data != 0:
+                return None
+            if data is not None:
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                like = canonical_dtype(data.properties.dtype), tuple(data.size)
+                tensors.setdefault(item.index.fqn, (*like, []))[2].append((box, plan.storage_data))
+    names: dict[str, Named] = {}
+    for name, path in {**plans[0].planner_data, **keys}.items():
+        dtype, shape, boxes = tensors.get(name, ("", (), []))
+        rule = rule_of(shape, boxes, len(plans)) if dtype else None
+        if dtype and rule is None:
+            return None
+        names[name] = Named(path, dtype, rule)
+    return Rules(len(plans), names)
+
+
+def _key(index: MetadataIndex) -> Item:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
 def _skeleton(tensor: torch.Tensor) -> Skeleton:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,24 +17,17 @@ from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_of_stretch
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.saving.file_sums import FileSums
 
-__all__ = ["Sums", "VerifiedFiles", "blocks_of", "sums_of"]
+__all__ = ["VerifiedFiles", "block_sum"]
 
 _PIECE = 1 << 20  # bytes that are summed while the processor's cache still holds them
 
-Sums = Mapping[int, tuple[int, int]]
-"""By number, the blocks of `BLOCK` bytes of a file: the length in bytes (the last is shorter) and the CRC-32."""
 
-
-def sums_of(entry: FileEntry, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return the checksums of some blocks of a file by their numbers; a number past the end is ignored."""
-    found = {number: _block_sum(entry, number) for number in numbers}
-    return {number: pair for number, pair in found.items() if pair is not None}
-
-
-def blocks_of(begin: int, end: int) -> range:
-    """Return the numbers of the blocks of a file that bytes ``begin`` to ``end`` lie in."""
-    return range(begin // BLOCK, -(-end // BLOCK))
+def block_sum(entry: FileEntry, number: int) -> tuple[int, int] | None:
+    """Return length in bytes and CRC-32 of a block of a file, by its number; ``None`` past the end."""
+    blocks = entry.blocks or ()
+    return (min(BLOCK, entry.size - number * BLOCK), blocks[number]) if number < len(blocks) else None
 
 
 class VerifiedFiles:
@@ -47,24 +40,14 @@ class VerifiedFiles:
         verify: Compare what is read with checksums.
         own_records: Also check a record that is read in part and whose blocks have no checksums. Pass False where
             another rank does so, see `check`.
+        sums: The checksums of blocks.
     """
 
-    def __init__(self, *, verify: bool, own_records: bool) -> None:
-        self._verify, self.own_records = verify, own_records
-        self._sums: dict[Path, dict[int, tuple[int, int]]] = {}
-        self._entries: dict[Path, FileEntry] = {}
+    def __init__(self, *, verify: bool, own_records: bool, sums: FileSums | None = None) -> None:
+        self._verify, self.own_records, self._sums = verify, own_records, sums or FileSums()
         self._checked: set[Record] = set()
         self._block: tuple[Path | None, int, bytes] = None, -1, b""
         self._open = OpenFiles()
-
-    def add_sums(self, sums: Mapping[Path, Sums]) -> None:
-        """Add the checksums of some blocks, by file."""
-        for file, blocks in sums.items():
-            self._sums.setdefault(file, {}).update(blocks)
-
-    def add_files(self, entries: Mapping[Path, FileEntry]) -> None:
-        """Add the checksums of all blocks of some files; nothing is copied."""
-        self._entries.update(entries)
 
     def expect(self, boxes: Iterable[tuple[TensorEntry, Bounds]]) -> None:
         """Say which boxes of tensors will be read, in this order, so that servers are asked for them in time."""
@@ -126,9 +109,9 @@ class VerifiedFiles:
             begin, end = chunk.offset, chunk.offset + chunk.nbytes
             found = self._read_summed(chunk.file, begin, target[runs[0].target :][: chunk.nbytes], name)
             _compare(found, chunk.crc32, name, chunk.file, begin, end)
-        elif chunk.file in self._entries or chunk.file in self._sums:
+        elif (entry := self._sums.of(chunk.file)) is not None:
             for run in sorted(runs, key=lambda run: run.source):
-                self._read_blocks(run, chunk, target, name)
+                self._read_blocks(run, chunk, entry, target, name)
         else:
             if chunk.record is not None and (self.own_records or is_within(chunk.bounds, box)):
                 self.check([(name, chunk.record)])
@@ -155,10 +138,12 @@ class VerifiedFiles:
             value = crc32(piece, value)
         return value
 
-    def _read_blocks(self, run: Run | StridedRun, chunk: Chunk, target: memoryview, name: str) -> None:
+    def _read_blocks(
+        self, run: Run | StridedRun, chunk: Chunk, entry: FileEntry, target: memoryview, name: str
+    ) -> None:
         if isinstance(run, StridedRun):
-            for number in blocks_of(chunk.offset, chunk.offset + chunk.span):
-                self._verified_block(run.file, number, name)
+            for number in range(chunk.offset // BLOCK, -(-(chunk.offset + chunk.span) // BLOCK)):
+                self._verified_block(run.file, entry, number, name)
             self._read(run, target, name)
             return
         at, end = run.source, run.source + run.length
@@ -167,36 +152,27 @@ class VerifiedFiles:
             begin = number * BLOCK
             until = min(begin + BLOCK, end)
             view = target[run.target + at - run.source :][: until - at]
-            length, expected = self._sum_of(run.file, number) or (0, 0)
+            length, expected = block_sum(entry, number) or (0, 0)
             if at == begin and until - begin == length:
                 found = self._read_summed(run.file, begin, view, name)
                 _compare(found, expected, name, run.file, begin, until)
             else:
-                block = self._verified_block(run.file, number, name)
+                block = self._verified_block(run.file, entry, number, name)
                 if until - begin > len(block):
                     raise truncated(run.file, name, begin + len(block))
                 view[:] = memoryview(block)[at - begin : until - begin]
             at = until
 
-    def _verified_block(self, file: Path, number: int, name: str) -> bytes:
+    def _verified_block(self, file: Path, entry: FileEntry, number: int, name: str) -> bytes:
         if self._block[:2] != (file, number):
             source, begin = self._open.descriptor(file), number * BLOCK
-            known = self._sum_of(file, number)
+            known = block_sum(entry, number)
             data = descriptors.read_at(source, BLOCK if known is None else known[0], begin)
             if known is not None:
                 length, expected = known
                 _compare(crc32(data), expected, name, file, begin, begin + length)
             self._block = file, number, data
         return self._block[2]
-
-    def _sum_of(self, file: Path, number: int) -> tuple[int, int] | None:
-        entry = self._entries.get(file)
-        return self._sums[file].get(number) if entry is None else _block_sum(entry, number)
-
-
-def _block_sum(entry: FileEntry, number: int) -> tuple[int, int] | None:
-    blocks = entry.blocks or ()
-    return (min(BLOCK, entry.size - number * BLOCK), blocks[number]) if number < len(blocks) else None
 
 
 def _is_all_of(run: Run | StridedRun, chunk: Chunk) -> bool:

@@ -54,7 +54,10 @@ class TensorSource(Protocol):
         ...
 
     def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Return -1 for each record of which this rank reads only a part, else 0."""
+        """Return -1 for each record of which this rank reads only a part, else 0.
+
+        If the first number is below 0 on any rank, ranks ask the first one.
+        """
         ...
 
     def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
@@ -150,10 +153,9 @@ def locate(wanted: Iterable[tuple[Any, Box | None]], scope: Scope) -> None:
         return
     # The first rank's list, so that all ranks take the same sources in the same order.
     for key, count in broadcast_object(scope, [(key, sources[key].num_records) for key in mine]):
-        if count is None:
-            _locate_in(sources.get(key), mine.get(key, []), scope)
-        else:
-            _check_in(sources.get(key), mine.get(key, []), count, scope)
+        source, boxes = sources.get(key), mine.get(key, [])
+        if count is None or not _check_in(source, boxes, count, scope):
+            _locate_in(source, boxes, scope)
 
 
 def _locate_in(source: TensorSource | None, wanted: list[Wanted], scope: Scope) -> None:
@@ -163,11 +165,15 @@ def _locate_in(source: TensorSource | None, wanted: list[Wanted], scope: Scope) 
     on_all_ranks(lambda: source.learn(wanted, found) if source else None, scope)
 
 
-def _check_in(source: TensorSource | None, wanted: list[Wanted], count: int, scope: Scope) -> None:
+def _check_in(source: TensorSource | None, wanted: list[Wanted], count: int, scope: Scope) -> bool:
+    """Find and check what this rank was told of; return False on every rank if the first one must be asked."""
     flags = source.read_in_part(wanted) if source else [0] * count
     if count:
         flags = scope.channel.lowest(flags)
+        if flags[0] < 0:
+            return False
     on_all_ranks(lambda: source.check_own(wanted, flags, scope.place, scope.size) if source else None, scope)
+    return True
 
 
 def check_unchanged(values: Iterable[Any]) -> None:

@@ -38,7 +38,15 @@ from mmfsdp.errors import (
     MmfsdpError,
 )
 
-__all__ = ["DcpMetadata", "TensorInfo", "holds_flat_parameters", "read_as_stored", "read_dcp_metadata"]
+__all__ = [
+    "DcpMetadata",
+    "TensorInfo",
+    "holds_flat_parameters",
+    "insert_value",
+    "read_as_stored",
+    "read_dcp_metadata",
+    "read_value",
+]
 
 _ELEMENTS = 1 << 62  # more is damage, or malice
 _DEPTH = 100  # of nested keys
@@ -86,10 +94,10 @@ def read_as_stored(source: Source) -> Layout:
         if name in metadata.tensors:
             unique = unique_name(path, tensors)
             tensors[unique] = _tensor(name, unique, metadata, items)
-            _insert(tree, keys, TensorRef(unique), len(metadata.names), directory)
+            insert_value(tree, keys, TensorRef(unique), len(metadata.names), directory)
         else:
-            value = _object(directory, name, path, metadata.locations.get((name, None)), items, tensors)
-            _insert(tree, keys, value, len(metadata.names), directory)
+            value = read_value(directory, name, path, metadata.locations.get((name, None)), items, tensors)
+            insert_value(tree, keys, value, len(metadata.names), directory)
     files = sorted({location.file for location in metadata.locations.values()})
     ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file))]
     world_size = max(ranks) + 1 if len(ranks) == len(files) and ranks else max(len(files), 1)
@@ -112,10 +120,23 @@ def _tensor(name: str, unique: str, metadata: DcpMetadata, items: DcpItems) -> T
     return TensorEntry(unique, info.dtype, info.shape, stored)
 
 
-def _object(
+def read_value(
     directory: Path, name: str, path: str, location: Location | None, items: DcpItems, tensors: dict[str, TensorEntry]
 ) -> Any:
-    """Return a value that is not a tensor, with its inner tensors added to ``tensors``."""
+    """Return a value that is not a tensor, with its inner tensors added to ``tensors``.
+
+    Args:
+        directory: The checkpoint.
+        name: The flat name of the value.
+        path: The keys that lead to it, joined with ``/``.
+        location: Where it is stored, if that is known.
+        items: What reads it.
+        tensors: The tensors of the layout by name.
+
+    Raises:
+        IncompleteCheckpointError: Nothing says where it is stored.
+        CheckpointError: It cannot be read.
+    """
     if location is None:
         raise IncompleteCheckpointError(
             f"The metadata does not say where {name!r} is stored.", file=str(directory / ".metadata")
@@ -131,8 +152,19 @@ def _object(
     return map_leaves(items.load(name, location), bind)
 
 
-def _insert(tree: dict[Any, Any], keys: tuple[str | int, ...], value: Any, limit: int, directory: Path) -> None:
-    """Set a value under nested keys as torch's planner does: an integer is a place in a list."""
+def insert_value(tree: dict[Any, Any], keys: tuple[str | int, ...], value: Any, limit: int, directory: Path) -> None:
+    """Set a value under nested keys as torch's planner does: an integer is a place in a list.
+
+    Args:
+        tree: The nested content so far.
+        keys: The keys.
+        value: The value.
+        limit: More than any place in a list.
+        directory: The checkpoint.
+
+    Raises:
+        CorruptCheckpointError: The keys contradict those of other values.
+    """
     container: Any = tree
     for key, following in itertools.zip_longest(keys, keys[1:]):
         fits = isinstance(container, list if isinstance(key, int) else dict) and (isinstance(key, str) or key < limit)

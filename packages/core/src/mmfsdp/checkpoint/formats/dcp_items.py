@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.formats.safetensors import box_offsets, read_entries
 from mmfsdp.checkpoint.formats.source import looks_like_safetensors
 from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_archive
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL_CRC, DESCRIPTOR_CRC, LOCAL_CRC, ZipRecord, read_records
-from mmfsdp.checkpoint.integrity import inside
+from mmfsdp.checkpoint.integrity import inside, regular_files
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, UnsafePickleError
 
 __all__ = ["DcpItems", "Location", "Locations"]
@@ -80,9 +80,12 @@ class DcpItems:
         self._prepare()
         self._remote = _RemoteItems(locations) if is_remote(directory) else None
         sizes: dict[str, int] = {}
+        regular = regular_files(directory) if locations else frozenset()
         for (name, _), location in locations.items():
             if location.file not in self._files:
-                path = inside(directory, location.file, directory / ".metadata")
+                path = directory / location.file
+                if location.file not in regular:
+                    path = inside(directory, location.file, directory / ".metadata")
                 if not path.is_file():
                     raise IncompleteCheckpointError(
                         f"{location.file}, which holds {name!r}, is missing.", file=str(path)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp import TensorInfo
+from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
 from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
@@ -45,7 +46,8 @@ def plan_write(content: Content) -> list[PlannedFile]:
         raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
     names: dict[str, Path] = {}
     found: dict[str, TensorInfo] = {}
-    files = {f"__{rank}_0.distcp": _File() for rank in range(ranks.shards)}
+    described: dict[str, Named] = {}
+    files = {FILE.format(rank): _File() for rank in range(ranks.shards)}
     first = next(iter(files.values()))
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
     for path, leaf in _flattened((), tree):
@@ -58,7 +60,8 @@ def plan_write(content: Content) -> list[PlannedFile]:
         names[name] = path
         if not isinstance(leaf, TensorRef):
             held = {ref: tensors[ref] for ref in select_tensors(leaf)}
-            locations[name, None] = first.add(plan_archive(leaf, held), "__0_0.distcp")
+            locations[name, None] = first.add((name, None), plan_archive(leaf, held), FILE.format(0))
+            described[name] = Named(path)
             continue
         entry = tensors[leaf.name]
         boxes: list[Bounds] = []
@@ -66,10 +69,13 @@ def plan_write(content: Content) -> list[PlannedFile]:
             if boxes and 0 in box[1]:
                 continue
             boxes.append(box)
-            locations[name, box[0]] = files[file].add(_TensorArchive(part), file)
+            locations[name, box[0]] = files[file].add((name, box[0]), _TensorArchive(part), file)
         found[name] = TensorInfo(entry.dtype, entry.shape, tuple(boxes))
+        sharded = 0 if entry.numel and entry.shape else None
+        described[name] = Named(path, entry.dtype, EvenBoxes(entry.shape, (ranks.shards,), (sharded,), 0))
     metadata = dcp_metadata(names, found, locations)
-    planned = [file.planned(name) for name, file in files.items() if file.archives]
+    first.rules = Rules(ranks.shards, described)
+    planned = [file.planned(name, content.save_id) for name, file in files.items() if file.archives]
     return [*planned, PlannedFile(".metadata", len(metadata), (), lambda _: [(0, metadata)])]
 
 
@@ -78,26 +84,32 @@ class _File:
 
     def __init__(self) -> None:
         self.archives: list[tuple[int, Archive | _TensorArchive]] = []
+        self.rules: Rules | None = None
+        self._items: list[tuple[Item, int, int]] = []
         self._end = 0
 
-    def add(self, archive: Archive | _TensorArchive, name: str) -> Location:
+    def add(self, item: Item, archive: Archive | _TensorArchive, name: str) -> Location:
         base = self._end + -self._end % _ALIGNMENT
         self.archives.append((base, archive))
+        self._items.append((item, base, archive.size))
         self._end = base + archive.size
         return Location(name, base, archive.size)
 
-    def planned(self, name: str) -> PlannedFile:
+    def planned(self, name: str, save_id: str) -> PlannedFile:
         pieces = [archive.pieces(base) for base, archive in self.archives]
         flat = tuple(piece for group in pieces for piece in group)
-        return PlannedFile(name, self._end, flat, lambda crcs: self._blocks(pieces, crcs))
+        index = index_bytes(save_id, self._items, self.rules)
+        return PlannedFile(name, self._end + len(index), flat, lambda crcs: self._blocks(pieces, crcs, index))
 
-    def _blocks(self, pieces: list[tuple[Piece, ...]], crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def _blocks(
+        self, pieces: list[tuple[Piece, ...]], crcs: Sequence[int], index: bytes
+    ) -> Iterator[tuple[int, bytes]]:
         begin = 0
         for (base, archive), group in zip(self.archives, pieces, strict=True):
             yield from archive.blocks(base, crcs[begin : begin + len(group)])
             begin += len(group)
             end = base + archive.size
-            yield end, bytes(-end % _ALIGNMENT if end < self._end else 0)
+            yield end, bytes(-end % _ALIGNMENT) if end < self._end else index
 
 
 def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry]]:

@@ -34,6 +34,7 @@ from mmfsdp.checkpoint.geometry import check_box
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, read_manifest
+from mmfsdp.checkpoint.manifest_search import check_size, find_save
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -55,14 +56,14 @@ class _RankFile:
 class _RankItems:
     """Locates tensors in rank files, and reads only the files that are needed; it can be sent to other ranks."""
 
-    def __init__(self, directory: Path, world_size: int, save_id: str, trust: bool) -> None:
-        self._of = directory, world_size, save_id, trust
+    def __init__(self, directory: Path, world_size: int, save_id: str, has_manifest: bool, trust: bool) -> None:
+        self._of = directory, world_size, save_id, has_manifest, trust
         self._known: dict[int, _RankFile] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._of
 
-    def __setstate__(self, state: tuple[Path, int, str, bool]) -> None:
+    def __setstate__(self, state: tuple[Path, int, str, bool, bool]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     def chunks(self, name: str, dtype: str, boxes: Mapping[Bounds, int]) -> tuple[Chunk, ...]:
@@ -85,9 +86,11 @@ class _RankItems:
 
     def _file(self, rank: int) -> _RankFile:
         if rank not in self._known:
-            directory, world_size, save_id, trust = self._of
+            directory, world_size, save_id, has_manifest, trust = self._of
             path = directory / f"rank{rank}.pth"
             try:
+                if has_manifest:
+                    check_size(directory, path.name, path.stat().st_size)
                 tree = read_tree(inside(directory, path.name, directory), trust=trust)
             except FileNotFoundError as error:
                 raise IncompleteCheckpointError(f"{path.name} is missing.", file=str(path)) from error
@@ -112,9 +115,14 @@ def read(source: Source) -> Layout:
             return read_dtensors(source, files.paths)
         return read_stock_files(files, source)
     directory, present = files.directory, files.paths
-    manifest = read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
     first, tree = files.first
     world_size = _header(first, tree)["world_size"]
+    ranks = [_of_rank(first, tree, 0, world_size)] if 0 in present else []
+    rules = None if source.look_up or not ranks else _rules(ranks[0])
+    manifest = None
+    if (directory / MANIFEST_NAME).exists():
+        # The rank that opens a file compares its size, if not all of them are opened here.
+        manifest = read_manifest(directory) if rules is None else find_save(directory)
     if manifest is not None and manifest.world_size != world_size:
         raise CorruptCheckpointError(
             f"{first.name} is of a save by {world_size} ranks, but {MANIFEST_NAME} of one by {manifest.world_size}.",
@@ -135,11 +143,11 @@ def read(source: Source) -> Layout:
         )
     if manifest is not None:
         check_manifest(directory, manifest=manifest)
-    ranks = [_of_rank(first, tree, 0, world_size)]
     expected, origin = (ranks[0].save_id, "rank0.pth") if manifest is None else (manifest.save_id, MANIFEST_NAME)
-    if not source.look_up and (rules := _rules(ranks[0])) is not None:
+    if rules is not None:
         _check_save(ranks[0], expected, origin)
-        return _described(directory, ranks[0], rules, world_size, files.trust)
+        items = _RankItems(directory, world_size, expected, manifest is not None, files.trust)
+        return _described(directory, ranks[0], rules, items)
     for number in range(1, world_size):
         ranks.append(_of_rank(present[number], files.read(number), number, world_size))
     for rank in ranks:
@@ -177,11 +185,8 @@ def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
     return rules
 
 
-def _described(
-    directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes], world_size: int, trust: bool
-) -> Layout:
+def _described(directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes], items: _RankItems) -> Layout:
     """Return the layout as the first file describes it."""
-    items = _RankItems(directory, world_size, first.save_id, trust)
 
     def sharded(name: str, leaf: PickledTensor) -> TensorEntry | None:
         if name not in rules:
@@ -189,7 +194,7 @@ def _described(
         stored = Unlocated(rules[name], functools.partial(items.chunks, name, leaf.dtype))
         return TensorEntry(name, leaf.dtype, rules[name].shape, stored)
 
-    return _layout(directory, first, world_size, sharded)
+    return _layout(directory, first, first.header["world_size"], sharded)
 
 
 def _layout(

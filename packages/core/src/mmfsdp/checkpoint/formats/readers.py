@@ -28,8 +28,9 @@ __all__ = [
 def dcp(source: Source) -> Layout:
     """Read a DCP directory; one of FSDP1's ``LOCAL_STATE_DICT`` is put together from its flat parameters."""
     from mmfsdp.checkpoint.formats.dcp import holds_flat_parameters, read_as_stored
+    from mmfsdp.checkpoint.formats.dcp_rules import read_by_rules
 
-    layout = read_as_stored(source)
+    layout = (None if source.look_up else read_by_rules(source)) or read_as_stored(source)
     return dcp_flat(source) if holds_flat_parameters(layout) else layout
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.layout import Layout
 
@@ -71,7 +72,13 @@ class Source:
     @cached_property
     def names(self) -> list[str]:
         """The file names in a directory, sorted; empty for a file."""
-        return sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        if not self.path.is_dir():
+            return []
+        return (
+            sorted(entry.name for entry in self.path.iterdir())
+            if is_remote(self.path)
+            else sorted(os.listdir(self.path))
+        )
 
     @cached_property
     def head(self) -> bytes:

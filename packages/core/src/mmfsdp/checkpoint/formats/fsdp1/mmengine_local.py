@@ -25,7 +25,7 @@ from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.same_save import check_same_save
 from mmfsdp.checkpoint.formats.source import RANK_FILE, Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
-from mmfsdp.checkpoint.integrity import inside
+from mmfsdp.checkpoint.integrity import inside, regular_files
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
@@ -80,11 +80,13 @@ class RankFiles:
 
 def _found(directory: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
-    for name in sorted(entry.name for entry in directory.iterdir()):
+    regular = regular_files(directory)
+    for name, path in sorted((path.name, path) for path in directory.iterdir()):
         match = RANK_FILE.fullmatch(name)
         if match is None:
             continue
-        path = inside(directory, name, directory)
+        if name not in regular:
+            inside(directory, name, directory)
         number = int(match[1])
         if number in found:
             raise CorruptCheckpointError(f"{found[number].name} and {name} are both of rank {number}.", file=str(path))
