@@ -62,6 +62,33 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def scaled(folder: Path, factor: float) -> tuple[list[str], float]:
+    """Train with a gradient scaler that begins too high."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with mmfsdp.watching(folder, model, optimizer, every=1) as watch:
+        for _ in range(40):
+            scaler.scale(model(torch.randn(16, 8) * factor).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return watch.alarms, scaler.get_scale()
+
+
+def test_steps_that_a_gradient_scaler_skips(tmp_path: Path) -> None:
+    """Some are usual at first; if all are skipped, something is wrong."""
+    alarms, scale = scaled(tmp_path / "a", 10.0)
+    assert alarms == []
+    assert scale < 2.0**126
+    [alarm] = scaled(tmp_path / "b", float("nan"))[0]
+    assert "input of [0][0] (step 0) is the first with infinite or NaN elements" in alarm
+    [record] = (tmp_path / "b").iterdir()
+    assert {item.key.step for item in mmfsdp.compare(record, record).compared} == {0, 1, 2, 3, 4}
+
+
 def test_bad_arguments(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with (

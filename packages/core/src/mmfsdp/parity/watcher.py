@@ -26,6 +26,7 @@ __all__ = ["Watch", "WatchSettings", "watching"]
 _log = logging.getLogger("mmfsdp.parity")
 _USUAL = 50  # norms that a new one is compared with
 _FEWEST = 5  # before that many, none is a jump
+_SKIPPED = 20  # steps in a row that a gradient scaler may skip until it has found its scale
 
 
 @contextmanager
@@ -48,7 +49,8 @@ def watching(
     steps since the last one are looked at. If one is not finite, or many times the median of the last 50, or if a
     recorded tensor has such elements, there is an alarm, one until all is well again: the log names the tensor where it
     began; the steps in memory, and as many after them, each of them now, are written to ``folder/step_N``, which
-    `mmfsdp.compare` reads. Nothing is sent: all ranks see the same norm, so all write.
+    `mmfsdp.compare` reads. Nothing is sent: all ranks see the same norm, so all write. Steps that a gradient scaler
+    skips, as their norm is not finite, are no alarm before there are 20 in a row.
 
     Args:
         folder: Where records are written; it is made at the first alarm.
@@ -130,7 +132,8 @@ class Watch(Recording):
         self._norms: list[tuple[int, str, torch.Tensor | float]] = []
         self._usual: dict[str, deque[float]] = {}
         self._until = -1  # until this step all are recorded
-        self._is_wrong = False
+        self._is_wrong = self._told = False  # `_told`: of a norm since an optimizer has stepped
+        self._skipped = 0
         every, depth, order = settings.every, settings.depth, settings.order
         super().__init__(
             Path(folder), model, optimizer, depth=depth, every=every, order=order, perturb=None, step=first_step
@@ -144,6 +147,7 @@ class Watch(Recording):
             of: The name of the optimizer whose gradients these are, if there are several: each has its usual norm. By
                 default a norm is compared with those that were the first of their step, or the second, and so on.
         """
+        self._told = True
         name = of or str(sum(step == self._step for step, _, _ in self._norms))
         self._norms.append((self._step, name, value.detach() if isinstance(value, torch.Tensor) else value))
         super().norm(value)
@@ -155,6 +159,27 @@ class Watch(Recording):
     @property
     def _is_on(self) -> bool:
         return super()._is_on or (self._step <= self._until and not self._writer.stopped)
+
+    def _begin(self, module: nn.Module, given: Any) -> None:
+        if self._told and module.training:
+            self._told = False
+            if not math.isfinite(_number(self._norms[-1][2])):
+                self._skip()
+        super()._begin(module, given)
+
+    def _skip(self) -> None:
+        """Drop what was recorded of a step that a gradient scaler has skipped; after many, end it."""
+        self._skipped += 1
+        if self._skipped < _SKIPPED:
+            self._norms.pop()
+            self._ring.discard()
+            self._calls.clear()
+        else:
+            self._end_step()
+
+    def _after_update(self, optimizer: Optimizer) -> None:
+        super()._after_update(optimizer)
+        self._told, self._skipped = False, 0
 
     def _end_step(self) -> None:
         step, judge = self._step, self._is_on
@@ -193,8 +218,7 @@ class Watch(Recording):
         """Return what is wrong with the first strange norm since it was last called; empty if none is."""
         why = ""
         for step, name, value in self._norms:
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            norm, before = float(value), self._usual.setdefault(name, deque(maxlen=_USUAL))
+            norm, before = _number(value), self._usual.setdefault(name, deque(maxlen=_USUAL))
             usual = statistics.median(before) if len(before) >= _FEWEST else math.inf
             if not math.isfinite(norm):
                 why = why or f"The norm of step {step} is {norm}"
@@ -204,3 +228,7 @@ class Watch(Recording):
                 before.append(norm)
         self._norms.clear()
         return why
+
+
+def _number(value: torch.Tensor | float) -> float:
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)

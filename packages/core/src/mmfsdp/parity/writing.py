@@ -112,6 +112,10 @@ class Writer:
             self._report_odd(values[:, _ODD].tolist())
             texts = texts_of(values)
             self._write("\n".join([*(line_of(*entry, texts[row]) for row, entry in self._pending), ""]))
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop what was added since it was last written."""
         self._pending.clear()
         self._sketches.clear()
         self._scaled.clear()
