@@ -264,15 +264,20 @@ class TestOtherWorldSize:
         assert "was saved after 16 samples of its epoch. Training goes on after 2 batches of 6" in log.read_text()
 
 
-def test_workers_that_stay_are_reported_once() -> None:
+def test_workers_that_stay_are_reported_once_and_samples_are_counted() -> None:
     data, said = ToyData(), list[str]()
     loader = DataLoader(data, 4, sampler=DefaultSampler(data, seed=1), num_workers=1, persistent_workers=True)
-    loop, logger = SimpleNamespace(dataloader=loader), SimpleNamespace(warning=said.append)
-    hook = DistSamplerSeedHook()
+    loop = SimpleNamespace(dataloader=loader, dataloader_iterator=None)
+    logger = SimpleNamespace(warning=said.append)
+    runner: Any = SimpleNamespace(train_loop=loop, world_size=1, logger=logger, epoch=0, iter=5)
+    hook, found = DistSamplerSeedHook(), {"progress": dict[str, Any]()}
+    hook.before_train(runner)  # resumed from what stock MMEngine saved, which does not tell the position
+    hook.before_train_epoch(runner)
     for _ in range(2):
-        hook.before_save_checkpoint(SimpleNamespace(train_loop=loop, world_size=1, logger=logger), {"progress": {}})
+        hook.before_save_checkpoint(runner, found)
     [text] = said
     assert "random augmentations differ" in text
+    assert (found["progress"]["counted_at"], found["progress"]["seen"]) == (5, 20)
 
 
 @TRAIN_LOOPS.register_module(force=True)

@@ -162,7 +162,7 @@ class CheckpointHook(NamedSaves):
     def _choose_store(self, runner: Any, folder: str) -> None:
         """Let MMEngine's hook prepare itself, which knows only stores of its own, and use another one then."""
         for name in ("backend_args", "file_client_args", "published_keys"):
-            if getattr(self, name) is not None:
+            if getattr(self, name, None) is not None:
                 raise ConfigError(
                     f"{name} of CheckpointHook has no effect where out_dir is in a store: {folder!r}. Leave it out; "
                     "for the keys of a store see the documentation of its fsspec driver.",

@@ -32,10 +32,13 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
 
     def before_train(self, runner: Any) -> None:
         """Prepare the training loop if the model was resumed."""
-        strategy = _strategy_of(runner)
+        strategy, loop = _strategy_of(runner), runner.train_loop
+        # A loop over iterations skips the batches that were trained on itself, unless it was told not to.
+        skips = hasattr(loop, "dataloader_iterator") and not getattr(loop, "fast_forward_on_resume", False)
         if strategy is None or (resumed := strategy.take_resumed()) is None:
+            self._seen = runner.iter * _batch_size(runner) if skips else 0
             return
-        loop, progress = runner.train_loop, resumed.progress
+        progress = resumed.progress
         renewed = _reseed(loop.dataloader, progress.get("sampler_seed"), resumed.seed)
 
         def restore() -> None:
@@ -43,8 +46,6 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
                 restore_random_state(resumed.random_state)
 
         if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
-            # The loop itself skips the batches that were trained on, unless it was told not to.
-            skips = not getattr(loop, "fast_forward_on_resume", False)
             self._seen = _samples_seen(runner, progress) if skips else 0
             skip, began = _begin(runner, self._seen, progress)
             batches = type(batches)(loop.dataloader) if renewed or began else batches
@@ -138,7 +139,8 @@ def _batch_size(runner: Any) -> int:
 def _samples_seen(runner: Any, progress: dict[str, Any]) -> int:
     """Return how many samples of the epoch that goes on all ranks have seen; a loop over iterations has one epoch."""
     size = progress.get("batch_size", _batch_size(runner))
-    seen: int = progress.get("seen", 0) + (runner.iter - progress.get("counted_at", 0)) * size
+    at = progress.get("counted_at", progress.get("epoch_began_at", 0))
+    seen: int = progress.get("seen", 0) + (runner.iter - at) * size
     return seen
 
 
@@ -156,7 +158,7 @@ def _begin(runner: Any, seen: int, progress: dict[str, Any]) -> tuple[int, bool]
     if not seen or (before == now and seen % now == 0):
         return seen // now, False
     sampler = _sampler_of(loader)
-    several = seen > len(sampler) * runner.world_size and type(sampler) is DefaultSampler  # several of its epochs
+    several = type(sampler) is DefaultSampler and seen > len(sampler) * runner.world_size  # several of its epochs
     began = not several and begin_at(loader, seen)
     if before != now:
         runner.logger.warning(
