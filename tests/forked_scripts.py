@@ -212,6 +212,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
             print(end.code, file=sys.stderr)
         code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does; handlers at exit look at it
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
             sys.stderr.flush()
