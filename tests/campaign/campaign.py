@@ -32,6 +32,7 @@ from tests.campaign.plans import KINDS, plan_faults, settings_of
 from tests.campaign.report import summary
 from tests.campaign.training import warm_up
 from tests.distributed.hosts import two_hosts
+from tests.forked_scripts import python
 
 __all__ = ["run", "whole_run"]
 
@@ -145,6 +146,8 @@ def main() -> int:
     warm_up()
     wholes = {elastic: whole_run(out / f"whole-{elastic}-{steps}", steps, elastic=elastic) for elastic in (False, True)}
     seed = max([arguments.seed - 1, *(result["seed"] for result in done)]) + 1
+    if "torchrun" in arguments.kinds:
+        python()  # else each process of the pool would start a server of its own, and wait for its end
     with ProcessPoolExecutor(
         arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=die_with_parent
     ) as pool:
