@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import inspect
 import json
 import multiprocessing
 import os
@@ -233,6 +234,10 @@ def _set_up(environ: dict[str, str], directory: str) -> None:
     os.environ.update(environ)
     sys.executable = python()  # what it starts, as torchrun does its ranks, is forked, too
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ["", *sys.path]]
+    # torchrun asks for its stack some ten times, and for each frame that has no file, Python looks through all modules,
+    # of which there are thousands: half of what torchrun took.
+    for file, module in (("<frozen runpy>", "runpy"), ("<string>", "__main__")):
+        inspect.modulesbyfile[os.path.abspath(file)] = module  # type: ignore[attr-defined]
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
     if environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore")  # clients ask for nothing else

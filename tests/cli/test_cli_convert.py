@@ -181,9 +181,9 @@ def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
         target = checkpoint.with_name(f"as_{name}")
         more = ["--like", like] if name == "huggingface" else []
         report = json.loads(run("convert", checkpoint, target, "--to", name, "--json", *more).stdout)
-        assert report["format"] == name == json.loads(run("inspect", target, "--json").stdout)["format"]
-        assert run("verify", target).returncode == 0
-        assert run("diff", checkpoint, target, "--keep", "model").returncode == 0
+        assert report["format"] == name == json.loads(invoke("inspect", target, "--json").stdout)["format"]
+        assert invoke("verify", target).exit_code == 0
+        assert invoke("diff", checkpoint, target, "--keep", "model").exit_code == 0
     lines = run("formats").stdout.splitlines()
     assert lines[0].split()[:3] == ["format", "reads", "writes"]
     assert [line.split()[0] for line in lines[2:] if line[0] != " "] == [*listed]

@@ -108,13 +108,18 @@ def measure(
     accumulate: int,
     averages: bool = False,
     reduces: bool = False,
+    only_first: bool = False,
 ) -> tuple[int, dict[str, int], list[tuple[str, int, list[int]]]]:
-    """Return of the second step its peak bytes, the bytes of what is there before it, and its collectives."""
-    case = FAMILIES[family]
+    """Return of the second step its peak bytes, the bytes of what is there before it, and its collectives.
+
+    With ``only_first`` the other ranks take part, and return nothing: to profile takes longer than the steps.
+    """
+    case, looks = FAMILIES[family], rank == 0 or not only_first
     issued = Issued()
     gc.collect()  # what is freed later would count as negative
     # Also what `shard` sends: of what gloo copies for it, the profiler would see the allocation alone.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, issued:
+    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if looks else contextlib.nullcontext()
+    with profiling as profiled, issued:
         model = mmfsdp.shard(make(family), config)
         optimizer = optimizer_of(model.parameters())
         view = LocalView(model)
@@ -136,6 +141,8 @@ def measure(
                 if averaged is not None:
                     averaged.update_parameters(view.tree())
                 optimizer.zero_grad()
+    if not looks:
+        return 0, {}, []
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begin, end = next((event.start_ns(), event.end_ns()) for event in events if event.name() == MARK)
     held = peak = 0
