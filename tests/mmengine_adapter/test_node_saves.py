@@ -57,7 +57,7 @@ def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, loop: str, ranks: i
             assert failed[0] + rest[0] == pytest.approx(whole[0], rel=1e-5)
 
 
-def test_a_new_run_forgets_what_is_on_the_nodes(tmp_path: Path) -> None:
+def test_a_new_run_forgets_what_is_on_the_nodes_and_another_one_is_refused(tmp_path: Path) -> None:
     with single_rank():
         for resume in (False, False, True):
             runner = runner_of({**settings(tmp_path, 1, "iter"), "resume": resume})
@@ -65,5 +65,8 @@ def test_a_new_run_forgets_what_is_on_the_nodes(tmp_path: Path) -> None:
             with pytest.raises(KeyError):
                 runner.train()
             assert len(end_of(runner)[0]) == (0 if resume else 6)
+        other = {**settings(tmp_path, 1, "iter"), "work_dir": str(tmp_path / "other"), "resume": True}
+        with pytest.raises(errors.RunDirectoryError, match=f"of run '{tmp_path}/run' or of another model"):
+            runner_of(other).train()
         with pytest.raises(errors.ConfigError, match="fast_directory and fast_interval belong together"):
             runner_of(settings_of(tmp_path, 1, "iter", fast_interval=1))

@@ -142,7 +142,7 @@ class CheckpointHook(NamedSaves):
             RunDirectoryError: See `NodeSaves`.
         """
         if self._fast_directory is not None and isinstance(runner.strategy, CheckpointingStrategy):
-            self._nodes = NodeSaves(self._fast_directory, runner.strategy)
+            self._nodes = NodeSaves(self._fast_directory, runner.strategy, os.path.abspath(runner.work_dir))
         return self._nodes
 
     def directory(self, runner: Any) -> str:

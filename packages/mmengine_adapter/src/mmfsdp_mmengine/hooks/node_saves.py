@@ -27,15 +27,16 @@ class NodeSaves:
     Args:
         directory: A directory on each node, the same path everywhere.
         strategy: Gathers what is saved; its model is sharded.
+        run: The name of the run: with ``resume=True`` in every config, a new run must not go on from another one.
 
     Raises:
-        RunDirectoryError: A directory holds another model, or another job uses it; raised on every rank.
+        RunDirectoryError: A directory holds another run or model, or another job uses it; raised on every rank.
     """
 
-    def __init__(self, directory: str, strategy: CheckpointingStrategy) -> None:
+    def __init__(self, directory: str, strategy: CheckpointingStrategy, run: str) -> None:
         self._directory, self._strategy = directory, strategy
         self._mesh = find_sharded_model(strategy.model).mesh
-        self._tier = NodeTier(Path(directory), strategy.model, new_scope(self._mesh), run=None)
+        self._tier = NodeTier(Path(directory), strategy.model, new_scope(self._mesh), run=run)
 
     def resume(self, least: int, resume: Callable[[str], Any]) -> bool:
         """Resume from the newest step that the nodes have together; return whether there is one.
