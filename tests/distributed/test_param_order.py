@@ -57,6 +57,11 @@ class Model(nn.Module):
         return self.head(self.block(self.part(x)))
 
 
+def forms_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """Both with each engine; other strategies of an engine order parameters as its first one does."""
+    return FORMS[:1] if "sharding" in config else FORMS
+
+
 def is_flat(config: dict[str, Any]) -> bool:
     return config.get("sharding") == {"use_orig_params": False}
 
@@ -96,7 +101,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def both_ways(rank: int, config: dict[str, Any], folder: str) -> None:
-    for form in FORMS[: 1 if is_flat(config) else None]:
+    for form in forms_of(config):
         plain, model = plain_model(config), sharded_model(config)
         one, optimizer = optimizer_of(plain, form), optimizer_of(model, form)
         for seed in range(2):
@@ -121,7 +126,7 @@ def both_ways(rank: int, config: dict[str, Any], folder: str) -> None:
 
 
 def load(rank: int, config: dict[str, Any], folder: str) -> None:
-    for form in FORMS[: 1 if is_flat(config) else None]:
+    for form in forms_of(config):
         wanted = torch.load(f"{folder}/{form} wanted.pth", weights_only=True)
         for saved in ("full.pth", "local", "sharded", "wanted.pth") if form == FORMS[0] else ("local", "wanted.pth"):
             model = sharded_model(config)

@@ -204,8 +204,7 @@ def test_whole_steps_that_step_more_often_for_some_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "plan"),
-    [("efficientnet", "fp32", "`FULL_SHARD`"), ("lstm", "fp32", "accumulation"), ("dlrm", "fp32", "`HYBRID_SHARD`")],
+    ("family", "precision", "plan"), [("lstm", "fp32", "accumulation"), ("dlrm", "fp32", "`HYBRID_SHARD`")]
 )
 def test_plans_that_are_right_are_proven(family: str, precision: str, plan: str) -> None:
     """A sample of `nox -s false_alarms`."""
