@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -24,8 +26,10 @@ from tests.parity.false_alarms import proofs
 import mmfsdp
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
-from mmfsdp.parity.proof_task import is_alone
-from mmfsdp.testing import RankError
+from mmfsdp.parity.proof_runs import run_reference
+from mmfsdp.parity.proof_task import Task, is_alone
+from mmfsdp.rehearsal.step import call_with, default_loss
+from mmfsdp.testing import RankError, run_ranks
 
 BATCH = torch.empty(4, dtype=torch.int64)
 BLOCKS = {"wrap": {"kind": "module_class", "classes": "Block"}}
@@ -215,6 +219,33 @@ def test_plans_that_are_right_are_proven(family: str, precision: str, plan: str)
 def test_weights_in_another_dtype_are_not_those_of_the_plain_model() -> None:
     task = SimpleNamespace(config=ShardConfig.from_dict({"precision": {"storage_dtype": "bfloat16"}}))
     assert is_alone(task) == "weights in bfloat16"  # type: ignore[arg-type]
+
+
+made: list[weakref.ref[nn.Module]] = []
+
+
+class Remembered(nn.Linear):
+    """Each that computes is remembered."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(self))
+        return super().forward(x)
+
+
+def alive(rank: int, task: Task, folder: str) -> list[bool]:
+    run_reference(rank, task, folder, 2, None)
+    return [model() is not None for model in made]
+
+
+def test_a_run_frees_its_model(tmp_path: Path) -> None:
+    """Fails without a collection: the process that computes the next one would hold both."""
+    batch = torch.empty(2, 4)
+    task = Task(
+        partial(Remembered, 4, 4), batch, 2, 2, ShardConfig(), default_loss, None, 1.0, 1, "cpu", evaluate=call_with
+    )
+    [found] = run_ranks(alive, 1, task, str(tmp_path / "record"))
+    assert found
+    assert not any(found)
 
 
 def test_bad_arguments() -> None:

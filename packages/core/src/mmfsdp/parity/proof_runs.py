@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import functools
+import gc
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -22,7 +25,24 @@ from mmfsdp.state.optimizer import load_optim_state_dict, optim_state_dict
 
 __all__ = ["run_reference", "run_sharded"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
+
+def _frees(run: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a run free its model at its end: the process stays, and hooks and closures refer to each other."""
+
+    @functools.wraps(run)
+    def run_and_free(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return run(*args, **kwargs)
+        finally:
+            gc.collect()
+
+    return run_and_free
+
+
+@_frees
 def run_reference(rank: int, task: Task, folder: str, steps: int, seed: int | None) -> tuple[str, list[str], list[int]]:
     """Train and record in one process, or with DDP on all ranks.
 
@@ -52,6 +72,7 @@ def run_reference(rank: int, task: Task, folder: str, steps: int, seed: int | No
     return name, [f"for {why}, the one process runs the plan too"] if why else [], ended
 
 
+@_frees
 def run_sharded(
     rank: int, task: Task, folder: str, steps: tuple[int, int], first: int, resume: str | None, save: str | None
 ) -> None:
