@@ -164,10 +164,10 @@ def test_a_rank_that_fails_in_the_middle_does_not_leave_the_others_waiting(where
 
 def in_a_short_lived_world(rank: int, folder: str, how: str) -> None:
     """Shard from meta on three ranks; the last one is lost in the middle. Others write down what they were told."""
-    os.environ["MMFSDP_TIMEOUT"] = "4"
+    os.environ["MMFSDP_TIMEOUT"] = "8"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=4))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=8))
     calls = 0
 
     def init(module: nn.Module) -> None:
