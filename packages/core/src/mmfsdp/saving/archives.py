@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.embedded_sums import embed_sums
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.replica_shares import share_of
 from mmfsdp.saving.skeletons import skeleton_of, stored_bytes
 from mmfsdp.saving.summed_files import summed_file
 
@@ -97,7 +97,7 @@ def _localised(
             box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
             local, is_own = leaf.to_local(), True
             if leaf.device_mesh == mesh:
-                replica, mine = _share(leaf, written)
+                replica, mine = share_of(leaf, written)
                 box |= {"placements": placements_of(leaf), "replica": replica}
                 is_own = own_all or replica == mine
             elif own_all:
@@ -125,22 +125,3 @@ def _localised(
         "tensors": boxes,
     }
     return {**tree, "mmfsdp": header}
-
-
-def _share(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, int]:
-    """Return which replica writes a tensor (the one with the least to write so far), and which one this rank is in.
-
-    Every rank computes the same answer by itself, since only the size of the whole tensor counts.
-    """
-    mesh = tensor.device_mesh
-    coordinates = tuple(mesh.get_coordinate() or ())
-    replicas, mine = 1, 0
-    for size, coordinate, dim in zip(mesh.shape, coordinates, placements_of(tensor), strict=True):
-        if dim is None:
-            replicas, mine = replicas * size, mine * size + coordinate
-    if not tensor.dim():
-        return 0, 0  # every rank writes its own, as a tensor without dimensions cannot be empty
-    loads = written.setdefault(replicas, dict.fromkeys(range(replicas), 0))
-    replica = min(loads, key=lambda place: (loads[place], place))
-    loads[replica] += math.prod(tensor.shape) * tensor.element_size()
-    return replica, mine

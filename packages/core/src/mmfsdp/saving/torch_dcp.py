@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
 from mmfsdp.basics.boxes import Bounds
@@ -31,6 +31,7 @@ from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import MmfsdpError, StateDictError
 from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.replica_shares import share_of
 from mmfsdp.saving.skeletons import Skeleton, bytes_of, skeleton_of_tensor
 from mmfsdp.saving.summed_files import summed_file
 
@@ -61,9 +62,7 @@ def write_distributed(
     writer = _Writer(save, direct=direct)
     try:
         with as_checkpoint_error(save.target), naming_lost_ranks("ranks wrote a checkpoint"):
-            save_distributed(
-                dict(content), storage_writer=writer, planner=_Planner(save.rank == 0), process_group=group
-            )
+            save_distributed(dict(content), storage_writer=writer, planner=_Planner(save), process_group=group)
     except CheckpointException as error:  # also lists what failed on other ranks
         rank, (first, _) = next(iter(sorted(error.failures.items())))
         with naming_lost_ranks("ranks wrote a checkpoint"):
@@ -79,15 +78,16 @@ class _Planner(DefaultSavePlanner):
     """torch's planner with names from `flattened`.
 
     Values that are not sharded come from the first rank: buffers such as running statistics may differ between ranks.
-    If several replicas hold a shard, torch gives it to the one that has the least to write so far.
+    If several replicas hold a tensor, one of them writes all of it, so that a rule says where it is. Tensors on another
+    mesh are left to torch, which gives each shard to the replica that has the least to write so far.
 
     Args:
-        is_first: Whether this is the first rank of the mesh.
+        save: The save that the files belong to.
     """
 
-    def __init__(self, is_first: bool) -> None:
+    def __init__(self, save: DirectorySave) -> None:
         super().__init__()
-        self._is_first = is_first
+        self._is_first, self._ranks = save.rank == 0, save.world_size
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -99,8 +99,18 @@ class _Planner(DefaultSavePlanner):
             if self._is_first or isinstance(found[1], DTensor)
         }
         self.is_coordinator = is_coordinator
-        self.state_dict = {name: value for name, (_, value) in names.items()}
+        written: dict[int, dict[int, int]] = {}
+        own = {name for name in sorted(names) if self._writes(names[name][1], written)}
+        self.state_dict = {name: value for name, (_, value) in names.items() if name in own}
         self.mappings = {name: path for name, (path, _) in names.items()}
+
+    def _writes(self, value: Any, written: dict[int, dict[int, int]]) -> bool:
+        if not isinstance(value, DTensor) or value.device_mesh.size() != self._ranks:
+            return True
+        if any(type(placement) not in (Shard, Replicate) for placement in value.placements):
+            return True
+        replica, mine = share_of(value, written)
+        return replica == mine or not value.dim()
 
 
 class _Writer(StorageWriter):
