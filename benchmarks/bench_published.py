@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.published_runs import error_of
 
 from benchmarks.measuring import sized
 from benchmarks.published.forecasting import memory_of, seconds_of
@@ -25,7 +26,7 @@ __all__ = ["FORECASTS", "forecast", "half_of", "main"]
 FORECASTS = Path(__file__).parent / "published" / "forecasts.json"
 """What the last run over all records wrote: the number of each record, its figures, and their forecasts."""
 
-_MEMORY = ("allocated", "reserved")
+_MEMORY = ("allocated", "active", "reserved")
 
 
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for kind in ("seconds", *_MEMORY):
             figures = [row[kind] for row in rows if kind in row and row["half"] == half]
             if figures:
-                errors = [abs(figure[-1] / figure[0] - 1) for figure in figures]
+                errors = [abs(error_of(kind, figure)) for figure in figures]
                 inside = sum(low <= real <= high for real, low, high, *_ in figures)
                 widest = max(high / low for _, low, high, *_ in figures)
                 found[f"{kind}, {half}"] = {
@@ -98,7 +99,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _shown(row: Mapping[str, Any]) -> str:
     parts = [
-        f"{kind} {row[kind][0]:.4g}, forecast {row[kind][-1]:.4g} ({row[kind][-1] / row[kind][0] - 1:+.1%})"
+        f"{kind} {row[kind][0]:.4g}, forecast {row[kind][-1]:.4g} ({error_of(kind, row[kind]):+.1%})"
         for kind in ("seconds", *_MEMORY)
         if kind in row
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -35,6 +36,20 @@ class LitShape:
     dropout: float = 0.05
 
 
+class _Scaled(torch.autograd.Function):
+    """A product with a frozen weight as torch 2.1 records it: the other factor is kept, though nothing needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, x)
+        return weight * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        weight, _ = ctx.saved_tensors
+        return None, gradient * weight
+
+
 class LitNorm(nn.Module):
     """RMSNorm in the dtype of its input."""
 
@@ -43,7 +58,10 @@ class LitNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-5))
+        normed: torch.Tensor = _Scaled.apply(
+            self.weight, x * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-5)
+        )
+        return normed
 
 
 class LitAttention(nn.Module):
@@ -118,7 +136,10 @@ class LitBlock(nn.Module):
 
 
 class LitDecoder(nn.Module):
-    """A causal language model whose adapters alone are trained. Returns logits of 128 tokens each."""
+    """A causal language model whose adapters alone are trained.
+
+    Returns logits of 128 tokens each, in float32: Lightning Fabric casts what a model returns.
+    """
 
     def __init__(self, shape: LitShape, rows: int) -> None:
         super().__init__()
@@ -136,7 +157,8 @@ class LitDecoder(nn.Module):
         x = self.wte(tokens)
         for block in self.blocks:
             x = block(x, self.cosine, self.sine)
-        return [self.lm_head(part) for part in self.ln_f(x).split(_CHUNK, dim=1)]
+        logits = [self.lm_head(part) for part in self.ln_f(x).split(_CHUNK, dim=1)]
+        return [part.float() for part in logits]
 
 
 def lit_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

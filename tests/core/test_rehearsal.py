@@ -16,11 +16,12 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError, MeshError, PlanError, RehearsalError
 from mmfsdp.planning import estimate_memory
-from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
+from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
 from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, beside_allocator
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
+from mmfsdp.rehearsal.waiting import released_late
 from mmfsdp.testing import single_rank
 
 WRAP = {"wrap": {"kind": "module_class", "classes": "Block"}}
@@ -417,6 +418,19 @@ def test_memory_of_another_stream_cannot_be_used() -> None:
     found = [allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)]
     assert reserved_bytes(found, {}) == (30 * MIB, 30 * MIB)
     assert reserved_bytes(found, {"gathered": 1}) == (60 * MIB, 30 * MIB)
+
+
+def test_units_of_fsdp1_wait_until_the_second_gather_after_them() -> None:
+    gathers = [Collective("all_gather", 30 * MIB, 2, 1, "unit", "forward", moment) for moment in (1, 3, 5, 7)]
+    found = [allocation(30 * MIB, moment, moment + 1, kind="gathered") for moment in (1, 3, 5, 7)]
+    late = released_late([*found, allocation(1, 2, 3)], gathers, [("forward", 1), ("optimizer", 9)])
+    assert [item.end for item in late] == [5, 7, 9, 9, 3]
+    model, batch = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.empty(2, 512)
+    config = {"wrap": {"kind": "module_class", "classes": "Linear"}}
+    for engine in ("fsdp1", "fsdp2"):
+        step = mmfsdp.rehearse({**config, "engine": engine}, model, batch, mesh=2)
+        assert (step.active()[1] > step.allocated()[1]) == (engine == "fsdp1")
+        assert step.active()[0] == step.allocated()[0]
 
 
 def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> None:

@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mmfsdp.basics.tables import Column, format_table
-from mmfsdp.basics.text import human_bytes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
-from mmfsdp.rehearsal.compiling import EAGER_INSTEAD, compiles
+from mmfsdp.rehearsal.compiling import compiles
 from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
-from mmfsdp.rehearsal.savings import Saving, savings_text
+from mmfsdp.rehearsal.result_table import table_of
+from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
+from mmfsdp.rehearsal.waiting import released_late
 
 __all__ = ["Rehearsal"]
 
@@ -103,29 +103,47 @@ class Rehearsal:
         The allocations are replayed through a model of the allocator, four times: with all memory on one stream, or
         with what is gathered and reduced on streams of their own, whose freed memory others cannot use; with small or
         large workspaces of cuBLAS, unless the device is known; and with the optimizer's state made before or in the
-        first step. The interval covers these. Not included: workspaces of convolutions, and what `device_bytes` adds.
+        first step. With FSDP1 the most includes what waits for the GPU, see `active`. The interval covers these. Not
+        included: workspaces of convolutions, and what `device_bytes` adds.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         """
-        return self._taken(expandable)[0]
+        low, high = self._taken(expandable, self.allocations)[0]
+        return low, max(high, self._taken(expandable, self._late)[0][1])
 
     def allocated(self) -> tuple[int, int]:
         """Return the least and the most that ``torch.cuda.max_memory_allocated()`` is expected to show.
 
         It is `peak` with the workspaces of cuBLAS, which torch takes from its allocator, and with blocks rounded up.
         """
-        return self._taken(False)[1]
+        return self._taken(False, self.allocations)[1]
 
-    def _taken(self, expandable: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        if expandable not in self._replayed:
-            self._replayed[expandable] = taken_ranges(
-                self.allocations, self.phases, expandable=expandable, workspaces=workspaces_of(self.device)
-            )
-        return self._replayed[expandable]
+    def active(self) -> tuple[int, int]:
+        """Return the least and the most of ``active_bytes.all.peak`` in ``torch.cuda.memory_stats()``.
+
+        It counts what cannot be handed out again yet. That is more than `allocated` with FSDP1, whose gathered units
+        wait until the GPU has used them: none if the CPU is never ahead, and as many as FSDP1 lets it be ahead.
+        """
+        low, high = self.allocated()
+        return low, high + highest(self._late)[0] - highest(self.allocations)[0]
 
     @cached_property
-    def _replayed(self) -> dict[bool, tuple[tuple[int, int], tuple[int, int]]]:
+    def _late(self) -> tuple[Allocation, ...]:
+        if self.engine != "fsdp1" or self.device_type == "cpu":
+            return self.allocations
+        return released_late(self.allocations, self.collectives, self.phases)
+
+    def _taken(self, expandable: bool, allocations: tuple[Allocation, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        key = expandable, allocations is self.allocations
+        if key not in self._replayed:
+            self._replayed[key] = taken_ranges(
+                allocations, self.phases, expandable=expandable, workspaces=workspaces_of(self.device)
+            )
+        return self._replayed[key]
+
+    @cached_property
+    def _replayed(self) -> dict[tuple[bool, bool], tuple[tuple[int, int], tuple[int, int]]]:
         return {}
 
     def device_bytes(self, *, expandable: bool = False) -> tuple[int, int]:
@@ -209,43 +227,7 @@ class Rehearsal:
             rows: How many modules to show.
             width: The longest line in characters; None for no limit.
         """
-        peak = self.peak
-        where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
-        lines = [f"Peak of rank {self.rank} of {self.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
-        if self.device_type != "cpu":
-            lines.insert(1, f"With what the allocator keeps: {_range(self.reserved())}")
-        if self.device_type == "cuda":
-            lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {_range(self.device_bytes())}")
-        if self.on_cpu:
-            lines.insert(-1, f"In CPU memory, because the plan offloads: {human_bytes(self.cpu_bytes)}")
-        if self.is_eager_instead:
-            lines.insert(-1, EAGER_INSTEAD)
-        kinds = [
-            (kind, human_bytes(size), human_bytes(self.static.get(kind, 0))) for kind, size in peak.by_kind.items()
-        ]
-        columns = [Column("kind"), Column("at the peak", right=True), Column("between steps", right=True)]
-        lines += format_table(columns, kinds, width)
-        held = self.held()
-        shown = [(name or "(model)", kind, human_bytes(size)) for name, kind, size, _ in held[:rows]]
-        lines += ["", "Held at the peak, by module:", ""]
-        lines += format_table([Column("module", wraps=True), Column("kind"), Column("bytes", right=True)], shown, width)
-        if held[rows:]:
-            lines.append(f"... and {human_bytes(sum(row[2] for row in held[rows:]))} in {len(held) - rows} more rows")
-        if self.savings:
-            lines += ["", *savings_text(self.savings)]
-        messages = [
-            (name, str(ranks), str(count), human_bytes(size)) for (name, ranks, _), (count, size) in self.sent().items()
-        ]
-        if messages:
-            lines += ["", "Sent in the step:", ""]
-            titles = [Column("collective"), *(Column(title, right=True) for title in ("ranks", "number", "bytes"))]
-            lines += format_table(titles, messages, width)
-        return "\n".join(lines)
+        return table_of(self, rows, width)
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _range(sizes: tuple[int, int]) -> str:
-    low, high = map(human_bytes, sizes)
-    return low if low == high else f"{low} to {high}"
