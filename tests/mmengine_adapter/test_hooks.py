@@ -20,6 +20,7 @@ from mmengine.registry import HOOKS as HOOKS_REGISTRY
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
+from tests.distributed.test_out_of_memory import FullDevice
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, loader, runner_of, strategy
 
 import mmfsdp
@@ -84,26 +85,35 @@ def test_all_at_once(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.name.startswith("best_accuracy")]
 
 
+@HOOKS_REGISTRY.register_module(force=True)
+class Peeking(Hook):
+    """Calls the model once more in each iteration, as a visualizer may."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        with torch.no_grad():
+            runner.model(**data_batch, mode="tensor")
+
+
 def rehearsing(rank: int, folder: Path) -> list[tuple[list[float], str]]:
-    """Train without the hook, with it, and where it does not know the model's config; return losses and logs."""
+    """Return losses and logs: without the hook, with it, where it knows no config, and with more forwards."""
     found = []
     hook = {"type": "RehearsalHook", "device": "cpu", "steps": 1}
-    for place, hooks in enumerate(([], [hook], [hook])):
+    for place, hooks in enumerate(([], [hook], [hook], [{**hook, "every": 2}, {"type": "Peeking"}])):
         settings = config(folder / str(place), 2, custom_hooks=[{"type": "History"}, *hooks], log_level="INFO")
-        runner = runner_of(settings, cfg=Config(settings)) if place < 2 else runner_of(settings)
+        runner = runner_of(settings) if place == 2 else runner_of(settings, cfg=Config(settings))
         runner.train()
         history = next(hook for hook in runner.hooks if isinstance(hook, History))
         log = Path(runner.logger.handlers[-1].baseFilename).read_text() if rank == 0 else ""
-        lines = re.findall(".*(?:INFO - Rehearsal of|WARNING - RehearsalHook).*", log)
+        lines = re.findall(".*(?:INFO - Rehearsal of|WARNING - (?:RehearsalHook|Step .*all_gather)).*", log)
         found.append((history.losses, "\n".join(lines)))
     return found
 
 
 def test_the_first_steps_beside_their_rehearsal(tmp_path: Path) -> None:
     first, second = run_ranks(rehearsing, 2, tmp_path)
-    assert first[0][0] == first[1][0] == first[2][0]  # training is the same
-    assert [log for _, log in second] == ["", "", ""]
-    plain, line, warning = [log for _, log in first]
+    assert first[0][0] == first[1][0] == first[2][0] == first[3][0]  # training is the same
+    assert [log for _, log in second] == ["", "", "", ""]
+    plain, line, warning, more = [log for _, log in first]
     assert plain == ""
     model, batch = ToyModel(), {"inputs": torch.empty(4, 3, 8, 8), "labels": torch.zeros(4, dtype=torch.long)}
     step = mmfsdp.rehearse(
@@ -117,6 +127,39 @@ def test_the_first_steps_beside_their_rehearsal(tmp_path: Path) -> None:
     ), line
     assert "RehearsalHook: the step cannot be rehearsed: ConfigError: The config has no model." in warning
     assert "\n" not in line + warning
+    assert re.search(
+        r"WARNING - Step \d+: all_gather of .*: 6 in a step, 4 in the forecast, which is .* more\.", more
+    ), more
+
+
+@HOOKS_REGISTRY.register_module(force=True)
+class FillingUp(Hook):
+    """Leaves no room on the device from the second iteration on."""
+
+    device = FullDevice("aten.gelu.default", 1)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if batch_idx:
+            self.device.__enter__()
+
+
+def full(rank: int, folder: Path) -> str:
+    """Return the note of the error that ends a training on a full device."""
+    hooks = [{"type": "RehearsalHook"}, {"type": "FillingUp"}]
+    settings = config(folder, 1, custom_hooks=hooks)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        runner_of(settings, cfg=Config(settings)).train()
+    FillingUp.device.__exit__(None, None, None)
+    (note,) = caught.value.__notes__
+    return note
+
+
+def test_a_full_device_says_where_it_was_and_what_was_expected(tmp_path: Path) -> None:
+    (note,) = run_ranks(full, 1, tmp_path)
+    lines = note.splitlines()
+    assert lines[0].startswith("Rank 0 of 1 rank ran out of memory in forward of blocks.0"), note
+    assert lines[1].startswith("The forecast holds ")
+    assert "Held there, as forecast:" in lines
 
 
 @DATASETS.register_module(force=True)

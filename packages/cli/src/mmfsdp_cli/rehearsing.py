@@ -25,6 +25,7 @@ _VIEW = "What to show"
 @takes_step
 @device("Rehearse for this device, and print the time of the step:")
 @assume
+@flag("--evaluate", "evaluates", section="Step", help="A forward without gradients, as in evaluation.")
 @flag("--chart", section=_VIEW, help="Show memory over the step as bars.")
 @option(
     "--diff",
@@ -44,6 +45,7 @@ def rehearse_command(
     step: StepChoice,
     device: str | None,
     assume: float | None,
+    evaluates: bool,
     chart: bool,
     other: Path | None,
     every_unit: bool,
@@ -74,14 +76,18 @@ def rehearse_command(
         suggested = chosen.config is None and source is not None and not source.shards()
         with static_part_first(plan, training, as_json=as_json):
             found = (
-                rehearsed(built, plan, training, assume, device)
-                if chart
+                rehearsed(built, plan, training, assume, device, evaluates=evaluates)
+                if chart or evaluates
                 else advised(built, means, ranks, training, assume, device, step.batch_dim or 0)
             )
         time = None if device is None else found.time()
         second = None if other is None else planned(built, ranks, settings_of(built, None, other, wanted))
         if html is not None:
-            steps = [found] if second is None else [found, rehearsed(built, second, training, assume, device)]
+            steps = (
+                [found]
+                if second is None
+                else [found, rehearsed(built, second, training, assume, device, evaluates=evaluates)]
+            )
             names = [str(chosen.config or chosen.model), str(other)][: len(steps)]
             write_report(steps, names, html, overwrite=overwrite)
         if second is not None:
@@ -104,5 +110,5 @@ def rehearse_command(
             for sentence in training.assumed:
                 say(f"\nRehearsed with {sentence}.")
             named = plan.optimizer or step.optimizer or (source and source.optimizer())
-            if step.batch and not named:
+            if step.batch and not named and not evaluates:
                 say("\nWith AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ...")

@@ -104,7 +104,13 @@ def static_part_first(plan: ShardPlan, step: TrainingStep, *, as_json: bool) -> 
 
 
 def rehearsed(
-    model: nn.Module, plan: ShardPlan, step: TrainingStep, assume: float | None, device: str | None
+    model: nn.Module,
+    plan: ShardPlan,
+    step: TrainingStep,
+    assume: float | None,
+    device: str | None,
+    *,
+    evaluates: bool = False,
 ) -> Rehearsal:
     """Return the rehearsal of a step.
 
@@ -114,11 +120,13 @@ def rehearsed(
         step: The step.
         assume: The share of elements that masks select; None to fail where a model needs their values.
         device: The device to train on; None for a GPU that is not known.
+        evaluates: Rehearse its forward alone, without gradients.
     """
     from mmfsdp import rehearse
 
     with running_user_code():
-        return rehearse(plan, model, step.batch, **step.arguments(), assume=assume, device=device)
+        given = {"loss": step.loss, "train": False} if evaluates else step.arguments()
+        return rehearse(plan, model, step.batch, **given, assume=assume, device=device)
 
 
 def advised(

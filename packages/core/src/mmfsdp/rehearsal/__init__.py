@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy(
     __file__,
     needs_torch={
         "FirstSteps",
+        "ForecastWatch",
         "Measured",
         "advise",
         "calibrate",

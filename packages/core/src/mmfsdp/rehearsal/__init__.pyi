@@ -6,6 +6,7 @@ from mmfsdp.rehearsal.fitting.fastest import fit as fit
 from mmfsdp.rehearsal.fitting.fit_result import Fit as Fit
 from mmfsdp.rehearsal.fitting.fit_result import FitOption as FitOption
 from mmfsdp.rehearsal.fitting.rates import Rates as Rates
+from mmfsdp.rehearsal.forecast_watch import ForecastWatch as ForecastWatch
 from mmfsdp.rehearsal.measuring import Measured as Measured
 from mmfsdp.rehearsal.measuring import measure as measure
 from mmfsdp.rehearsal.optimizers import optimizer_from as optimizer_from

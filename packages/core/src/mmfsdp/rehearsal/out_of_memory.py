@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
@@ -12,7 +11,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import clean_fqn, human_bytes
 from mmfsdp.rehearsal.accounting import changes
-from mmfsdp.rehearsal.fake import local_of
+from mmfsdp.rehearsal.kept import kept_bytes
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.savings import savings_text
 from mmfsdp.runtime.sharded_model import find_sharded_model
@@ -30,7 +29,9 @@ _SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @contextmanager
 def explain_out_of_memory(
-    rehearsal: Rehearsal, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    rehearsal: Rehearsal | Callable[[], Rehearsal | None],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
     """Explain a ``torch.OutOfMemoryError`` of the training inside: the error goes on with a note. Not collective.
 
@@ -40,7 +41,8 @@ def explain_out_of_memory(
     the error's traceback, and in backward from the unit whose backward began last.
 
     Args:
-        rehearsal: The step as it was rehearsed; that of `advise` also says what to change.
+        rehearsal: The step as it was rehearsed; that of `advise` also says what to change. Or what returns it once
+            there is an error, None if there is none, for loops that rehearse with their first batch.
         model: The sharded model that trains.
         optimizer: Its optimizer, to compare its state; None to leave that out.
     """
@@ -52,7 +54,9 @@ def explain_out_of_memory(
     except torch.OutOfMemoryError as error:
         phase, module = _place_of(error.__traceback__, state.module)
         module = module or follower.unit_in(phase)
-        error.add_note(_explained(rehearsal, phase, module, follower.doing, _kept(state.module, optimizer)))
+        known = rehearsal if isinstance(rehearsal, Rehearsal) else rehearsal()
+        if known is not None:
+            error.add_note(_explained(known, phase, module, follower.doing, kept_bytes(state.module, optimizer)))
         raise
     finally:
         unsubscribe(follower, state.groups)
@@ -164,21 +168,3 @@ def _highest_in(rehearsal: Rehearsal, phase: str, module: str) -> int | None:
         if held > most and current == phase and (change > 0 and moment in own):
             best, most = moment, held
     return best
-
-
-def _kept(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, buffers and optimizer state by kind."""
-    counts: Counter[str] = Counter()
-    counts["parameter"] = _size(model.parameters())
-    counts["buffer"] = _size(model.buffers())
-    if optimizer is not None and optimizer.state:
-        counts["optimizer state"] = _size(
-            value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)
-        )
-    return dict(counts)
-
-
-def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of different storages."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (local_of(t).untyped_storage() for t in tensors)}
-    return sum(storages.values())

@@ -38,6 +38,7 @@ def rehearse(
     ema: EmaFn | None = None,
     device: str | Device | None = None,
     reduce_each: bool = False,
+    train: bool = True,
 ) -> Rehearsal:
     """Run one step of training without memory, devices and other ranks, and record what a rank allocates and sends.
 
@@ -76,6 +77,10 @@ def rehearse(
             workspaces of either size.
         reduce_each: Reduce gradients with every micro-batch, as a loop without `mmfsdp.no_sync` does: more is sent,
             and no whole gradients wait for the last micro-batch.
+        train: False for a step of evaluation or generation: forward alone, in evaluation mode and without gradients.
+            ``loss`` is then whatever the loop does with the model and the batch, such as generating tokens with a
+            cache; what it returns does not matter. An optimizer's state is held if ``optimizer`` is given, as in
+            evaluations between steps of training; the plan's own is not.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.
@@ -86,6 +91,8 @@ def rehearse(
         raise ConfigError(f"accumulate is a number of micro-batches, at least 1, got {accumulate!r}.")
     if assume is not None and not (isinstance(assume, int | float) and 0 <= assume <= 1):
         raise ConfigError(f"assume is the share of elements that masks select, between 0 and 1, got {assume!r}.")
+    if not train and (max_norm is not None or ema is not None or reduce_each or accumulate != 1):
+        raise ConfigError("A step with train=False has no gradients: drop max_norm, accumulate, reduce_each and ema.")
     if not isinstance(plan, ShardPlan):
         plan = make_plan(model, plan, 1 if mesh is None else mesh)
     elif mesh is not None:
@@ -107,6 +114,7 @@ def rehearse(
         ema=ema,
         device=device,
         reduce_each=reduce_each,
+        train=train,
     )
 
 

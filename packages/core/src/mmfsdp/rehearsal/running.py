@@ -38,7 +38,7 @@ from mmfsdp.rehearsal.recording.phases import Places
 from mmfsdp.rehearsal.recording.recorder import Recorder
 from mmfsdp.rehearsal.recording.sync_norms import sync_norms
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.step import LossFn, default_loss, run_step
+from mmfsdp.rehearsal.step import LossFn, call_with, default_loss, run_forward, run_step
 from mmfsdp.rehearsal.timing.device_names import target_of
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 from mmfsdp.rehearsal.worlds import fake_world
@@ -69,12 +69,13 @@ def run_fake(
     ema: EmaFn | None,
     device: str | Device | None,
     reduce_each: bool,
+    train: bool,
     once: bool = False,
 ) -> Rehearsal:
     """Run a step, by default the second of two, and return its record.
 
     The arguments are those of `mmfsdp.rehearse`; with ``once``, one step is run, for which the optimizer makes its
-    state from gradients of zeros.
+    state from gradients of zeros. It does so, too, for a step that does not train.
 
     Raises:
         IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
@@ -103,7 +104,9 @@ def run_fake(
             offloads = {unit.fqn: plan.unit_param_bytes(unit, rank) for unit in plan.units}
             if plan.mesh.shard == 1:
                 whole = {unit.fqn: whole_bytes(unit) for unit in plan.units if unit.params}
-        made = optimizer_of(optimizer, module, plan, "cpu" if offloads else device_type)
+        made = None
+        if train or optimizer is not None:
+            made = optimizer_of(optimizer, module, plan, "cpu" if offloads else device_type)
         batches = [fake_batch(batch) for _ in range(accumulate)]
         on_cpu = device_type == "cpu"
         if assume is not None:
@@ -125,32 +128,32 @@ def run_fake(
                     begin, places.phase = recorder.moment, "ema"
                     averages = Averages(ema, module)
                     recorder.adopt_new(begin, "ema")
-                if once:
+                if made is not None and (once or not train):
                     _gather_once(module)
                     _make_state(module, made)
                     if averages is not None:
                         averages.update()
+                if not train:
+                    module.eval()
                 idle: list[torch.Tensor] = []
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
+                    begins = beginning(recorder, state, idle)
                     with explained(places, plan, module):
-                        run_step(
-                            beginning(recorder, state, idle),
-                            module,
-                            micro_batches,
-                            loss or default_loss,
-                            made,
-                            max_norm,
-                            None if averages is None else averages.update,
-                            reduce_each=reduce_each,
-                        )
+                        if made is None or not train:
+                            run_forward(begins, module, micro_batches, loss or call_with)
+                        else:
+                            average = None if averages is None else averages.update
+                            steps = begins, module, micro_batches, loss or default_loss, made, max_norm, average
+                            run_step(*steps, reduce_each=reduce_each)
                     recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
                     # FSDP2 may replace shards with padded ones when the model first runs.
                     adopt_model(recorder, module)
-                    recorder.adopt(state_of(made), "optimizer state")
-                    if not on_cpu and offloads is None:
-                        recorder.leave_out(counts_on_host(made))
+                    if made is not None:
+                        recorder.adopt(state_of(made), "optimizer state")
+                        if not on_cpu and offloads is None:
+                            recorder.leave_out(counts_on_host(made))
     if once and idle:
         raise IdleError
     return Rehearsal(

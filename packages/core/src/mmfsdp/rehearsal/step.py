@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mmfsdp.errors import RehearsalError
 from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 
-__all__ = ["LossFn", "call_with", "default_loss", "phase_seconds", "run_step"]
+__all__ = ["LossFn", "call_with", "default_loss", "phase_seconds", "run_forward", "run_step"]
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 """``(model, batch) -> loss``, a tensor of one element: what a training loop does before ``backward()``."""
@@ -65,6 +65,26 @@ def run_step(
         average()
     begin("zero_grad")
     optimizer.zero_grad()
+
+
+def run_forward(
+    begin: Callable[[str], None],
+    model: nn.Module,
+    batches: Sequence[Any],
+    call: Callable[[nn.Module, Any], object],
+) -> None:
+    """Run a step of evaluation: batches one after the other, without gradients. Collective: every rank.
+
+    Args:
+        begin: Called with the name of each phase when it begins.
+        model: A sharded model, in evaluation mode.
+        batches: What the rank evaluates.
+        call: What the loop does with the model and a batch.
+    """
+    for batch in batches:
+        begin("forward")
+        with torch.no_grad():
+            call(model, batch)
 
 
 def phase_seconds(
