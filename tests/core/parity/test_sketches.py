@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
+from mmfsdp.parity.geometries import geometry_of
 from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches, sketch_of
 from mmfsdp.parity.writing import texts_of
@@ -155,7 +156,7 @@ def test_norms_whose_squares_single_precision_cannot_hold(size: float) -> None:
 @pytest.mark.parametrize("factor", [0.25, 0.123, -1.0])
 def test_tensors_that_were_multiplied_are_derived(factor: float) -> None:
     before, scaled, sketches = torch.randn(100, 100), Scaled(), Sketches()
-    row = sketches.add(before, (0, 0), (100, 100))
+    row = sketches.add(before, geometry_of(before, (0, 0), (100, 100)))
     scaled.remember("weight", before, row, sketches.square(row))
     after = before * factor
     found = scaled.find("weight", after)

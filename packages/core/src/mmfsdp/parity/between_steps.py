@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from mmfsdp.parity.heads import square_of
 
 __all__ = ["BetweenSteps"]
 
@@ -17,7 +20,7 @@ class BetweenSteps:
     """
 
     def __init__(self) -> None:
-        self._norms: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, float | torch.Tensor] = {}
 
     def remember(self, params: Iterable[torch.Tensor]) -> None:
         """Keep the norms after a step. Not collective."""
@@ -29,20 +32,30 @@ class BetweenSteps:
             return set()
         before, now = self._norms, _norms(params)
         self._norms = {}
-        differ = {place: old.ne(now[place]) & old.isfinite() for place, old in before.items() if place in now}
-        flags = [*differ.values()]
-        if len({flag.device for flag in flags}) > 1:
-            flags = [flag.cpu() for flag in flags]
-        found = torch.stack(flags).tolist() if flags else []  # a device is waited for once
-        return {place for place, is_other in zip(differ, found, strict=True) if is_other}
+        found, flags = set(), {}
+        for place, old in before.items():
+            if (new := now.get(place)) is None:
+                continue
+            if isinstance(old, float) and isinstance(new, float):
+                if old != new and math.isfinite(old):
+                    found.add(place)
+            else:
+                held = torch.as_tensor(old)
+                flags[place] = held.ne(torch.as_tensor(new)) & held.isfinite()
+        if len({flag.device for flag in flags.values()}) > 1:
+            flags = {place: flag.cpu() for place, flag in flags.items()}
+        are_others = torch.stack([*flags.values()]).tolist() if flags else []  # a device is waited for once
+        return found | {place for place, is_other in zip(flags, are_others, strict=True) if is_other}
 
 
 @torch.no_grad()
-def _norms(params: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    found = {}
+def _norms(params: Iterable[torch.Tensor]) -> dict[int, float | torch.Tensor]:
+    found: dict[int, float | torch.Tensor] = {}
     for param in params:
         held = param.to_local() if isinstance(param, DTensor) else param
-        if held.is_floating_point() or held.is_complex():
+        if held.device.type == "cpu" and held.dtype in (torch.float32, torch.float64) and held.is_contiguous():
+            found[id(param)] = square_of(held)
+        elif held.is_floating_point() or held.is_complex():
             wide = held.dtype in (torch.float64, torch.complex64, torch.complex128)
             norm = torch.linalg.vector_norm(held, dtype=None if wide else torch.float32)
             found[id(param)] = norm.to(torch.float64)

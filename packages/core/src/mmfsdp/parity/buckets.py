@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mmfsdp.parity.chunks import WIDTH, Axis, Chunks
 
-__all__ = ["BUCKETS", "PLACES", "Bags", "bags_of", "indices", "rows_of", "signs_of", "sums"]
+__all__ = ["BUCKETS", "PLACES", "Bags", "bags_of", "indices", "keep", "rows_of", "signs_of", "sums"]
 
 BUCKETS = 32
 """Buckets in each of two sets."""
@@ -21,9 +21,10 @@ PLACES = 16
 _SIGNS = 16
 """Random signs of each element of a bucket."""
 _BLOCK = 2048  # chunks that are summed in single precision, and that a processor's cache holds
+_SUM = 0  # the mode of `torch.embedding_bag`
 _MOST = 64 << 20  # bytes to keep
 _Kept = TypeVar("_Kept")
-_kept: dict[tuple[object, ...], tuple[object, int]] = {}
+_kept: dict[object, tuple[object, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +55,19 @@ def rows_of(value: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     return value.reshape(-1, chunks.width).contiguous()
 
 
-def bags_of(chunks: Chunks, device: torch.device, dtype: torch.dtype) -> Sequence[Bags]:
-    """Return the buckets of a box's chunks.
+def bags_of(chunks: Chunks, device: torch.device, dtype: torch.dtype) -> tuple[Sequence[Bags], int]:
+    """Return the buckets of a box's chunks, and how many bytes they take.
 
     Args:
         chunks: The chunks.
         device: Of the elements.
         dtype: Of the signs.
     """
-
-    def make() -> tuple[list[Bags], int]:
-        numbers = indices(chunks.axes, device)
-        whole = math.prod(size for _, _, size in chunks.axes)
-        each = _BLOCK if device.type == "cpu" else len(numbers)  # elsewhere, few calls count more than caches
-        made = [_bags(start, part, whole, dtype) for start, part in _parts(numbers, each)]
-        return made, sum(bags.indices.nbytes + bags.offsets.nbytes + bags.signs.nbytes for bags in made)
-
-    return _keep((chunks.axes, device, dtype), make)
+    numbers = indices(chunks.axes, device)
+    whole = math.prod(size for _, _, size in chunks.axes)
+    each = _BLOCK if device.type == "cpu" else len(numbers)  # elsewhere, few calls count more than caches
+    made = [_bags(start, part, whole, dtype) for start, part in _parts(numbers, each)]
+    return made, sum(bags.indices.nbytes + bags.offsets.nbytes + bags.signs.nbytes for bags in made)
 
 
 def sums(rows: torch.Tensor, bags: Bags) -> torch.Tensor:
@@ -80,7 +77,8 @@ def sums(rows: torch.Tensor, bags: Bags) -> torch.Tensor:
         rows: The chunks from ``bags.start`` to ``bags.stop``, in the dtype of the signs.
         bags: Their buckets.
     """
-    found = F.embedding_bag(bags.indices, rows, bags.offsets, mode="sum", per_sample_weights=bags.signs)
+    # As torch.nn.functional.embedding_bag, without its checks, which take as long for a small tensor.
+    found = torch.embedding_bag(rows, bags.indices, bags.offsets, mode=_SUM, per_sample_weights=bags.signs)[0]
     return found if bags.blocks == 1 else found.view(bags.blocks, 2 * BUCKETS, -1).sum(0, dtype=torch.float64)
 
 
@@ -92,7 +90,7 @@ def signs_of(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         signs = torch.stack([_sign(mixed, bit) for bit in range(_SIGNS)], -1).to(dtype)
         return (made := signs.view(2 * BUCKETS, WIDTH, _SIGNS)), made.nbytes
 
-    return _keep(("signs", device, dtype), make)
+    return keep(("signs", device, dtype), make)
 
 
 def indices(axes: Sequence[Axis], device: torch.device) -> torch.Tensor:
@@ -138,8 +136,13 @@ def _sign(mixed: torch.Tensor, bit: int) -> torch.Tensor:
     return 2 * (mixed >> bit & 1) - 1
 
 
-def _keep(key: tuple[object, ...], make: Callable[[], tuple[_Kept, int]]) -> _Kept:
-    """Return what was made for a key, or make it; its second value is its size in bytes."""
+def keep(key: object, make: Callable[[], tuple[_Kept, int]]) -> _Kept:
+    """Return what was made for a key, or make it.
+
+    Args:
+        key: What it is, and of what.
+        make: Returns it and its size in bytes. All that is kept is dropped when it takes more than 64 MB.
+    """
     if (found := _kept.get(key)) is None:
         if sum(size for _, size in _kept.values()) > _MOST:
             _kept.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.parity.between_steps import BetweenSteps
 from mmfsdp.parity.naming import plain_name
-from mmfsdp.parity.records import CHANGED, Key
+from mmfsdp.parity.records import CHANGED
+from mmfsdp.parity.slots import Placed, Slots
 from mmfsdp.parity.writing import Part
 from mmfsdp.runtime.dtensors import box_of
 
@@ -26,14 +28,13 @@ class Parameters:
     Args:
         model: The model, without DDP around it.
         optimizers: Its optimizers.
-        key: Returns the key of a tensor from its kind and name.
+        slots: The slots of the record.
         is_flat: Whether parameters are pieces of flat ones, which are no boxes: then there are none here.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], key: Callable[[str, str], Key], *, is_flat: bool
-    ) -> None:
-        self._model, self._optimizers, self._key, self._is_flat = model, optimizers, key, is_flat
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], slots: Slots, *, is_flat: bool) -> None:
+        self.slots = slots
+        self._model, self._optimizers, self._is_flat = model, optimizers, is_flat
         self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         self._before: dict[int, torch.Tensor] = {}
         self._between = BetweenSteps()
@@ -44,16 +45,21 @@ class Parameters:
         params = [param for group in groups for param in group["params"]]
         return [(self._names[id(param)], param) for param in params if id(param) in self._names]
 
-    def part(self, kind: str, name: str, value: torch.Tensor) -> Part:
-        """Return this rank's part of a tensor."""
-        key, held = self._key(kind, name), _local(value)
-        if not isinstance(value, DTensor):
-            return key, "box", held, (0,) * held.dim(), tuple(held.shape)
-        try:
-            box = box_of(value)
-        except StateDictError:  # a placement that is no box: only this rank's part is known
-            return key, "own", held, (0,) * held.dim(), tuple(held.shape)
-        return key, "box", held.reshape(box.sizes), box.offsets, tuple(value.shape)
+    def part(self, kind: str, name: str, value: torch.Tensor, local: torch.Tensor | None = None) -> Part:
+        """Return this rank's part of a tensor.
+
+        Args:
+            kind: See `mmfsdp.parity.records.Key`.
+            name: See `mmfsdp.parity.records.Key`.
+            value: The tensor, or one that is sharded as it is.
+            local: This rank's part, if it is not that of ``value``.
+        """
+        if local is None:
+            local = _local(value)
+        if not local.numel():
+            local = local.reshape(box_of(value).sizes)
+        slots = self.slots
+        return slots.find(kind, name, slots.count(kind, name), local, partial(_placed, value)), local
 
     def gradients(self, kind: str, optimizer: Optimizer | None = None) -> list[Part]:
         """Return the gradients that there are, of an optimizer's parameters or of all."""
@@ -69,7 +75,8 @@ class Parameters:
                 is_used = setting != "params" and not setting.startswith("initial_")
                 if is_used and numbers and all(map(_is_number, numbers)):
                     held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-                    yield self._key("setting", f"{first}[{setting}]"), "alike", held, (0,), tuple(held.shape)
+                    of, placed = f"{first}[{setting}]", partial(Placed, "alike", (0,), tuple(held.shape))
+                    yield self.slots.find("setting", of, self.slots.count("setting", of), held, placed), held
 
     def keep(self, optimizer: Optimizer) -> None:
         """Keep an optimizer's parameters, to tell by how much its step changes them."""
@@ -93,7 +100,7 @@ class Parameters:
         """Yield updates, an optimizer's state and parameters."""
         for name, param in self.named(optimizer):
             if (old := self._before.get(id(param))) is not None:
-                yield self.part("update", name, _like(torch.sub(_local(param), old, out=old), param))
+                yield self.part("update", name, param, torch.sub(_local(param), old, out=old))
             for entry, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape:
                     yield self.part("state", f"{name}[{entry}]", value)
@@ -132,13 +139,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+def _local(value: torch.Tensor) -> torch.Tensor:
+    held = value.to_local() if isinstance(value, DTensor) else value
+    return held.detach() if held.requires_grad else held
 
 
-def _like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+def _placed(value: torch.Tensor) -> Placed:
+    """Return where this rank's part of a tensor lies."""
+    try:
+        box = box_of(value)
+    except StateDictError:  # a placement that is no box: only this rank's part is known
+        local = _local(value)
+        return Placed("own", (0,) * local.dim(), tuple(local.shape))
+    return Placed("box", box.offsets, tuple(value.shape))

@@ -11,8 +11,10 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from mmfsdp.parity.activations import Batch
 from mmfsdp.parity.naming import unwrapped
 from mmfsdp.parity.recorder import Recording
+from mmfsdp.parity.step_record import StepRecord
 from mmfsdp.parity.writing import Writer
 
 __all__ = ["PartedRecording"]
@@ -46,11 +48,14 @@ class PartedRecording(Recording):
     ) -> None:
         self._parts, self._playing = parts, 0
         self._writers: list[Writer] = []
-        self._calls_of: list[dict[tuple[str, str], int]] = [{} for _ in range(parts)]
         self._own_buffers = [*unwrapped(model).buffers()] if parts > 1 else []
         self._values = [[buffer.clone() for buffer in self._own_buffers] for _ in range(parts)]
         super().__init__(folder, model, optimizer, depth=2, every=1, order="blocks", perturb=perturb, step=first_step)
-        self._calls = self._calls_of[0]
+        rank, world = self._place()
+        others = (
+            StepRecord(self._writers[part], Batch(rank + part, world, "blocks"), first_step) for part in range(1, parts)
+        )
+        self._records = [self._record, *others]
 
     def play(self, part: int) -> None:
         """Compute and record as another part from now on, with its buffers. Not collective."""
@@ -63,8 +68,8 @@ class PartedRecording(Recording):
                     mine.copy_(buffer)
                 if not torch.equal(buffer, theirs):  # a backward may need one that no forward changes
                     buffer.copy_(theirs)
-        self._playing, self._rank = part, self._rank + part - self._playing
-        self._writer, self._calls = self._writers[part], self._calls_of[part]
+        self._playing, self._record = part, self._records[part]
+        self._params.slots = self._record.slots
 
     def end_step(self) -> None:
         """End a step of several optimizers. Not collective."""
@@ -76,18 +81,22 @@ class PartedRecording(Recording):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Record the outputs of modules in evaluation as the end of the last step. Not collective."""
-        self._evaluating, self._step = True, self._step - 1
+        self._evaluating = True
+        for record in self._records:
+            record.step -= 1
         try:
             yield
         finally:
-            self._evaluating, self._step = False, self._step + 1
+            self._evaluating = False
+            for record in self._records:
+                record.step += 1
 
     def close(self) -> None:
         """Remove the hooks, and write what is left."""
         super().close()
-        for writer in self._writers:
-            if writer is not self._writer:
-                writer.close()
+        for record in self._records:
+            if record is not self._record:
+                record.writer.close()
 
     def _place(self) -> tuple[int, int]:
         rank, world = super()._place()
@@ -102,13 +111,15 @@ class PartedRecording(Recording):
     def _after_update(self, optimizer: Optimizer) -> None:
         for part in range(1, self._parts):
             self.play(part)
-            self._writer.add_boxes(self._params.buffers())
+            self._record.add_boxes(self._params.buffers())
         self.play(0)
         super()._after_update(optimizer)
 
     def _end_step(self) -> None:
-        for writer in self._writers[1:]:
-            writer.flush()
+        playing, (self._record, *others) = self._record, self._records
+        for record in others:
+            record.writer.flush()
         super()._end_step()
-        for calls in self._calls_of:
-            calls.clear()
+        for record in others:
+            record.end()
+        self._record = playing

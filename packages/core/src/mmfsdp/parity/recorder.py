@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path
 
 from mmfsdp.errors import ConfigError
+from mmfsdp.parity.activations import Batch, Order
 from mmfsdp.parity.clipping import watch_clipping
 from mmfsdp.parity.naming import units_of, unwrapped
 from mmfsdp.parity.parameters import Parameters, optimizers_of
 from mmfsdp.parity.perturbing import perturb_inputs
-from mmfsdp.parity.records import Key, Spread
+from mmfsdp.parity.step_record import StepRecord
 from mmfsdp.parity.writing import Writer
 from mmfsdp.planning.compiled import is_compiled
 
 __all__ = ["Order", "Recording", "recording"]
-
-Order = Literal["blocks", "strided"]
 
 
 @contextmanager
@@ -110,21 +108,17 @@ class Recording:
         whole: Sequence[str] = (),
     ) -> None:
         self._whole = whole
-        self._model, self._every, self._order = unwrapped(model), every, order
-        self._rank, self._world = self._place()
-        is_flat = isinstance(model, FullyShardedDataParallel)
+        self._model, self._every = unwrapped(model), every
+        rank, world = self._place()
         self._optimizers = optimizers_of(optimizer)
-        self._params = Parameters(self._model, self._optimizers, self._key, is_flat=is_flat)
-        head = {"world": self._world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
-        head |= {
-            "model": type(self._model).__name__,
-            "optimizer": ", ".join(type(each).__name__ for each in self._optimizers),
-        }
-        self._writer = self._make_writer(folder, self._rank, head)
-        self._step, self._calls = step, dict[tuple[str, str], int]()
+        head = {"world": world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
+        names = ", ".join(type(each).__name__ for each in self._optimizers)
+        head |= {"model": type(self._model).__name__, "optimizer": names}
+        self._record = StepRecord(self._make_writer(folder, rank, head), Batch(rank, world, order), step)
+        is_flat = isinstance(model, FullyShardedDataParallel)
+        self._params = Parameters(self._model, self._optimizers, self._record.slots, is_flat=is_flat)
         self._running = self._started = self._called = self._evaluating = False
         self._counts = True  # whether the step that runs is one of training
-        self._samples = 0
         with ExitStack() as hooks:
             if perturb is not None:
                 hooks.enter_context(perturb_inputs(self._model, perturb))
@@ -143,26 +137,28 @@ class Recording:
     @property
     def stopped(self) -> str:
         """Why the recording has stopped before the loop, such as a full disk; empty if it has not."""
-        return self._writer.stopped
+        return self._record.writer.stopped
 
     @property
     def not_finite(self) -> str:
         """The first tensor of this rank with infinite or NaN elements, known at the end of its step; else empty."""
-        return self._writer.odd
+        return self._record.writer.odd
 
     def loss(self, value: torch.Tensor | float) -> None:
         """Record this rank's loss; the mean over ranks counts. Not collective."""
-        self._number("loss", value, "mean")
+        if self._is_on:
+            self._record.add_number("loss", value, "mean")
 
     def norm(self, value: torch.Tensor | float) -> None:
         """Record the norm of all gradients, which is the same on all ranks. Not collective."""
-        self._number("norm", value, "alike")
+        if self._is_on:
+            self._record.add_number("norm", value, "alike")
 
     def close(self) -> None:
         """Remove the hooks, and write what is left."""
         self._stack.close()
         self._running = False
-        self._writer.close()
+        self._record.writer.close()
 
     def _place(self) -> tuple[int, int]:
         """Return this rank, and how many there are."""
@@ -173,18 +169,18 @@ class Recording:
 
     @property
     def _is_on(self) -> bool:
-        return self._step % self._every == 0 and not self._writer.stopped
+        return self._record.step % self._every == 0 and not self._record.writer.stopped
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not name:
                 self._begin(module, (args, kwargs))
             if self._running:
-                self._tensors("input", name, (args, kwargs))
+                self._record.add_activations("input", name, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._running or self._evaluating:
-                self._tensors("output" if self._running else "evaluation", name, output)
+                self._record.add_activations("output" if self._running else "evaluation", name, output)
             if not name:
                 self._running = False
 
@@ -194,57 +190,14 @@ class Recording:
         self._running = module.training and self._is_on
         self._called = True
         if self._running or self._evaluating:
-            self._samples = _first_size(given)
+            self._record.begin_forward(given)
         if not self._running:
             return
         if not self._started:
             self._started = True
-            self._writer.add_boxes([self._params.part("initial parameter", *item) for item in self._params.named()])
-        self._writer.add_boxes(self._params.changed())
-
-    def _tensors(self, kind: str, name: str, tree: Any) -> None:
-        for path, leaf in _leaves(tree):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.layout != torch.strided:
-                continue
-            if kind == "evaluation" and not leaf.is_floating_point():  # the largest of two may be another by rounding
-                continue
-            key = self._key(kind, name + path)
-            self._activation(key, leaf)
-            if kind == "output" and leaf.requires_grad:
-                backward = Key(key.step, "gradient of output", key.name, key.call)
-                leaf.register_hook(lambda grad, key=backward: self._gradient(key, grad))
-
-    def _gradient(self, key: Key, grad: torch.Tensor) -> None:
-        if key.step == self._step and not isinstance(grad, DTensor):
-            self._activation(key, grad)
-
-    def _activation(self, key: Key, value: torch.Tensor) -> None:
-        rows = value.shape[0] if value.dim() else 0
-        if not self._samples or not rows or rows % self._samples:
-            spread: Spread = "mean" if value.numel() == 1 else "own"
-            self._writer.add(key, spread, value, (0,) * value.dim(), tuple(value.shape))
-            return
-        each = rows // self._samples
-        shape = (rows * self._world, *value.shape[1:])
-        if self._order == "blocks" or self._world == 1:
-            self._writer.add(key, "rows", value, (self._rank * rows, *(0,) * (value.dim() - 1)), shape)
-            return
-        inner = value.shape[1:]
-        local, place = value.detach().reshape(self._samples, 1, each, *inner), (0, self._rank, 0)
-        whole = (self._samples, self._world, each)
-        if inner:
-            offsets = (*place, *(0,) * len(inner))
-            self._writer.add(key, "rows", local, offsets, (*whole, *inner), leading=3, shown=shape)
-        else:  # one dimension is folded, so that its elements must be in place
-            spaced = local.new_zeros(whole)
-            spaced[:, self._rank] = local[:, 0]
-            self._writer.add(key, "rows", spaced.reshape(shape), (0,), shape)
-
-    def _number(self, kind: str, value: torch.Tensor | float, spread: Spread) -> None:
-        if self._is_on:
-            number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            number = number.full_tensor() if isinstance(number, DTensor) else number
-            self._writer.add(self._key(kind, ""), spread, number, (0,) * number.dim(), tuple(number.shape))
+            initial = [self._params.part("initial parameter", *item) for item in self._params.named()]
+            self._record.add_boxes(initial)
+        self._record.add_boxes(self._params.changed())
 
     def before_clipping(self, optimizer: Optimizer | None = None) -> None:
         """Record gradients before a loop clips them in its own way. Not collective.
@@ -253,7 +206,8 @@ class Recording:
             optimizer: The one whose gradients are clipped; by default those of all.
         """
         if self._is_on:
-            self._writer.add_boxes(self._params.gradients("gradient before clipping", optimizer))
+            with torch.no_grad():
+                self._record.add_unclipped(self._params.gradients("gradient before clipping", optimizer))
 
     def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         # To save an optimizer that has no state yet, torch makes a step with learning rate 0.
@@ -272,56 +226,26 @@ class Recording:
     def _ends_step(self, optimizer: Optimizer) -> bool:
         return optimizer is self._optimizers[-1]
 
+    @torch.no_grad()
     def _before_update(self, optimizer: Optimizer) -> None:
         if self._is_on:
-            self._writer.add_boxes(self._params.gradients("gradient", optimizer))
-            self._writer.add_boxes([*self._params.settings(optimizer)])
+            self._record.add_clipped(self._params.gradients("gradient", optimizer))
+            self._record.add_boxes(self._params.settings(optimizer))
             self._params.keep(optimizer)
 
+    @torch.no_grad()
     def _after_update(self, optimizer: Optimizer) -> None:
         if self._is_on:
-            self._writer.add_boxes([*self._params.after_step(optimizer), *self._params.buffers()])
+            self._record.add_boxes(chain(self._params.after_step(optimizer), self._params.buffers()))
         self._params.forget()
 
     def _end_step(self) -> None:
         if self._is_on:
-            self._writer.flush()
+            self._record.writer.flush()
             if self._every == 1:
                 self._params.remember()
-        self._calls.clear()
-        self._step += 1
-
-    def _key(self, kind: str, name: str) -> Key:
-        call = self._calls.get((kind, name), 0)
-        self._calls[kind, name] = call + 1
-        return Key(self._step, kind, name, call)
-
-
-def _first_size(tree: Any) -> int:
-    """Return the first dimension of the first tensor, which counts samples; 0 if there is none."""
-    leaves = [leaf for _, leaf in tree_flatten_with_path(tree)[0]]
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
+        self._record.end()
 
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:
     return function
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return what a module gets or returns, with where it is; most often that is one tensor."""
-    if isinstance(tree, torch.Tensor):
-        return [("", tree)]
-    if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], tuple) and tree[1] == {}:
-        args = tree[0]
-        if all(isinstance(arg, torch.Tensor) for arg in args):
-            return [(f"[0][{place}]", arg) for place, arg in enumerate(args)]
-    return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(_plain(tree))[0]]
-
-
-def _plain(tree: Any) -> Any:
-    """Return outputs such as those of transformers, which are dicts too, as plain dicts."""
-    return dict(tree) if isinstance(tree, dict) else tree

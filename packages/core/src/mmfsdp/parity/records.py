@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ __all__ = [
     "file_of",
     "line_of",
     "read_record",
+    "said_of",
 ]
 
 FORM = 2
@@ -89,20 +89,25 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:05}.jsonl"
 
 
-def line_of(
-    key: Key, spread: Spread, shape: Any, offsets: Any, sizes: Any, dtype: str, whole: tuple[str, int] | None,
-    packed: str,
-) -> str:  # fmt: skip
-    """Return the line of an entry."""
-    middle = _middle(key.kind, key.name, key.call, spread, tuple(shape), tuple(offsets), tuple(sizes), dtype)
-    kept = "" if whole is None else f',"{whole[0]}",{whole[1]}'
-    return f'[{key.step},{middle},"{packed}"{kept}]'
-
-
-@lru_cache(maxsize=1 << 16)
-def _middle(*values: Any) -> str:
+def said_of(
+    key: Key, spread: Spread, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dtype: str
+) -> str:
     """Return what the line of a tensor holds in every step."""
+    values = (key.kind, key.name, key.call, spread, shape, offsets, sizes, dtype)
     return json.dumps(values, separators=(",", ":"))[1:-1]
+
+
+def line_of(step: int, said: str, packed: str, whole: tuple[str, int] | None = None) -> str:
+    """Return the line of an entry.
+
+    Args:
+        step: The step.
+        said: What `said_of` returned.
+        packed: The figures.
+        whole: See `Entry`.
+    """
+    kept = "" if whole is None else f',"{whole[0]}",{whole[1]}'
+    return f'[{step},{said},"{packed}"{kept}]'
 
 
 def read_record(folder: Path) -> list[RankRecord]:

@@ -6,10 +6,11 @@ import math
 
 import torch
 
+from mmfsdp.parity.heads import square_of
+
 __all__ = ["Scaled"]
 
 _EVERY = 97  # elements that a sample stands for
-_BLOCK = 1 << 18  # elements whose squares are summed in single precision
 _NEAR = {torch.float32: 1e-6, torch.float64: 1e-14}
 """How far a sample may be from that of before times a number, as a share. What was done in other dtypes rounds more."""
 _NORM = 1e-5  # how far the norm may be from that
@@ -41,13 +42,13 @@ class Scaled:
         row, square, before = self._known.get(name, (0, 0.0, None))
         if before is None or not value.is_contiguous() or value.dtype not in _NEAR:
             return None
+        norm = math.sqrt(square_of(value))  # reads the tensor, so that the sample is in the processor's cache
         after = _sample(value)
-        size = float(before.dot(before))
+        size = before.dot(before).item()
         if after.shape != before.shape or not size:
             return None
-        factor = float(before.dot(after)) / size
-        rest = float((after - factor * before).norm())
-        norm = math.sqrt(sum(float(part.dot(part)) for part in value.detach().view(-1).split(_BLOCK)))
+        factor = before.dot(after).item() / size
+        rest = torch.sub(after, before, alpha=factor).norm().item()
         expected = abs(factor) * math.sqrt(square)
         near = rest <= _NEAR[value.dtype] * abs(factor) * math.sqrt(size) and abs(norm - expected) <= _NORM * expected
         return (row, factor) if near and factor else None

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.parity.recorder import Order, Recording
+from mmfsdp.parity.activations import Order
+from mmfsdp.parity.recorder import Recording
 from mmfsdp.parity.rings import Ring
 
 __all__ = ["Watch", "WatchSettings", "watching"]
@@ -148,8 +149,8 @@ class Watch(Recording):
                 default a norm is compared with those that were the first of their step, or the second, and so on.
         """
         self._told = True
-        name = of or str(sum(step == self._step for step, _, _ in self._norms))
-        self._norms.append((self._step, name, value.detach() if isinstance(value, torch.Tensor) else value))
+        name = of or str(sum(step == self._record.step for step, _, _ in self._norms))
+        self._norms.append((self._record.step, name, value.detach() if isinstance(value, torch.Tensor) else value))
         super().norm(value)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Ring:
@@ -158,7 +159,7 @@ class Watch(Recording):
 
     @property
     def _is_on(self) -> bool:
-        return super()._is_on or (self._step <= self._until and not self._writer.stopped)
+        return super()._is_on or (self._record.step <= self._until and not self._record.writer.stopped)
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         if self._told and module.training:
@@ -173,7 +174,7 @@ class Watch(Recording):
         if self._skipped < _SKIPPED:
             self._norms.pop()
             self._ring.discard()
-            self._calls.clear()
+            self._record.slots.end_step()
         else:
             self._end_step()
 
@@ -182,7 +183,7 @@ class Watch(Recording):
         self._told, self._skipped = False, 0
 
     def _end_step(self) -> None:
-        step, judge = self._step, self._is_on
+        step, judge = self._record.step, self._is_on
         super()._end_step()
         if judge:
             self._judge(step)
@@ -201,18 +202,19 @@ class Watch(Recording):
             self._ring.dump(target)
             self._until = step + self._wanted.keep
             self.alarms.append(f"{why}. {self._began()} The record: {target}")
-            if self._rank == 0 or self._ring.odd:
+            if self._record.rank == 0 or self._ring.odd:
                 _log.error("%s", self.alarms[-1])
         self._ring.odd = ""
 
     def _began(self) -> str:
         if self._ring.odd:
-            return f"On rank {self._rank}, {self._ring.odd}."
+            return f"On rank {self._record.rank}, {self._ring.odd}."
         found = self._ring.origin(self._wanted.jump)
         if found is None:
             return "No tensor of the last recorded step has grown by as much: it ended before, or grew slowly."
         key, norm, usual = found
-        return f"On rank {self._rank} it began at {key}: its norm is {norm:.4g}, and {usual:.4g} in the steps before."
+        grown = f"its norm is {norm:.4g}, and {usual:.4g} in the steps before"
+        return f"On rank {self._record.rank} it began at {key}: {grown}."
 
     def _strange_norm(self) -> str:
         """Return what is wrong with the first strange norm since it was last called; empty if none is."""

@@ -7,29 +7,28 @@ import logging
 import re
 import weakref
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from mmfsdp.parity.figures import BITS, FIRST
-from mmfsdp.parity.records import FORM, Key, Spread, file_of, line_of
+from mmfsdp.parity.geometries import Geometry
+from mmfsdp.parity.records import FORM, file_of, line_of
 from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches
+from mmfsdp.parity.slots import Slot
 from mmfsdp.parity.wholes import whole_file
 
 __all__ = ["Part", "Writer", "texts_of"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _ODD = 4  # where `Figures` has the number of elements that are not finite
-_BEFORE, _AFTER = "gradient before clipping", "gradient"
-_Pending = tuple[Key, Spread, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, tuple[str, int] | None]
 
-Part = tuple[Key, Spread, torch.Tensor, tuple[int, ...], tuple[int, ...]]
-"""The key of a tensor, how ranks share it, this rank's part, where that begins, and the shape of the whole."""
+Part = tuple[Slot, torch.Tensor]
+"""A tensor's place in the record, and this rank's part of it."""
 
 
 class Writer:
@@ -45,7 +44,7 @@ class Writer:
     def __init__(self, folder: Path, rank: int, head: Mapping[str, Any], whole: Sequence[str] = ()) -> None:
         self.stopped = ""
         self.odd = ""
-        self._pending: list[tuple[int, _Pending]] = []
+        self._pending: list[tuple[int, int, Slot, tuple[str, int] | None]] = []
         self._sketches = Sketches()
         self._scaled = Scaled()
         self._recent: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], int, int]] = {}
@@ -54,56 +53,68 @@ class Writer:
         self._whole: BinaryIO | None = None
         self._open(folder, rank, json.dumps({"mmfsdp_record": FORM, "rank": rank, **head}) + "\n")
 
-    def add(
-        self,
-        key: Key,
-        spread: Spread,
-        local: torch.Tensor,
-        offsets: tuple[int, ...],
-        shape: tuple[int, ...],
-        *,
-        leading: int = 1,
-        shown: tuple[int, ...] | None = None,
-    ) -> None:
+    def add(self, step: int, slot: Slot, local: torch.Tensor) -> None:
         """Sketch this rank's part of a tensor.
 
         Args:
-            key: What the tensor is.
-            spread: How ranks share it.
+            step: The step.
+            slot: What the tensor is.
             local: The part.
-            offsets: Where it begins.
-            shape: The whole tensor's shape.
-            leading: See `sketch_of`.
-            shown: The shape to write, with ``leading`` above 1.
         """
-        if self.stopped:
-            return
-        dtype = _name(local.dtype)
-        row = self._sketch(local, offsets, shape, leading)
-        if shown is not None:  # rows that are no box are not kept whole
-            shape, offsets, sizes = shown, (0,) * len(shown), (local.shape[0] * local.shape[2], *shown[1:])
-            kept = None
-        else:
-            sizes, kept = tuple(local.shape), self._keep(key, local)
-        self._pending.append((row, (key, spread, shape, offsets, sizes, dtype, kept)))
+        if not self.stopped:
+            self._pending.append((self._sketch(local, slot.geometry), step, slot, self._keep(slot, local)))
 
-    def add_boxes(self, parts: Sequence[Part]) -> None:
+    def add_boxes(self, step: int, parts: Iterable[Part]) -> None:
         """Sketch this rank's boxes of tensors.
 
         Args:
+            step: The step.
             parts: The boxes, in the order of the record.
         """
         if self.stopped:
             return
-        known = [self._scaled.find(key.name, local) if key.kind == _AFTER else None for key, _, local, _, _ in parts]
-        new = [part for part, scaled in zip(parts, known, strict=True) if scaled is None]
-        added = iter(self._sketches.add_all([(local, offsets, shape) for _, _, local, offsets, shape in new]))
+        seen: list[Part] = []
+
+        def boxes() -> Iterator[tuple[torch.Tensor, Geometry]]:
+            for slot, local in parts:  # each is sketched while the processor's cache holds it
+                seen.append((slot, local))
+                yield local, slot.geometry
+
+        self._append(step, seen, self._sketches.add_all(boxes()))
+
+    def add_unclipped(self, step: int, parts: Sequence[Part]) -> None:
+        """Sketch gradients that may be clipped next.
+
+        Args:
+            step: The step.
+            parts: The gradients.
+        """
+        if self.stopped:
+            return
+        first = self._sketches.count
+
+        def boxes() -> Iterator[tuple[torch.Tensor, Geometry]]:
+            for row, (slot, local) in enumerate(parts, first):
+                yield local, slot.geometry
+                if square := self._sketches.square(row):
+                    self._scaled.remember(slot.name, local, row, square)
+
+        self._append(step, parts, self._sketches.add_all(boxes()))
+
+    def add_clipped(self, step: int, parts: Sequence[Part]) -> None:
+        """Sketch gradients, and multiply the sketches of those that `add_unclipped` has got and a number has scaled.
+
+        Args:
+            step: The step.
+            parts: The gradients.
+        """
+        if self.stopped:
+            return
+        known = [self._scaled.find(slot.name, local) for slot, local in parts]
+        new = [(local, slot.geometry) for (slot, local), scaled in zip(parts, known, strict=True) if scaled is None]
+        added = iter(self._sketches.add_all(new))
         rows = [next(added) if scaled is None else self._sketches.add_scaled(*scaled) for scaled in known]
-        for row, (key, spread, local, offsets, shape) in zip(rows, parts, strict=True):
-            entry = key, spread, shape, offsets, tuple(local.shape), _name(local.dtype), self._keep(key, local)
-            self._pending.append((row, entry))
-            if key.kind == _BEFORE:
-                self._scaled.remember(key.name, local, row, self._sketches.square(row))
+        self._append(step, parts, rows)
 
     def flush(self) -> None:
         """Write what was added."""
@@ -111,7 +122,8 @@ class Writer:
             values = self._sketches.take()
             self._report_odd(values[:, _ODD].tolist())
             texts = texts_of(values)
-            self._write("\n".join([*(line_of(*entry, texts[row]) for row, entry in self._pending), ""]))
+            lines = [line_of(step, slot.said, texts[row], kept) for row, step, slot, kept in self._pending]
+            self._write("\n".join([*lines, ""]))
         self.discard()
 
     def discard(self) -> None:
@@ -132,20 +144,24 @@ class Writer:
             except OSError as error:
                 self._stop(error)
 
-    def _sketch(self, local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], leading: int) -> int:
+    def _append(self, step: int, parts: Sequence[Part], rows: Iterable[int]) -> None:
+        for row, (slot, local) in zip(rows, parts, strict=True):
+            self._pending.append((row, step, slot, self._keep(slot, local) if self._patterns else None))
+
+    def _sketch(self, local: torch.Tensor, geometry: Geometry) -> int:
         """Sketch a part, and return its row; the input of a module is often the output of the one before."""
-        what = (local.data_ptr(), local.shape, local.stride(), local.dtype, offsets, shape, leading)
+        what = (local.data_ptr(), local.stride(), geometry)
         if (known := self._recent.get(what)) is not None and known[0]() is not None and known[1] == local._version:
             return known[2]
-        found = self._sketches.add(local, offsets, shape, leading=leading)
+        found = self._sketches.add(local, geometry)
         self._recent[what] = weakref.ref(local), local._version, found
         return found
 
-    def _keep(self, key: Key, local: torch.Tensor) -> tuple[str, int] | None:
+    def _keep(self, slot: Slot, local: torch.Tensor) -> tuple[str, int] | None:
         """Write a tensor whole if a pattern asks for it; return the type of its elements and where they begin."""
-        if not self._patterns or self.stopped or local.is_complex():
+        if not self._patterns or self.stopped or not slot.is_box or local.is_complex():
             return None
-        if not any(pattern.fullmatch(f"{key.kind} of {key.name}") for pattern in self._patterns):
+        if not any(pattern.fullmatch(f"{slot.kind} of {slot.name}") for pattern in self._patterns):
             return None
         held = local.detach()
         kind, dtype = ("f", torch.float32) if held.is_floating_point() else ("q", torch.int64)
@@ -165,7 +181,7 @@ class Writer:
 
     def _report_odd(self, odd: Sequence[float]) -> None:
         """Log once where numbers that are not finite began on this rank."""
-        first = next(((odd[row], entry[0]) for row, entry in self._pending if odd[row]), None)
+        first = next(((odd[row], slot.key(step)) for row, step, slot, _ in self._pending if odd[row]), None)
         if first is not None and not self.odd:
             self.odd = f"{first[1]} is the first with infinite or NaN elements: {first[0]:.0f}"
             _log.error("%s.", self.odd)
@@ -192,11 +208,6 @@ class Writer:
     def _stop(self, error: OSError) -> None:
         self.stopped = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
         _log.error("Recording has stopped, training goes on: %s", self.stopped)
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def texts_of(values: torch.Tensor) -> list[str]:
