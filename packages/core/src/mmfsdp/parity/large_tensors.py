@@ -18,7 +18,7 @@ __all__ = ["LargeTensors"]
 
 _TOGETHER = 64  # tensors whose buckets are multiplied by signs at a time
 _SUMMED = 32  # products that are summed in single precision by a product of matrices
-_PARTS = 8  # such sums that are added in single precision
+_PARTS = 8  # such sums that are added before they are weighted
 _Kind = tuple[torch.device, torch.dtype, int]
 
 
@@ -63,7 +63,7 @@ class LargeTensors:
                 heads.append(head_of_block(held.view(-1)))
                 found.append(sums(held, each))
             head = join_heads(heads, value, is_padded=layout.is_padded)
-            buckets = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+            buckets = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
         else:
             buckets = sums(rows.to(layout.dtype), bags[0])
             head = head_of(value.to(layout.dtype))
@@ -96,7 +96,7 @@ class LargeTensors:
             buckets = buckets if width == WIDTH else F.pad(buckets, (0, WIDTH - width))
             parts = buckets.view(len(found), -1, _SUMMED).transpose(0, 1)
             signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1))
-            added = _weights(device) @ signed.view(len(parts) // _PARTS, _PARTS, -1).sum(1).to(torch.float64)
+            added = _weights(device) @ signed.view(len(parts) // _PARTS, _PARTS, -1).sum(1, dtype=torch.float64)
         tail = added.view(3, len(found), -1).transpose(0, 1).flatten(1)
         if all(isinstance(head, tuple) for head in heads):
             first = torch.tensor(heads, dtype=torch.float64)
@@ -111,7 +111,8 @@ def _layout(geometry: Geometry) -> _Layout:
         dtype, device = torch.float64 if wide else torch.float32, geometry.device
         chunks = chunks_of(geometry.offsets, geometry.sizes, geometry.shape, geometry.leading)
         bags, size = bags_of(chunks, device, dtype)
-        kind = (device, dtype if bags[0].blocks == 1 else torch.float64, chunks.width)
+        # Sums of several blocks are of double precision.
+        kind = (device, dtype if len(bags) == bags[0].blocks == 1 else torch.float64, chunks.width)
         is_padded = bool(chunks.filled) or any(chunks.pad)
         return _Layout(chunks, bags, dtype, kind, is_padded, device.type == "cpu"), size
 
