@@ -107,8 +107,7 @@ class Recording:
         step: int,
         whole: Sequence[str] = (),
     ) -> None:
-        self._whole = whole
-        self._model, self._every = unwrapped(model), every
+        self._model, self._every, self._whole = unwrapped(model), every, whole
         rank, world = self._place()
         self._optimizers = optimizers_of(optimizer)
         head = {"world": world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
@@ -199,6 +198,7 @@ class Recording:
             self._record.add_boxes(initial)
         self._record.add_boxes(self._params.changed())
 
+    @torch.no_grad()
     def before_clipping(self, optimizer: Optimizer | None = None) -> None:
         """Record gradients before a loop clips them in its own way. Not collective.
 
@@ -206,8 +206,7 @@ class Recording:
             optimizer: The one whose gradients are clipped; by default those of all.
         """
         if self._is_on:
-            with torch.no_grad():
-                self._record.add_unclipped(self._params.gradients("gradient before clipping", optimizer))
+            self._record.add_unclipped(self._params.gradients("gradient before clipping", optimizer))
 
     def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         # To save an optimizer that has no state yet, torch makes a step with learning rate 0.
