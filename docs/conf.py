@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from sphinx.addnodes import pending_xref
 
 HERE = Path(__file__).parent
 
@@ -86,6 +88,14 @@ def break_names(app: Any, page: str, template: str, context: dict[str, Any], doc
     context["body"] = re.sub(r"<td.*?</td>", wrap, context.get("body", ""), flags=re.DOTALL)
 
 
+def unlink_builtins(app: Any, doctree: Any) -> None:
+    """Leave names such as `bytes` in signatures without a link, which would lead to attributes of that name."""
+    for reference in [*doctree.findall(pending_xref)]:
+        if reference.get("refdomain") == "py" and reference.get("reftarget") in vars(builtins):
+            reference.replace_self(reference.children)
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", shorten)
+    app.connect("doctree-read", unlink_builtins)
     app.connect("html-page-context", break_names)
