@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.models import Transformer, global_batch
 
 __all__ = ["main"]
 
-WIDTH, DEPTH, BATCH, TOKENS, PAIRS = sized((256, 6, 16, 32, 40), (32, 2, 4, 8, 2))
+WIDTH, DEPTH, BATCHES, TOKENS, PAIRS = sized((256, 6, (16, 64), 32, 40), (32, 2, (4,), 8, 2))
 LAYERS = sized(32, 2)
 UNWATCHED = nn.utils.clip_grad_norm_  # a recording replaces this name, and would see the other loop clip
 
@@ -29,17 +30,18 @@ def main() -> dict[str, Any]:
     """Measure in one process with one thread, and return the ratios."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    for every in (1, 10):
+    for batch, every in product(BATCHES, (1, 10)):
         with tempfile.TemporaryDirectory() as folder:
             model, optimizer = build()
             with mmfsdp.recording(folder, model, optimizer, every=every):
-                recorded = steps(model, optimizer, every, nn.utils.clip_grad_norm_)
-                plain = steps(*build(), every, UNWATCHED)
+                recorded = steps(model, optimizer, batch, every, nn.utils.clip_grad_norm_)
+                plain = steps(*build(), batch, every, UNWATCHED)
                 ratio = spread(in_turn(recorded, plain, max(2, PAIRS // every)))
             lines = (Path(folder) / "rank00000.jsonl").read_bytes().splitlines()
         each = statistics.mean(map(len, lines))
-        results[f"every {every}"] = {"ratio": asdict(ratio), "bytes of a tensor": each}
-        print(f"every {every:2} steps: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
+        name = f"{batch * TOKENS} tokens, every {every}"
+        results[name] = {"ratio": asdict(ratio), "bytes of a tensor": each}
+        print(f"{name:20}: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
     results["bytes of a step"] = bytes_of_a_step()
     print(f"a step of {LAYERS} layers: {results['bytes of a step'] / 1e6:.2f} MB", flush=True)
     return results
@@ -56,7 +58,7 @@ def bytes_of_a_step() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank00000.jsonl"
         with mmfsdp.recording(folder, model, optimizer):
-            step = steps(model, optimizer, 1, nn.utils.clip_grad_norm_)
+            step = steps(model, optimizer, BATCHES[0], 1, nn.utils.clip_grad_norm_)
             step()
             first = path.stat().st_size
             step()
@@ -82,10 +84,10 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, count: int, clip: Callable[..., object]
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, count: int, clip: Callable[..., object]
 ) -> Callable[[], None]:
     """Return a function that takes some training steps."""
-    inputs, labels = global_batch(0, BATCH, TOKENS)
+    inputs, labels = global_batch(0, batch, TOKENS)
 
     def run() -> None:
         for _ in range(count):
