@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def evaluate(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def measured(rank: int, call: Any, optimizer: str | None) -> list[tuple[int, int]]:
+def measured(rank: int, call: Any, optimizer: str | None) -> list[tuple[float, int]]:
     """Return the peaks of a real step and of its rehearsal, and how often units are gathered in the latter."""
     net, tokens = Decoder(), torch.randint(0, VOCABULARY, (ROWS, PROMPT))
     step = mmfsdp.rehearse(
@@ -95,7 +96,9 @@ def measured(rank: int, call: Any, optimizer: str | None) -> list[tuple[int, int
     assert step.static.get("optimizer state", 0) > 0 if optimizer else "optimizer state" not in step.static
     assert {item.phase for item in step.collectives} == {"forward"}
     assert {item.name for item in step.collectives} == {"all_gather"}
-    return [(cpu_peak(run, held), step.peak.nbytes), (len(step.collectives), 3 * (1 if call is evaluate else 1 + MADE))]
+    # The median, as gloo's thread may free a copy earlier or later.
+    real = statistics.median(cpu_peak(run, held) for _ in range(3))
+    return [(real, step.peak.nbytes), (len(step.collectives), 3 * (1 if call is evaluate else 1 + MADE))]
 
 
 @pytest.mark.parametrize(("call", "optimizer"), [(evaluate, None), (evaluate, "adamw"), (generate, None)])
