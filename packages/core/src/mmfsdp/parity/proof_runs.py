@@ -129,12 +129,14 @@ def _train(
 
 def _save(path: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     first, *others = optimizers
-    states = [optim_state_dict(module, other, "sharded", by_name=True) for other in others]
-    save_checkpoint(Path(path), module, first, extra={"others": dict(zip("123456789", states, strict=False))})
+    states = {
+        str(place): optim_state_dict(module, other, "sharded", by_name=True) for place, other in enumerate(others)
+    }
+    save_checkpoint(Path(path), module, first, extra={"others": states})
 
 
 def _load(path: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     first, *others = optimizers
     rest, _ = load_checkpoint(Path(path), module, first)
-    for other, state in zip(others, rest.get("others", {}).values(), strict=True):
-        load_optim_state_dict(module, other, state)
+    for place, other in enumerate(others):
+        load_optim_state_dict(module, other, rest["others"][str(place)])

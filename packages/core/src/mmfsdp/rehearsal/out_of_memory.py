@@ -16,7 +16,7 @@ from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.savings import savings_text
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe, unsubscribe
-from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, unit_of
 from mmfsdp.runtime.training import clip_grad_norm_
 
 __all__ = ["explain_out_of_memory"]
@@ -78,21 +78,16 @@ class _Follower(Subscriber):
         return self._runs if phase == "backward" else ""
 
     def before_backward(self, group: Group) -> None:
-        self._runs = _named(group)
+        self._runs = unit_of(group)
 
     @contextmanager
     def _follow(self, group: Group, role: Role) -> Iterator[None]:
-        self._sends, self.doing = _named(group), "while gathering, " if role == "gather" else "while reducing, "
+        self._sends, self.doing = unit_of(group), "while gathering, " if role == "gather" else "while reducing, "
         yield
         self.doing = ""
 
     def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
         return self._follow(group, role)
-
-
-def _named(group: Group) -> str:
-    name = name_of(group)
-    return "" if name == "(root)" else name
 
 
 def _place_of(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:

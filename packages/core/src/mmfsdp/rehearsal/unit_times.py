@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn
-from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of, reduces
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, reduces, unit_of
 
-__all__ = ["UnitTimes", "clock_of"]
+__all__ = ["UnitTimes"]
 
 Between = Callable[[Any, Any], float]
 """Returns the seconds between two marks."""
 
 
-def clock_of(device_type: str, clock: Callable[[], float]) -> tuple[Callable[[], Any], Between]:
+def _clock_of(device_type: str, clock: Callable[[], float]) -> tuple[Callable[[], Any], Between]:
     """Return what makes a mark now, and what tells the seconds between two marks.
 
     On the CPU marks are times of the clock. On other devices they are events on the stream that computes, because the
@@ -58,7 +58,7 @@ class UnitTimes(Subscriber):
     def __init__(self, device_type: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.gathers: Counter[str] = Counter()
         self.reduces: Counter[str] = Counter()
-        self._mark, self._between = clock_of(device_type, clock)
+        self._mark, self._between = _clock_of(device_type, clock)
         self._unit = ""
         self._marks: list[tuple[str, str, Any]] = []  # what ends at a mark: a unit, and computing or its communication
 
@@ -78,24 +78,24 @@ class UnitTimes(Subscriber):
         return found
 
     def before_forward(self, group: Group) -> None:
-        self._turn_to(_named(group))
+        self._turn_to(unit_of(group))
 
     def before_backward(self, group: Group) -> None:
-        self._turn_to(_named(group))
+        self._turn_to(unit_of(group))
 
     def before_free(self, group: Group) -> None:
-        if self._unit == _named(group):
+        if self._unit == unit_of(group):
             self._turn_to("")
 
     def reduced(self, group: Group) -> None:
-        self.reduces[_named(group)] += reduces(group)
+        self.reduces[unit_of(group)] += reduces(group)
         self._unit = ""
 
     def gathered(self, group: Group) -> None:
-        self.gathers[_named(group)] += 1
+        self.gathers[unit_of(group)] += 1
 
     def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
-        return self._follow(_named(group), role)
+        return self._follow(unit_of(group), role)
 
     @contextmanager
     def _follow(self, unit: str, role: Role) -> Iterator[None]:
@@ -106,8 +106,3 @@ class UnitTimes(Subscriber):
     def _turn_to(self, unit: str) -> None:
         self._marks.append((self._unit, "compute", self._mark()))
         self._unit = unit
-
-
-def _named(group: Group) -> str:
-    name = name_of(group)
-    return "" if name == "(root)" else name

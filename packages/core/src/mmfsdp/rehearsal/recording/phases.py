@@ -19,7 +19,7 @@ from mmfsdp.runtime.backward import is_backward
 from mmfsdp.runtime.flat_params import around_gathering
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
-from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, unit_of
 
 __all__ = ["Places"]
 
@@ -162,8 +162,7 @@ class _Follower(Subscriber):
         self._reduced = reduced
 
     def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
-        name = name_of(group)  # torch names its groups when the model first runs
-        return self._places.communicating("" if name == "(root)" else name, role == "gather")
+        return self._places.communicating(unit_of(group), role == "gather")  # named when the model first runs
 
     def before_reduce(self, group: Group) -> None:
         self._reduced(group)

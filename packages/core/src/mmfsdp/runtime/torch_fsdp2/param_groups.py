@@ -10,7 +10,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.basics.torch_releases import HAS_SEVERAL_GROUPS, torch_has
 
-__all__ = ["Group", "groups_in_module", "groups_of", "modules_of", "name_of", "places_of", "reduces", "shards_of"]
+__all__ = [
+    "Group",
+    "groups_in_module",
+    "groups_of",
+    "modules_of",
+    "name_of",
+    "places_of",
+    "reduces",
+    "shards_of",
+    "unit_of",
+]
 
 Group = Any
 """torch's ``FSDPParamGroup``; modules that are sharded together share one."""
@@ -55,7 +65,12 @@ def modules_of(group: Group) -> Iterator[nn.Module]:
 
 def name_of(group: Group) -> str:
     """Return the FQN of a group's module, or the FQNs of several modules joined by commas."""
-    return group._module_fqn or "(root)"
+    return unit_of(group) or "(root)"
+
+
+def unit_of(group: Group) -> str:
+    """Return the name of a group's shard unit as rehearsals have it: as `name_of`, but empty for the root."""
+    return group._module_fqn or ""
 
 
 def reduces(group: Group) -> bool:
