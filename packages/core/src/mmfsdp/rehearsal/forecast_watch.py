@@ -19,6 +19,7 @@ from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 from mmfsdp.rehearsal.unit_times import UnitTimes
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe, unsubscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import unit_of
 
 __all__ = ["ForecastWatch"]
 
@@ -114,7 +115,7 @@ class ForecastWatch:
         spent = times.seconds()
         if self._predicted is not None:
             yield from _slow(self._predicted, seconds, spent, self._tolerance)
-        units = sorted({item.unit or "" for item in self._rehearsal.operators} | {""})
+        units = sorted({"", *map(unit_of, self._state.groups)})  # the model's: rehearsals of ranks may differ
         yield from _apart(self._state, units, spent, self._tolerance)
 
     def _held(self) -> Iterator[tuple[str, str]]:
