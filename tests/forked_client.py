@@ -18,11 +18,14 @@ def main() -> None:
     if not is_known(words[1:] if words[:1] == ["-u"] else words):
         os.execv(EXECUTABLE, [EXECUTABLE, *words])
     request = {"arguments": words, "directory": os.getcwd(), "environ": {**os.environ}}
-    content = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.path.join(FOLDER, "socket"))
-        socket.send_fds(server, [len(content).to_bytes(8, "little")], [0, 1, 2])
-        server.sendall(content)
+    with socket.socket(socket.AF_UNIX) as server, open(os.memfd_create("request"), "w+") as file:
+        try:
+            server.connect(os.path.join(FOLDER, "socket"))
+        except OSError:  # it has ended
+            os.execv(EXECUTABLE, [EXECUTABLE, *words])
+        json.dump(request, file)
+        file.seek(0)
+        socket.send_fds(server, [b"\1"], [file.fileno(), 0, 1, 2])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda sent, _: server.sendall(bytes([sent])))
         answer = server.recv(8)

@@ -134,31 +134,16 @@ def _serve(path: str, parent: Connection) -> None:
         selector.register(parent, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is parent:
+                client: Any = key.data or key.fileobj
+                if selector.get_map().get(key.fd) is not key:
+                    continue  # what came just before has ended it
+                if client is parent:
                     for pid in children.values():
                         os.kill(pid, signal.SIGKILL)
                     return
-                if key.fileobj is listener:
-                    client = listener.accept()[0]
-                    request, streams = _request(client)
-                    pid = os.fork()
-                    if pid == 0:
-                        _enter_namespaces(client)
-                        for held in (selector, listener, parent, client):
-                            held.close()
-                        _become(request, streams)
-                    for stream in streams:
-                        os.close(stream)
-                    children[client.fileno()] = pid
-                    selector.register(client, selectors.EVENT_READ)
-                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, client)
-                elif key.data is None:  # a client hands a signal on, or was killed
-                    number = client.recv(1) if (client := key.fileobj) else b""
-                    if not number:
-                        selector.unregister(client)
-                    os.kill(children[key.fd], number[0] if number else signal.SIGKILL)
-                else:  # a child has ended
-                    client = key.data
+                if client is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                elif key.data:  # a child has ended
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     status = os.waitstatus_to_exitcode(os.waitpid(children.pop(client.fileno()), 0)[1])
@@ -167,35 +152,58 @@ def _serve(path: str, parent: Connection) -> None:
                         with contextlib.suppress(OSError):  # the client was killed just now
                             client.sendall(status.to_bytes(8, "little", signed=True))
                     client.close()
+                else:  # a client says what to run, then hands signals on; or it was killed
+                    number, files = _message(client)
+                    if not number:
+                        selector.unregister(client)
+                    if key.fd in children:
+                        os.kill(children[key.fd], number or signal.SIGKILL)
+                    elif not files:
+                        client.close()
+                    else:
+                        pid = os.fork()
+                        if pid == 0:
+                            _enter_namespaces(client)
+                            for held in (selector, listener, parent, client):
+                                held.close()
+                            _become(*files)
+                        children[key.fd] = pid
+                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, client)
+                    for file in files:
+                        os.close(file)
 
 
-def _request(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive what to run, and its three streams."""
-    head, streams, _, _ = socket.recv_fds(client, 8, 3)
-    with client.makefile("rb", buffering=0) as file:
-        left, parts = int.from_bytes(head, "little"), []
-        while left:
-            parts.append(file.read(left) or b"")
-            left -= len(parts[-1])
-    return json.loads(b"".join(parts)), streams
+def _message(client: socket.socket) -> tuple[int, list[int]]:
+    """Receive the number of a signal, or any number and the files of `_become`; zero from a client that is gone."""
+    with contextlib.suppress(OSError):
+        head, files, _, _ = socket.recv_fds(client, 1, 4)
+        if head:
+            return head[0], files
+    return 0, []
 
 
 def _enter_namespaces(client: socket.socket) -> None:
-    """Be on the host that a client is on: tests/distributed/hosts.py."""
+    """Be on the host that a client is on (tests/distributed/hosts.py); end if there is no client any more."""
     pid = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
     for kind in ("net", "uts", "mnt"):
         path = f"/proc/{pid}/ns/{kind}"
-        if os.readlink(path) != os.readlink(f"/proc/self/ns/{kind}"):
+        try:
+            if os.readlink(path) == os.readlink(f"/proc/self/ns/{kind}"):
+                continue
             file = os.open(path, os.O_RDONLY)
-            if ctypes.CDLL(None, use_errno=True).setns(file, 0):
-                raise OSError(ctypes.get_errno(), f"setns: {path}")
-            os.close(file)
+        except OSError:
+            os._exit(1)
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+            os._exit(1)
+        os.close(file)
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Be the process that was asked for, to its end."""
+def _become(asked: int, *streams: int) -> None:
+    """Be the process that was asked for, to its end: what to run is in one file, its streams are three others."""
     code = 1
     try:
+        with open(asked, "rb") as file:
+            request = json.load(file)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +65,29 @@ def test_signals_reach_them_and_they_end_with_who_started_them() -> None:
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_clients_killed_at_any_moment_disturb_nobody_else() -> None:
+    """While they connect, before they have said what to run, and just when it ends."""
+    moments = random.Random(0)
+    for _ in range(15):
+        clients = [subprocess.Popen([python(), "-c", f"import time; time.sleep({n / 500})"]) for n in range(8)]
+        time.sleep(moments.uniform(0, 0.2))
+        for client in clients:
+            client.kill()
+        for client in clients:
+            client.wait(20)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(Path(python()).with_name("socket")))
+        assert subprocess.run([python(), "-c", "exit(7)"], timeout=60, check=False).returncode == 7
+    assert subprocess.run([python(), "-c", "exit(8)"], timeout=60, check=False).returncode == 8
+
+
+def test_without_the_server_clients_are_the_real_interpreter(tmp_path: Path) -> None:
+    for name in ("python", "executable"):
+        shutil.copy(Path(python()).with_name(name), tmp_path, follow_symlinks=False)
+    done = subprocess.run([tmp_path / "python", "-c", "exit(6)"], timeout=60, check=False)
+    assert done.returncode == 6
 
 
 def test_commands_are_those_of_this_environment() -> None:
