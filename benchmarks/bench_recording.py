@@ -1,4 +1,7 @@
-"""Cost of `mmfsdp.recording`: processor time of a training step with it over one without, and bytes written."""
+"""Cost of `mmfsdp.recording`: processor time of a training step with it over one without, and bytes written.
+
+Of units alone, which are the blocks here, and of their submodules, too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ __all__ = ["main"]
 
 WIDTH, DEPTH, BATCHES, TOKENS, PAIRS = sized((256, 6, (16, 64), 32, 40), (32, 2, (4,), 8, 2))
 LAYERS = sized(32, 2)
+DEPTHS = ((1, "units"), (2, "units and submodules"))
 UNWATCHED = nn.utils.clip_grad_norm_  # a recording replaces this name, and would see the other loop clip
 
 
@@ -30,18 +34,18 @@ def main() -> dict[str, Any]:
     """Measure in one process with one thread, and return the ratios."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    for batch, every in product(BATCHES, (1, 10)):
+    for batch, (depth, what), every in product(BATCHES, DEPTHS, (1, 10)):
         with tempfile.TemporaryDirectory() as folder:
             model, optimizer = build()
-            with mmfsdp.recording(folder, model, optimizer, every=every):
+            with mmfsdp.recording(folder, model, optimizer, every=every, depth=depth):
                 recorded = steps(model, optimizer, batch, every, nn.utils.clip_grad_norm_)
                 plain = steps(*build(), batch, every, UNWATCHED)
                 ratio = spread(in_turn(recorded, plain, max(2, PAIRS // every)))
             lines = (Path(folder) / "rank00000.jsonl").read_bytes().splitlines()
         each = statistics.mean(map(len, lines))
-        name = f"{batch * TOKENS} tokens, every {every}"
+        name = f"{batch * TOKENS} tokens, {what}, every {every}"
         results[name] = {"ratio": asdict(ratio), "bytes of a tensor": each}
-        print(f"{name:20}: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
+        print(f"{name:44}: time over that without {ratio}; {each:.0f} bytes a tensor", flush=True)
     results["bytes of a step"] = bytes_of_a_step()
     print(f"a step of {LAYERS} layers: {results['bytes of a step'] / 1e6:.2f} MB", flush=True)
     return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,15 +22,20 @@ class BetweenSteps:
     def __init__(self) -> None:
         self._norms: dict[int, float | torch.Tensor] = {}
 
-    def remember(self, params: Iterable[torch.Tensor]) -> None:
-        """Keep the norms after a step. Not collective."""
-        self._norms = _norms(params)
+    def remember(self, params: Iterable[torch.Tensor], known: Mapping[int, float]) -> None:
+        """Keep the norms after a step. Not collective.
+
+        Args:
+            params: The parameters.
+            known: By identity, what `mmfsdp.parity.heads.square_of` would return for contiguous parts on the CPU.
+        """
+        self._norms = _norms(params, known)
 
     def changed(self, params: Iterable[torch.Tensor]) -> set[int]:
         """Return the identities of parameters whose norms differ from those kept, and drop those. Not collective."""
         if not self._norms:
             return set()
-        before, now = self._norms, _norms(params)
+        before, now = self._norms, _norms(params, {})
         self._norms = {}
         found, flags = set(), {}
         for place, old in before.items():
@@ -49,12 +54,12 @@ class BetweenSteps:
 
 
 @torch.no_grad()
-def _norms(params: Iterable[torch.Tensor]) -> dict[int, float | torch.Tensor]:
+def _norms(params: Iterable[torch.Tensor], known: Mapping[int, float]) -> dict[int, float | torch.Tensor]:
     found: dict[int, float | torch.Tensor] = {}
     for param in params:
         held = param.to_local() if isinstance(param, DTensor) else param
         if held.device.type == "cpu" and held.dtype in (torch.float32, torch.float64) and held.is_contiguous():
-            found[id(param)] = square_of(held)
+            found[id(param)] = known[id(param)] if id(param) in known else square_of(held)
         elif held.is_floating_point() or held.is_complex():
             wide = held.dtype in (torch.float64, torch.complex64, torch.complex128)
             norm = torch.linalg.vector_norm(held, dtype=None if wide else torch.float32)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mmfsdp.parity.chunks import WIDTH, Axis, Chunks
 
-__all__ = ["BUCKETS", "PLACES", "Bags", "bags_of", "indices", "keep", "rows_of", "signs_of", "sums"]
+__all__ = ["BLOCK", "BUCKETS", "PLACES", "Bags", "bags_of", "indices", "keep", "rows_of", "signs_of", "sums"]
 
 BUCKETS = 32
 """Buckets in each of two sets."""
@@ -20,7 +20,8 @@ PLACES = 16
 """Parts of a tensor that have buckets of their own in the second set."""
 _SIGNS = 16
 """Random signs of each element of a bucket."""
-_BLOCK = 2048  # chunks that are summed in single precision, and that a processor's cache holds
+BLOCK = 2048
+"""Chunks that are summed in single precision, and that a processor's cache holds."""
 _SUM = 0  # the mode of `torch.embedding_bag`
 _MOST = 64 << 20  # bytes to keep
 _Kept = TypeVar("_Kept")
@@ -65,7 +66,7 @@ def bags_of(chunks: Chunks, device: torch.device, dtype: torch.dtype) -> tuple[S
     """
     numbers = indices(chunks.axes, device)
     whole = math.prod(size for _, _, size in chunks.axes)
-    each = _BLOCK if device.type == "cpu" else len(numbers)  # elsewhere, few calls count more than caches
+    each = BLOCK if device.type == "cpu" else len(numbers)  # elsewhere, few calls count more than caches
     made = [_bags(start, part, whole, dtype) for start, part in _parts(numbers, each)]
     return made, sum(bags.indices.nbytes + bags.offsets.nbytes + bags.signs.nbytes for bags in made)
 
@@ -111,9 +112,9 @@ def _bags(start: int, numbers: torch.Tensor, whole: int, dtype: torch.dtype) -> 
     each = BUCKETS // PLACES
     second = BUCKETS + numbers * PLACES // whole * each + (mixed >> 10) % each
     buckets = torch.cat([mixed % BUCKETS, second])
-    keys = (places // _BLOCK * (2 * BUCKETS)).repeat(2) + buckets
+    keys = (places // BLOCK * (2 * BUCKETS)).repeat(2) + buckets
     order = torch.argsort(keys, stable=True)
-    blocks = -(-count // _BLOCK)
+    blocks = -(-count // BLOCK)
     first = torch.searchsorted(keys[order], torch.arange(blocks * 2 * BUCKETS, device=device))
     signs = torch.cat([_sign(mixed, 8), _sign(mixed, 9)]).to(dtype)
     return Bags(start, start + count, places.repeat(2)[order].int(), first.int(), signs[order], blocks)

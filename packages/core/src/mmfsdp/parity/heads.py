@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from mmfsdp.parity.buckets import BLOCK
+from mmfsdp.parity.chunks import WIDTH
+
 __all__ = ["Head", "head_of", "head_of_block", "join_heads", "square_of", "vector_of"]
 
-_BLOCK = 1 << 18  # elements whose squares are summed in single precision
+_BLOCK = BLOCK * WIDTH  # elements whose squares are summed in single precision
 _TINY = 1e-30  # a sum of squares in single precision that may have lost some
 
 Head = torch.Tensor | tuple[float, ...]
@@ -25,9 +28,12 @@ def head_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def head_of_block(flat: torch.Tensor) -> tuple[float, ...]:
-    """Return the head of a block on the CPU that a cache holds, as if all elements were finite."""
-    low, high = torch.aminmax(flat)
-    return flat.sum().item(), torch.dot(flat, flat).item(), low.item(), high.item(), 0.0
+    """Return the head of a block on the CPU that a cache holds; without extremes if its elements are not all finite."""
+    square = torch.dot(flat, flat).item()
+    if not square < math.inf:
+        return math.nan, square, math.nan, math.nan, 0.0
+    held = flat.numpy()  # its extremes take a third of the time of torch.aminmax
+    return flat.sum().item(), square, held.min().item(), held.max().item(), 0.0
 
 
 def join_heads(blocks: Sequence[tuple[float, ...]], value: torch.Tensor, *, is_padded: bool) -> Head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,11 @@ from mmfsdp.parity.chunks import WIDTH, Chunks, chunks_of
 from mmfsdp.parity.geometries import Geometry
 from mmfsdp.parity.heads import Head, head_of, head_of_block, join_heads, vector_of
 
-__all__ = ["LargeTensors"]
+__all__ = ["LargeTensors", "is_squared_alike"]
 
-_TOGETHER = 64  # tensors whose buckets are multiplied by signs at a time
+_TOGETHER = 64  # blocks whose buckets are multiplied by signs at a time
 _SUMMED = 32  # products that are summed in single precision by a product of matrices
-_PARTS = 8  # such sums that are added before they are weighted
+_PARTS = 8  # such sums that are added before they are weighted, in double precision
 _Kind = tuple[torch.device, torch.dtype, int]
 
 
@@ -41,8 +42,9 @@ class LargeTensors:
     def __init__(self) -> None:
         self.squares: dict[int, float] = {}
         """Sums of squares by place, of tensors on the CPU."""
-        self._waiting: dict[_Kind, list[tuple[int, Head, torch.Tensor]]] = {}
-        self._done: list[tuple[list[int], torch.Tensor]] = []
+        self._heads: dict[int, Head] = {}
+        self._waiting: dict[_Kind, list[tuple[int, torch.Tensor]]] = {}  # places, and the buckets of a block
+        self._tails: list[tuple[Sequence[int], torch.Tensor]] = []  # places, and what a block adds to their sketches
 
     def add(self, place: int, value: torch.Tensor, geometry: Geometry) -> None:
         """Take one box, which may change afterwards.
@@ -57,38 +59,48 @@ class LargeTensors:
         head: Head
         if layout.on_cpu:
             blocks = [rows] if len(bags) == 1 else [rows[each.start : each.stop] for each in bags]
-            heads, found = [], []
+            heads = []
             for block, each in zip(blocks, bags, strict=True):  # the processor's cache holds a block
                 held = block if block.dtype == layout.dtype else block.to(layout.dtype)
                 heads.append(head_of_block(held.view(-1)))
-                found.append(sums(held, each))
+                self._wait(layout.kind, place, sums(held, each))
             head = join_heads(heads, value, is_padded=layout.is_padded)
-            buckets = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
         else:
-            buckets = sums(rows.to(layout.dtype), bags[0])
+            self._wait(layout.kind, place, sums(rows.to(layout.dtype), bags[0]))
             head = head_of(value.to(layout.dtype))
         if isinstance(head, tuple):
             self.squares[place] = head[1]
-        waiting = self._waiting.setdefault(layout.kind, [])
-        waiting.append((place, head, buckets))
-        if len(waiting) == _TOGETHER:
-            self._finish(layout.kind)
+        self._heads[place] = head
 
     def take(self) -> list[tuple[list[int], torch.Tensor]]:
         """Return places and the rows of their figures, which are on the tensors' devices."""
         for kind in self._waiting:
             self._finish(kind)
-        return self._done
+        made = []
+        for device in {tail.device for _, tail in self._tails}:
+            places, tails = zip(*(item for item in self._tails if item[1].device == device), strict=True)
+            row = {place: number for number, place in enumerate(dict.fromkeys(chain(*places)))}
+            rows = torch.tensor([row[place] for place in chain(*places)], device=device)
+            parts = torch.cat(tails)
+            tail = parts.new_zeros(len(row), parts.shape[1]).index_add_(0, rows, parts)
+            made.append(([*row], torch.cat([_vectors([self._heads[place] for place in row]), tail], 1)))
+        return made
 
     def clear(self) -> None:
         """Forget all boxes."""
-        self.squares, self._waiting, self._done = {}, {}, []
+        self.squares, self._heads, self._waiting, self._tails = {}, {}, {}, []
+
+    def _wait(self, kind: _Kind, place: int, buckets: torch.Tensor) -> None:
+        waiting = self._waiting.setdefault(kind, [])
+        waiting.append((place, buckets))
+        if len(waiting) == _TOGETHER:
+            self._finish(kind)
 
     def _finish(self, kind: _Kind) -> None:
-        """Multiply the buckets of some tensors by signs."""
+        """Multiply the buckets of some blocks by signs."""
         if not (held := self._waiting[kind]):
             return
-        places, heads, found = zip(*held, strict=True)
+        places, found = zip(*held, strict=True)
         held.clear()
         device, dtype, width = kind
         with torch.autocast(device.type, enabled=False):
@@ -96,13 +108,23 @@ class LargeTensors:
             buckets = buckets if width == WIDTH else F.pad(buckets, (0, WIDTH - width))
             parts = buckets.view(len(found), -1, _SUMMED).transpose(0, 1)
             signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1))
-            added = _weights(device) @ signed.view(len(parts) // _PARTS, _PARTS, -1).sum(1, dtype=torch.float64)
-        tail = added.view(3, len(found), -1).transpose(0, 1).flatten(1)
-        if all(isinstance(head, tuple) for head in heads):
-            first = torch.tensor(heads, dtype=torch.float64)
-        else:
-            first = torch.stack([*map(vector_of, heads)])
-        self._done.append(([*places], torch.cat([first, tail], 1)))
+            added = _weights(device) @ signed.view(len(parts) // _PARTS, _PARTS, -1).sum(1).to(torch.float64)
+        self._tails.append((places, added.view(3, len(found), -1).transpose(0, 1).flatten(1)))
+
+
+def _vectors(heads: Sequence[Head]) -> torch.Tensor:
+    """Return heads as rows of float64."""
+    if all(isinstance(head, tuple) for head in heads):
+        return torch.tensor(heads, dtype=torch.float64)
+    return torch.stack([*map(vector_of, heads)])
+
+
+def is_squared_alike(geometry: Geometry) -> bool:
+    """Return whether squares of a contiguous box are summed as by `mmfsdp.parity.heads.square_of`, to the last bit."""
+    if geometry.is_small or geometry.dtype not in (torch.float32, torch.float64):
+        return False
+    layout = _layout(geometry)
+    return layout.on_cpu and layout.chunks.width == WIDTH and not layout.is_padded
 
 
 def _layout(geometry: Geometry) -> _Layout:
@@ -111,8 +133,8 @@ def _layout(geometry: Geometry) -> _Layout:
         dtype, device = torch.float64 if wide else torch.float32, geometry.device
         chunks = chunks_of(geometry.offsets, geometry.sizes, geometry.shape, geometry.leading)
         bags, size = bags_of(chunks, device, dtype)
-        # Sums of several blocks are of double precision.
-        kind = (device, dtype if len(bags) == bags[0].blocks == 1 else torch.float64, chunks.width)
+        # On the CPU each block has buckets of its own; elsewhere those of several are added in double precision.
+        kind = (device, dtype if bags[0].blocks == 1 else torch.float64, chunks.width)
         is_padded = bool(chunks.filled) or any(chunks.pad)
         return _Layout(chunks, bags, dtype, kind, is_padded, device.type == "cpu"), size
 

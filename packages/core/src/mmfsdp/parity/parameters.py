@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,9 +86,15 @@ class Parameters:
         """Drop what `keep` has kept."""
         self._before.clear()
 
-    def remember(self) -> None:
-        """Keep the norms of parameters at the end of a step, for `changed` at the beginning of the next one."""
-        self._between.remember(param for _, param in self.named())
+    def remember(self, squares: Mapping[str, float]) -> None:
+        """Keep the norms of parameters at the end of a step, for `changed` at the beginning of the next one.
+
+        Args:
+            squares: What `mmfsdp.parity.writing.Writer.squares` knows of parameters.
+        """
+        params = self.named()
+        known = {id(param): squares[name] for name, param in params if name in squares}
+        self._between.remember((param for _, param in params), known)
 
     def changed(self) -> list[Part]:
         """Return the parameters that are no longer what the step before has left, and forget that."""

@@ -240,9 +240,9 @@ class Recording:
 
     def _end_step(self) -> None:
         if self._is_on:
-            self._record.writer.flush()
             if self._every == 1:
-                self._params.remember()
+                self._params.remember(self._record.writer.squares("parameter"))
+            self._record.writer.flush()
         self._record.end()
 
 

@@ -45,8 +45,12 @@ def _figures(given: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     if values.shape[1] == 0:
         head = values.new_tensor([[0, 0, math.inf, -math.inf, 0]]).expand(len(values), -1)
     else:
-        odd = values.mul(0).isnan().sum(1)  # 0 times infinity is NaN
-        head = torch.stack([values.sum(1), values.square().sum(1), values.amin(1), values.amax(1), odd], 1)
+        squares = values.square().sum(1)
+        if values.device.type == "cpu" and squares.sum().item() < math.inf:
+            odd = torch.zeros_like(squares)
+        else:
+            odd = values.mul(0).isnan().sum(1)  # 0 times infinity is NaN
+        head = torch.stack([values.sum(1), squares, values.amin(1), values.amax(1), odd], 1)
     return torch.cat([head, values @ _signs(geometry)], 1)
 
 
