@@ -126,7 +126,9 @@ def cli_alone(session: nox.Session) -> None:
 @nox.session(default=False)
 def stores(session: nox.Session) -> None:
     """Read and write checkpoints in S3, through s3fs, against a server on this machine."""
-    install(session, CORE_WITH_TORCH, *TEST_TOOLS, *TEST_TRUTHS, "s3fs", "moto[server,s3]", "boto3")
+    # Without lower bounds pip tries releases of moto back to 2017 before it finds a botocore that suits all.
+    tools = ("s3fs>=2025.2", "aiobotocore>=3", "moto[server,s3]>=5", "boto3")
+    install(session, CORE_WITH_TORCH, *TEST_TOOLS, *TEST_TRUTHS, *tools)
     session.run("python", "-m", "pytest", "tests/stores", *session.posargs)
 
 
