@@ -69,6 +69,18 @@ def test_squares_are_summed_alike_where_they_are_said_to_be(shape: tuple[int, ..
         assert square == square_of(tensor)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 32, 9, 9)], ids=ids)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...], count: int) -> None:
+    tensors, found = [torch.randn(shape) for _ in range(count)], []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        boxes = [tensor.contiguous(memory_format=memory_format) for tensor in tensors]
+        sketches = Sketches()
+        sketches.add_all([(box, geometry_of(box, (0,) * len(shape), shape)) for box in boxes])
+        found.append(sketches.take())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
+
+
 def test_grids_of_boxes_add_up() -> None:
     tensor = torch.randn(12, 10)
     boxes = [figures(tensor[i : i + 4, j : j + 5], [i, j], (12, 10)) for i in (0, 4, 8) for j in (0, 5)]

@@ -28,7 +28,7 @@ class SmallTensors:
         """
         known, held = self._held.setdefault(geometry, ([], []))
         known.extend(places)
-        held.append(torch.stack(values).view(len(values), -1))
+        held.append(torch.stack(values).reshape(len(values), -1))
 
     def take(self) -> list[tuple[list[int], torch.Tensor]]:
         """Return places and the rows of their figures, which are on the tensors' devices."""
