@@ -21,11 +21,13 @@ _IMAGE = 4  # channels of an image, which is read as it is
 def convolution_bytes(name: str, args: Any, result: Any) -> int:
     """Return the bytes that a convolution, or its backward, needs on the CPU for a moment; 0 for other operators.
 
-    As measured on torch 2.13 with oneDNN 3.12 and one thread. Tensors are reordered into blocks of 16 channels (8
-    without AVX-512), the channels padded to whole blocks: forward holds such copies of the input, the weight and the
-    output, backward those of the gradient and the input. What is channels-last needs no copies, and so does a 1 x 1
-    convolution of a small batch in float32. Inputs in no order that the kernel reads, such as transposed ones of one
-    dimension, are copied before.
+    As measured on torch 2.13 with oneDNN 3.12 and one thread. With AMX, which ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16``
+    turns off, oneDNN holds more in 16 bits: up to 0.4 MB for buffers, and another output of a 1 x 1 kernel.
+
+    Tensors are reordered into blocks of 16 channels (8 without AVX-512), the channels padded to whole blocks: forward
+    holds such copies of the input, the weight and the output, backward those of the gradient and the input. What is
+    channels-last needs no copies, and so does a 1 x 1 convolution of a small batch in float32. Inputs in no order that
+    the kernel reads, such as transposed ones of one dimension, are copied before.
 
     Backward makes the gradient of the weight in blocks of the channels of a group: a depthwise one in channels-last
     order, whose groups have one channel, is 256 times as large as the weight, unless its kernel is at most three
