@@ -13,7 +13,7 @@ import torch
 
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.saving import write_archive
-from mmfsdp.saving.skeletons import skeleton_of, skeleton_of_tensor
+from mmfsdp.saving.skeletons import bytes_of, skeleton_of, skeleton_of_tensor
 
 
 def content() -> dict[str, Any]:
@@ -54,6 +54,14 @@ def test_an_archive_in_parts_is_that_of_torch(direct: bool, tmp_path: Path) -> N
     assert loaded["tied"].data_ptr() == loaded["weight"].data_ptr()
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(loaded["ordered"]["b"][1][3], torch.zeros(2, dtype=torch.bool))
+
+
+def test_memory_that_is_read_can_still_be_resized(tmp_path: Path) -> None:
+    """FSDP frees the storages of whole parameters by resizing them."""
+    saved = content()
+    write_archive(saved, tmp_path / "ours.pth")
+    bytes_of(saved["weight"])
+    assert saved["weight"].untyped_storage().resizable()
 
 
 def test_what_torch_saves_only_with_its_data_is_saved_so(tmp_path: Path) -> None:

@@ -81,6 +81,14 @@ def test_the_order_in_memory_does_not_matter(shape: tuple[int, ...], count: int)
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7,), (64, 128), (300, 257)], ids=ids)
+def test_tensors_can_still_be_resized(shape: tuple[int, ...]) -> None:
+    """FSDP frees the storages of whole parameters by resizing them."""
+    tensor = torch.randn(shape)
+    figures(tensor)
+    assert tensor.untyped_storage().resizable()
+
+
 def test_grids_of_boxes_add_up() -> None:
     tensor = torch.randn(12, 10)
     boxes = [figures(tensor[i : i + 4, j : j + 5], [i, j], (12, 10)) for i in (0, 4, 8) for j in (0, 5)]

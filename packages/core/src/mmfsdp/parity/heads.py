@@ -32,8 +32,8 @@ def head_of_block(flat: torch.Tensor) -> tuple[float, ...]:
     square = torch.dot(flat, flat).item()
     if not square < math.inf:
         return math.nan, square, math.nan, math.nan, 0.0
-    held = flat.numpy()  # its extremes take a third of the time of torch.aminmax
-    return flat.sum().item(), square, held.min().item(), held.max().item(), 0.0
+    # Two thirds of the time of torch.aminmax, which has no vectors.
+    return flat.sum().item(), square, flat.amin().item(), flat.amax().item(), 0.0
 
 
 def join_heads(blocks: Sequence[tuple[float, ...]], value: torch.Tensor, *, is_padded: bool) -> Head:

@@ -22,6 +22,7 @@ from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches
 from mmfsdp.parity.slots import Slot
 from mmfsdp.parity.wholes import whole_file
+from mmfsdp.saving.skeletons import bytes_of
 
 __all__ = ["Part", "Writer", "texts_of"]
 
@@ -178,7 +179,7 @@ class Writer:
         kind, dtype = ("f", torch.float32) if held.is_floating_point() else ("q", torch.int64)
         if held.dtype == torch.float64:
             kind, dtype = "d", torch.float64
-        raw = held.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = bytes_of(held.to("cpu", dtype).contiguous())
         try:
             if self._whole is None:
                 self._whole = whole_file(self._folder, self._rank).open("wb")

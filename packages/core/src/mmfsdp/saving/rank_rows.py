@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_to_first
 from mmfsdp.runtime.dtensors import Box
+from mmfsdp.saving.skeletons import bytes_of
 from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["own_row", "row_box", "rows_of_ranks"]
@@ -55,5 +56,5 @@ def own_row(rows: LazyTensor | DTensor, place: int) -> bytes:
         CorruptCheckpointError: The data is damaged.
     """
     row = rows.to_local().cpu() if isinstance(rows, DTensor) else rows.read(row_box(rows, place))
-    data = row.numpy().tobytes()
-    return data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")]
+    data = bytes_of(row)
+    return bytes(data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")])

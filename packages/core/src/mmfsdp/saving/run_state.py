@@ -23,6 +23,7 @@ from mmfsdp.saving.content import restricted_load
 from mmfsdp.saving.random_states import random_state, restore_random_state
 from mmfsdp.saving.rank_rows import own_row, row_box, rows_of_ranks
 from mmfsdp.saving.reading import read_now
+from mmfsdp.saving.skeletons import bytes_of
 from mmfsdp.state.lazy_tensors import locate
 from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import compare_shapes
@@ -204,7 +205,7 @@ def _is_of_rank(item: Stateful) -> bool:
 def _digest(state: Any) -> str:
     def described(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = bytes_of(leaf.detach().cpu().contiguous())
             return leaf.dtype, tuple(leaf.shape), hashlib.sha256(data).hexdigest()
         if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
             return str(leaf.dtype), leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest()

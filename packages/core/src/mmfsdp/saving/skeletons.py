@@ -15,6 +15,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, CENTRAL_CRC, DESCRIPTOR_CRC, END, END64, LOCATOR
@@ -105,8 +106,11 @@ def stored_bytes(storage: torch.UntypedStorage) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """Return the memory of a contiguous CPU tensor.
+
+    After ``tensor.numpy()`` its storage could not be resized any more, as FSDP does with that of whole parameters.
+    """
+    return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 
 
 def _complete(tail: bytearray, crcs: list[int]) -> None:
