@@ -110,9 +110,8 @@ class Known:
             key = known.key, plan.mesh, plan.units[0].reshard_after_forward is False
             if key not in self._derived:
                 more = estimate.seconds
-                for weight, step in estimate.steps:
-                    changed = resharded_seconds(step, plan, self._device)
-                    more += weight * (changed - step.time(self._device).seconds)
+                for weight, step, seconds in estimate.steps:
+                    more += weight * (resharded_seconds(step, plan, self._device) - seconds)
                 self._derived[key] = more
             return self._derived[key]
         return None

@@ -50,8 +50,8 @@ class Estimate:
     """Seconds of all forwards, if they never wait."""
     useful: float
     """Seconds that the model's FLOPs take at the device's peak, those of recomputed operators left out."""
-    steps: tuple[tuple[float, Rehearsal], ...] = field(repr=False)
-    """The rehearsed steps, each with its weight."""
+    steps: tuple[tuple[float, Rehearsal, float], ...] = field(repr=False)
+    """The rehearsed steps, each with its weight and its seconds."""
 
     @property
     def is_whole(self) -> bool:
@@ -182,7 +182,9 @@ class Prober:
             computing=times_more * timed(lambda time: _computing(time, ("forward", "backward"))),
             forward=times_more * timed(lambda time: _computing(time, ("forward",))),
             useful=times_more * timed(lambda time: time.model_utilization * time.seconds),
-            steps=tuple((weight, step) for weight, step, _ in parts),
+            steps=tuple(
+                (weight, step, time.seconds) for (weight, step, _), (_, time) in zip(parts, times, strict=True)
+            ),
         )
 
     def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:

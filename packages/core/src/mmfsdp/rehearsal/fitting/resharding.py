@@ -10,7 +10,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.step_time import time_of
+from mmfsdp.rehearsal.timing.step_time import usual_seconds
 
 __all__ = ["can_reshard", "resharded_seconds"]
 
@@ -37,7 +37,8 @@ def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device) -> flo
         device: The device.
     """
     pairs = [*_rewritten(step, wanted)]
-    return time_of([operator for operator, _ in pairs], [sent for _, sent in pairs if sent is not None], device).seconds
+    sent = [message for _, message in pairs if message is not None]
+    return usual_seconds([operator for operator, _ in pairs], sent, device)
 
 
 def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, Collective | None]]:

@@ -15,7 +15,7 @@ from mmfsdp.rehearsal.timing.ranges import CASES
 from mmfsdp.rehearsal.timing.roofline import operator_seconds, weight_of
 from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
 
-__all__ = ["SPENT", "StepTime", "human_seconds", "time_of", "works_of"]
+__all__ = ["SPENT", "StepTime", "human_seconds", "time_of", "usual_seconds", "works_of"]
 
 SPENT = {
     "compute": "computing, bound by FLOPs",
@@ -109,10 +109,7 @@ def time_of(
         device: The device.
         links: The links between ranks; default: those that the device usually has.
     """
-    found: dict[str, Replay] = {}
-    for case in CASES:
-        works = [*works_of(operators, collectives, device, links or device.links, case)]
-        found[case] = replay(works, is_async=device.is_async)
+    found = {case: _replayed(operators, collectives, device, links or device.links, case) for case in CASES}
     usual = found["usual"]
     spent = {name: usual.spent[name] for name in SPENT}
     ideal = sum(item.flops / device.peak(item.dtype) for item in operators if item.flops)
@@ -134,6 +131,17 @@ def time_of(
     )
 
 
+def usual_seconds(operators: Sequence[Operator], collectives: Sequence[Collective], device: Device) -> float:
+    """Return the seconds of a step that `time_of` states, with the links that the device usually has. Pure."""
+    return _replayed(operators, collectives, device, device.links, "usual").seconds
+
+
+def _replayed(
+    operators: Iterable[Operator], collectives: Iterable[Collective], device: Device, links: Links, case: str
+) -> Replay:
+    return replay([*works_of(operators, collectives, device, links, case)], is_async=device.is_async)
+
+
 def works_of(
     operators: Iterable[Operator], collectives: Iterable[Collective], device: Device, links: Links, case: str
 ) -> Iterator[Work]:
@@ -149,22 +157,23 @@ def works_of(
     place = CASES.index(case)
     reached, spread = links.reached[place], device.spread[place]
     issues = {name: seconds * spread for name, seconds in device.issues.items()}
-    known: dict[tuple[Any, ...], tuple[float, str]] = {}
+    known: dict[tuple[Any, ...], tuple[float, str, float]] = {}
     sent = iter(collectives)
     for item in operators:
-        issue = weight_of(item) * issues.get(item.role, issues.get(item.phase, device.issue[place]))
+        issue = issues.get(item.role, issues.get(item.phase, device.issue[place]))
         if "::" not in item.name:
             seconds = collective_seconds(next(sent), links, reached)
             yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
             continue
         if item.role == "host":
-            yield Work(item.name, item.unit, item.phase, "host", 0.0, issue + item.nbytes / device.host[place])
+            seconds = weight_of(item) * issue + item.nbytes / device.host[place]
+            yield Work(item.name, item.unit, item.phase, "host", 0.0, seconds)
             continue
         key = item.name, item.shapes, item.nbytes, item.dtype
         if key not in known:
-            known[key] = operator_seconds(item, device, case)
-        seconds, bound = known[key]
-        yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, bound=bound)
+            known[key] = *operator_seconds(item, device, case), weight_of(item)
+        seconds, bound, weight = known[key]
+        yield Work(item.name, item.unit, item.phase, item.role, seconds, weight * issue, bound=bound)
 
 
 def human_seconds(seconds: float) -> str:
