@@ -9,6 +9,7 @@ folder; a campaign that is started again goes on with the next seed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import random
@@ -53,7 +54,7 @@ def run(folder: Path, seed: int, settings: dict[str, Any], faults: list[tuple[st
     (folder / "run").mkdir(parents=True)
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts(folder)) if settings["kind"] == "hosts" else ()
-        if settings["kind"] == "same":
+        if settings["kind"] in ("same", "mmengine"):
             stack.enter_context(disk_of(folder / "run"))
         chance = random.Random(seed)
         under_torchrun = settings["kind"] == "torchrun"
@@ -99,16 +100,21 @@ def through_faults(job: Job, planned: list[tuple[str, str]], gap: float) -> dict
     }
 
 
-def whole_run(folder: Path, steps: int, *, elastic: bool) -> Path:
+def whole_kind(kind: str) -> str:
+    """Return the kind of the run without faults that one of a kind is compared with."""
+    return kind if kind in ("elastic", "mmengine") else "same"
+
+
+def whole_run(folder: Path, steps: int, kind: str) -> Path:
     """Train without faults, unless this is done already, and return where."""
     if not (folder / "end-1").exists():
-        settings = settings_of("elastic" if elastic else "same", steps, random.Random(0))
+        settings = settings_of(kind, steps, random.Random(0))
         result = run(folder, 0, settings, [])
         assert not result["error"], (result, (folder / "log").read_text()[-4000:])
     return folder
 
 
-def one(seed: int, out: Path, arguments: argparse.Namespace, wholes: dict[bool, Path]) -> dict[str, Any]:
+def one(seed: int, out: Path, arguments: argparse.Namespace, wholes: dict[str, Path]) -> dict[str, Any]:
     """Do what a seed decides on, and compare the end. The folder of a run that ended otherwise is left."""
     chance = random.Random(seed)
     kind = chance.choices(arguments.kinds, [KINDS[kind] for kind in arguments.kinds])[0]
@@ -118,8 +124,8 @@ def one(seed: int, out: Path, arguments: argparse.Namespace, wholes: dict[bool, 
         folder, seed, settings, plan_faults(kind, arguments.per_run, chance, arguments.faults_of), arguments.gap
     )
     if not result["error"]:
-        elastic = kind == "elastic"
-        result["error"], result["distance"] = compare(wholes[elastic], folder, steps=arguments.steps, elastic=elastic)
+        whole, elastic = wholes[whole_kind(kind)], kind == "elastic"
+        result["error"], result["distance"] = compare(whole, folder, steps=arguments.steps, elastic=elastic)
     if not result["error"]:
         shutil.rmtree(folder)
     return result
@@ -144,7 +150,10 @@ def main() -> int:
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     torch.set_num_threads(1)
     warm_up()
-    wholes = {elastic: whole_run(out / f"whole-{elastic}-{steps}", steps, elastic=elastic) for elastic in (False, True)}
+    if "mmengine" in arguments.kinds:  # once, before ranks are forked
+        importlib.import_module("tests.campaign.under_mmengine")
+    kinds = dict.fromkeys(map(whole_kind, arguments.kinds))
+    wholes = {kind: whole_run(out / f"whole-{kind}-{steps}", steps, kind) for kind in kinds}
     seed = max([arguments.seed - 1, *(result["seed"] for result in done)]) + 1
     if "torchrun" in arguments.kinds:
         python()  # else each process of the pool would start a server of its own, and wait for its end

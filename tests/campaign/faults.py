@@ -27,7 +27,7 @@ class Fault:
     """Does it, and tells whether there was anything to do it to."""
     restarts: bool = True
     """Whether ranks have to start again."""
-    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts", "torchrun")
+    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts", "torchrun", "mmengine")
     """The kinds of runs that it makes sense in."""
 
 
@@ -108,7 +108,8 @@ def _newest(job: Job) -> list[Path]:
 
     A run whose only checkpoint is damaged does not begin again by itself.
     """
-    found = [path for path in (job.folder / "run").glob("step_*") if path.suffix in ("", ".pth")]
+    name = "iter_*" if job.settings["kind"] == "mmengine" else "step_*"
+    found = [path for path in (job.folder / "run").glob(name) if path.suffix in ("", ".pth")]
     found.sort(key=lambda path: int(path.stem.split("_")[1]))
     if len(found) < 2:
         return []
@@ -223,8 +224,8 @@ def _join(job: Job) -> bool:
     return True
 
 
-_FILES = ("same", "elastic", "hosts", "torchrun")  # in a store, checkpoints are other files
-_MOUNTED = ("same",)
+_FILES = ("same", "elastic", "hosts", "torchrun", "mmengine")  # in a store, checkpoints are other files
+_MOUNTED = ("same", "mmengine")
 
 FAULTS: dict[str, Fault] = {
     "kill a rank": Fault(_signal(signal.SIGKILL)),

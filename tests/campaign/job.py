@@ -89,9 +89,14 @@ class Job:
                     os.dup2(log.fileno(), number)
             faulthandler.enable()
             os.environ.update(environ)
-            from tests.campaign.training import main
+            if self.settings["kind"] == "mmengine":
+                from tests.campaign import under_mmengine
 
-            main(self.folder)
+                under_mmengine.main(self.folder, self.settings)
+            else:
+                from tests.campaign.training import main
+
+                main(self.folder)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1

@@ -11,7 +11,7 @@ from tests.campaign.faults import FAULTS
 
 __all__ = ["DELAYS", "KINDS", "plan_faults", "settings_of"]
 
-KINDS = {"same": 0.4, "elastic": 0.3, "store": 0.1, "hosts": 0.1, "torchrun": 0.1}
+KINDS = {"same": 0.4, "elastic": 0.3, "store": 0.1, "hosts": 0.1, "torchrun": 0.1, "mmengine": 0.1}
 """How often each kind of run comes."""
 # How long after a phase begins a fault may come, at most. The phases take about as long.
 DELAYS = {

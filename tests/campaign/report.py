@@ -24,6 +24,7 @@ _RUNS = {
     "hosts": "2 hosts, two tiers",
     "elastic": "1 to 3 ranks, which change",
     "torchrun": "2 ranks, torchrun starts them again",
+    "mmengine": "2 ranks under MMEngine",
 }
 _PAGE = """# Runs through faults
 

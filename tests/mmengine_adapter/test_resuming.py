@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler
+from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.registry import LOOPS as TRAIN_LOOPS
 from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
-from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, strategy, train
+from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, run, strategy, train
 from torch.utils.data import DataLoader, RandomSampler
 
 import mmfsdp
@@ -224,6 +225,29 @@ class TestExact:
 def by_iteration(**changes: Any) -> dict[str, Any]:
     checkpoint = {"type": "CheckpointHook", "interval": 2, "by_epoch": False}
     return {"strategy": strategy("local"), "default_hooks": {"checkpoint": checkpoint}, **changes}
+
+
+@HOOKS.register_module(force=True)
+class Draws(Hook):
+    """Draws random numbers in each iteration, before anything is saved."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        torch.rand(3)
+
+
+def finish_twice(rank: int, folder: Path) -> list[list[float]]:
+    found = []
+    for _ in range(2):
+        hooks = [{"type": "History"}, {"type": "Draws"}]
+        loop = {"type": "IterBasedTrainLoop", "max_iters": 4}
+        run(config(folder, 2, **by_iteration(resume=True, train_cfg=loop, custom_hooks=hooks)))
+        found.append(torch.rand(4).tolist())
+    return found
+
+
+def test_a_finished_run_that_is_started_again_has_the_random_numbers_of_its_end(tmp_path: Path) -> None:
+    for first, second in run_ranks(finish_twice, 2, tmp_path):
+        assert first == second
 
 
 def unseeded(dataset: Any, seed: int | None) -> RandomSampler:

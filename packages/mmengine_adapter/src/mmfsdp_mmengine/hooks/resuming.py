@@ -29,6 +29,7 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
         self._seen = 0  # samples of the epoch that goes on
         self._counted = (0, 0, 0)  # the epoch, and how many samples of it had been seen after how many iterations
         self._told = False
+        self._restores: Callable[[], None] | None = None  # the random numbers, before the first batch
 
     def before_train(self, runner: Any) -> None:
         """Prepare the training loop if the model was resumed."""
@@ -42,9 +43,11 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
         renewed = _reseed(loop.dataloader, progress.get("sampler_seed"), resumed.seed)
 
         def restore() -> None:
+            self._restores = None
             if resumed.random_state is not None:
                 restore_random_state(resumed.random_state)
 
+        self._restores = restore
         if (batches := getattr(loop, "dataloader_iterator", None)) is not None:
             self._seen = _samples_seen(runner, progress) if skips else 0
             skip, began = _begin(runner, self._seen, progress)
@@ -64,6 +67,11 @@ class DistSamplerSeedHook(mmengine.hooks.DistSamplerSeedHook):
                 f"The checkpoint was saved in the middle of an epoch, but {type(loop).__name__} has its own "
                 "run_epoch(): that epoch starts again from its first batch."
             )
+
+    def after_train(self, runner: Any) -> None:
+        """Restore the random numbers if there was nothing left to train."""
+        if self._restores is not None:
+            self._restores()
 
     def before_train_epoch(self, runner: Any) -> None:
         """Set the epoch of the sampler."""
