@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.console_blocks import without_gloo
 from tests.forked_scripts import python
 
@@ -86,6 +87,32 @@ else:
     last = rank == 1
     exec(code)
 """
+# The first rank, which hosts the store, stops: the other one ends all the same.
+STOPPED = """
+import os
+import signal
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+
+from mmfsdp_mmengine.processes.leaving import leave_in_order
+
+with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = free.getsockname()[1]
+host = os.fork()
+rank = 1 if host else 0
+dist.init_process_group('gloo', init_method=f'tcp://localhost:{port}', rank=rank, world_size=2)
+leave_in_order()
+dist.all_reduce(torch.ones(3))
+if not rank:
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.waitpid(host, os.WUNTRACED)
+print(host, flush=True)
+exec(sys.argv[1])
+"""
 FAILS = "if last: raise ValueError('it fails')\n"
 CASES: dict[str, tuple[str, list[int]]] = {
     "all is well": ("", [0, 0]),
@@ -108,6 +135,23 @@ def test_threads_that_are_late_do_not_abort_the_process() -> None:
     command = [python(), "-c", LATE]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=110)
     assert (without_gloo(done.stdout), done.stderr) == (["[0, 0, 0, 0]"], "")
+
+
+@pytest.mark.parametrize(("script", "code"), [("", 0), ("raise ValueError('it fails')", 1)])
+def test_who_hosts_the_store_may_have_stopped(script: str, code: int) -> None:
+    with subprocess.Popen(
+        [python(), "-c", STOPPED, script],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        host = next(int(line) for line in process.stdout if line.strip().isdigit())
+        try:
+            assert process.wait(60) == code
+        finally:
+            os.kill(host, signal.SIGKILL)
 
 
 def test_processes_end_as_their_work_did(tmp_path: Path) -> None:

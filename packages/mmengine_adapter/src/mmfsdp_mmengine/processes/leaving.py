@@ -6,9 +6,12 @@ import atexit
 import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +22,10 @@ from torch.distributed import distributed_c10d
 __all__ = ["leave_in_order"]
 
 _PATIENCE = timedelta(seconds=5)
+_STOPPED = 2.0  # seconds more, after which the host of the store must have stopped: torch's timeouts do not notice
 _LEAVING, _ALL_LEAVE, _FAILED = "mmfsdp/leaving", "mmfsdp/all_leave", "mmfsdp/failed"
+_questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+_answering: list[threading.Thread] = []  # one; a process that ends can start none
 
 
 def leave_in_order() -> None:
@@ -29,6 +35,9 @@ def leave_in_order() -> None:
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
+    if not any(thread.is_alive() for thread in _answering):
+        _answering[:] = [threading.Thread(target=_answer, name="mmfsdp-leaving", daemon=True)]
+        _answering[0].start()
 
 
 def _leave() -> None:
@@ -53,14 +62,33 @@ def _all_leave() -> bool:
     gloo's monitored barrier rejects groups of mixed backends, and every rank but the first waits for the whole timeout
     of the group.
     """
-    try:
+
+    def meet() -> bool:
         store = _store()
         if store.add(_LEAVING, 1) == dist.get_world_size():
             store.set(_ALL_LEAVE, "")
         store.wait([_ALL_LEAVE], _PATIENCE)
-    except RuntimeError:  # a rank did not come, or the rank that hosts the store has ended
-        return False
-    return True
+        return True
+
+    return _asked(meet) is True
+
+
+def _asked(ask: Callable[[], Any]) -> Any:
+    """Return what the store answers; None if a rank did not come, or the rank that hosts it has ended or stopped."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    _questions.put((ask, answers))
+    with contextlib.suppress(queue.Empty):
+        return answers.get(timeout=_PATIENCE.total_seconds() + _STOPPED)
+
+
+def _answer() -> None:
+    """Ask the store what a process that ends wants to know, beside it, so that it need not wait for an answer."""
+    while True:
+        ask, answers = _questions.get()
+        try:
+            answers.put(ask())
+        except RuntimeError:
+            answers.put(None)
 
 
 def _let_threads_finish() -> None:
@@ -80,10 +108,9 @@ def _end_now(error: BaseException) -> None:
     once lets the launcher stop them, or they fail with a closed connection, which names no cause.
     """
     mine = f"rank {dist.get_rank()} on host {socket.gethostname()!r}: {type(error).__name__}: {error}"
-    with contextlib.suppress(RuntimeError):  # the rank that hosts the store has ended
-        first = _store().compare_set(_FAILED, "", mine).decode()
-        if first != mine:
-            print(f"The first error was on {first}", file=sys.stderr)
+    first = _asked(lambda: _store().compare_set(_FAILED, "", mine).decode())
+    if first not in (None, mine):
+        print(f"The first error was on {first}", file=sys.stderr)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
