@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mmfsdp
 from benchmarks.measuring import Ratio, sized, spread
 from benchmarks.models import Transformer
-from benchmarks.on_ranks import device, finish, shared_folder
+from benchmarks.on_ranks import device, finish, on_gpu, shared_folder
 from mmfsdp.collective.steps import any_of
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.background import PendingSave
@@ -35,10 +35,17 @@ GOALS = {
 
 
 def main() -> dict[str, Any]:
-    """Measure on 2 ranks, print and return the figures of the first one, in seconds, and the ratios of each pair."""
+    """Measure on 2 ranks, print and return the figures of the first one, in seconds, and the ratios of each pair.
+
+    On a GPU there is one rank, this process.
+    """
     results: dict[str, Any] = {}
     for kind in KINDS:
-        for name, ratio in run_ranks(in_background, 2, kind, timeout=600)[0].items():
+        if device().type == "cuda":
+            ratios = on_gpu(lambda rank, kind=kind: in_background(rank, kind))
+        else:
+            ratios = run_ranks(in_background, 2, kind, timeout=600)[0]
+        for name, ratio in ratios.items():
             results[f"{kind}, {name}"] = ratio.to_dict()
             goal = f", goal {GOALS[name]}" if name in GOALS else ""
             print(f"{f'{kind}, {name}':52} {ratio.ratio}{goal}; {ratio.ours} over {ratio.theirs} s", flush=True)
@@ -51,7 +58,7 @@ def in_background(rank: int, kind: Kind) -> dict[str, Ratio]:
     With ``hf`` it is three times as many weights, and no state of an optimizer.
     """
     depth = DEPTH * (3 if kind == "hf" else 1)
-    model = mmfsdp.shard(Transformer(WIDTH, depth), {"wrap": {"kind": "module_class", "classes": "Block"}})
+    model = mmfsdp.shard(Transformer(WIDTH, depth).to(device()), {"wrap": {"kind": "module_class", "classes": "Block"}})
     plain = kind == "hf"
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if plain else torch.optim.AdamW(model.parameters())
     scope = find_sharded_model(model).scope

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 import mmfsdp
 from benchmarks.measuring import Spread, sized, spread
+from benchmarks.on_ranks import device, finish, on_gpu
 from mmfsdp.optimizers.shards import local_of
 from mmfsdp.testing import run_ranks
 
@@ -19,6 +20,8 @@ __all__ = ["main"]
 BLOCKS, WIDTH = sized((12, 256), (2, 32))
 STEPS = sized((6,), (2,))[0]
 RANKS = sized((1, 2, 4), (1, 2))
+if device().type == "cuda":
+    BLOCKS, WIDTH, RANKS = 12, 1024, (1,)
 OPTIMIZER = {"muon": "auto", "lr": 0.02}
 
 
@@ -33,11 +36,12 @@ class Block(nn.Module):
 
 def main() -> dict[str, Any]:
     """Measure on 1, 2 and 4 ranks; return torch's time over ours, and processor time over that of one process."""
-    [(alone, _, alone_processor)] = run_ranks(measured, 1, timeout=600)
+    run = (lambda function, ranks, timeout: [on_gpu(function)]) if device().type == "cuda" else run_ranks
+    [(alone, _, alone_processor)] = run(measured, 1, timeout=600)
     print(f"one process, torch.optim.Muon             {alone} s, {alone_processor} s of the processor", flush=True)
     found: dict[str, Any] = {}
     for ranks in RANKS:
-        answers = run_ranks(measured, ranks, timeout=600)
+        answers = run(measured, ranks, timeout=600)
         theirs, ours, _ = answers[0]
         processor = sum(answer[2].median for answer in answers)
         found[f"{ranks} ranks"] = {
@@ -66,9 +70,11 @@ def measured(rank: int) -> tuple[Spread, Spread, Spread]:
         dist.barrier()
         began = time.perf_counter()
         theirs.step()
+        finish()
         dist.barrier()
         middle, processor = time.perf_counter(), time.process_time()
         ours.step()
+        finish()
         processor = time.process_time() - processor
         dist.barrier()
         times.append((middle - began, time.perf_counter() - middle, processor))

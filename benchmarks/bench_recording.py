@@ -1,6 +1,6 @@
 """Cost of `mmfsdp.recording`: processor time of a training step with it over one without, and bytes written.
 
-Of units alone, which are the blocks here, and of their submodules, too.
+Of units alone, which are the blocks here, and of their submodules, too. On a GPU it is the time until the GPU is done.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ import torch.nn.functional as F
 import mmfsdp
 from benchmarks.measuring import sized, spread
 from benchmarks.models import Transformer, global_batch
+from benchmarks.on_ranks import device, finish
 
 __all__ = ["main"]
 
+IS_CUDA = device().type == "cuda"
 WIDTH, DEPTH, BATCHES, TOKENS, PAIRS = sized((256, 6, (16, 64), 32, 40), (32, 2, (4,), 8, 2))
+if IS_CUDA:
+    WIDTH, DEPTH, BATCHES, TOKENS, PAIRS = 1024, 12, (16, 64), 512, 10
 LAYERS = sized(32, 2)
 DEPTHS = ((1, "units"), (2, "units and submodules"))
 UNWATCHED = nn.utils.clip_grad_norm_  # a recording replaces this name, and would see the other loop clip
@@ -57,7 +61,7 @@ def bytes_of_a_step() -> int:
     A block here has 12 parameters, and one of Llama 9.
     """
     torch.manual_seed(0)
-    model = Transformer(32, LAYERS)
+    model = Transformer(32, LAYERS).to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank00000.jsonl"
@@ -73,9 +77,11 @@ def in_turn(ours: Callable[[], object], theirs: Callable[[], object], pairs: int
     """Return the ratios of the processor times of two functions that are called in turn, after two calls of each."""
 
     def seconds(function: Callable[[], object]) -> float:
-        began = time.process_time()
+        clock = time.perf_counter if IS_CUDA else time.process_time
+        began = clock()
         function()
-        return time.process_time() - began
+        finish()
+        return clock() - began
 
     return [seconds(ours) / seconds(theirs) for _ in range(pairs + 2)][2:]
 
@@ -83,7 +89,7 @@ def in_turn(ours: Callable[[], object], theirs: Callable[[], object], pairs: int
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model with the weights of seed 0, and its optimizer."""
     torch.manual_seed(0)
-    model = Transformer(WIDTH, DEPTH)
+    model = Transformer(WIDTH, DEPTH).to(device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -91,7 +97,7 @@ def steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, count: int, clip: Callable[..., object]
 ) -> Callable[[], None]:
     """Return a function that takes some training steps."""
-    inputs, labels = global_batch(0, batch, TOKENS)
+    inputs, labels = (part.to(device()) for part in global_batch(0, batch, TOKENS))
 
     def run() -> None:
         for _ in range(count):

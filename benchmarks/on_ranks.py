@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,10 @@ import torch.distributed as dist
 from benchmarks.measuring import DEVICE, Ratio
 from mmfsdp.testing import run_ranks
 
-__all__ = ["compared_on_ranks", "device", "finish", "shared_folder"]
+__all__ = ["compared_on_ranks", "device", "finish", "on_gpu", "shared_folder"]
+
+
+T = TypeVar("T")
 
 
 def device() -> torch.device:
@@ -47,13 +50,14 @@ def compared_on_ranks(functions: Mapping[str, Callable[[int], Ratio]], ranks: in
     """
     results = {}
     for name, function in functions.items():
-        ratio = _on_gpu(function) if device().type == "cuda" else run_ranks(function, ranks, timeout=300)[0]
+        ratio = on_gpu(function) if device().type == "cuda" else run_ranks(function, ranks, timeout=300)[0]
         results[name] = ratio.to_dict()
         print(f"{name:40} ratio {ratio.ratio}; ours {ratio.ours} s, theirs {ratio.theirs} s", flush=True)
     return results
 
 
-def _on_gpu(function: Callable[[int], Ratio]) -> Ratio:
+def on_gpu(function: Callable[[int], T]) -> T:
+    """Return ``function(0)``, called in a world of one rank, this process, with NCCL."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1, device_id=device())

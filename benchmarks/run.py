@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
-ON_GPU = ("overhead", "saving", "step")
+ON_GPU = ("background", "muon", "overhead", "recording", "saving", "step")
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.measuring import DEVICE, QUICK  # noqa: E402 - found only now if this file is run by its path

@@ -20,6 +20,9 @@ EXPECTED = (
     "FSDP is switching to use `NO_SHARD`",  # in a world of one rank; so is the next
     "When using ``NO_SHARD`` for ``ShardingStrategy``",
     "The .grad attribute of a Tensor that is not a leaf",  # torch.compile looks at it
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",  # and says so
+    "Warning. Profiler clears events at the end of each cycle",
+    "Synchronization debug mode is a prototype feature",
 )
 
 

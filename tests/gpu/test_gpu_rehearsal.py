@@ -35,6 +35,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def measured(plan: mmfsdp.ShardPlan) -> tuple[int, int]:
     """Return the most bytes that the GPU's allocator handed out, and took, in two steps."""
+    torch.cuda.set_device(0)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

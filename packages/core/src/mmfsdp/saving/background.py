@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.channels import GlooChannel
@@ -20,6 +19,7 @@ from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.saving.failures import failures, log_failure
 from mmfsdp.saving.publishing import as_checkpoint_error
+from mmfsdp.saving.staging import Stager
 
 __all__ = ["PendingSave", "Saver", "own_copy", "saver_of", "settle_saves"]
 
@@ -87,15 +87,7 @@ class Saver:
         # Training uses the mesh's own groups; collectives of a save must not mix with those.
         self.scope: Scope = new_scope(mesh)
         self._pending: PendingSave | None = None
-        pinned = mesh.device_type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=pinned,
-            )
-        )
+        self._stager = Stager(pinned=mesh.device_type == "cuda")
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -124,8 +116,7 @@ class Saver:
         The memory is kept for the next save: as many bytes as this rank saves. Getting it anew takes longer than the
         copy, and much longer for the page-locked memory that a GPU is copied into at the speed of the bus.
         """
-        copy: Any = self._stager.stage(content)
-        return dict(copy)
+        return self._stager.stage(content)
 
     def start(self, step: Callable[[], None], target: Path) -> PendingSave:
         """Run ``step`` in a thread. No other save may be running.
