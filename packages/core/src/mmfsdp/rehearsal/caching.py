@@ -10,7 +10,7 @@ segments there is one segment per stream and pool, which grows by pages of 2 or 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from mmfsdp.rehearsal.recording.step_records import Allocation
@@ -76,7 +76,7 @@ class CachingAllocator:
         self._last: dict[_Pool, _Block] = {}  # of expandable segments
         self._next = 0
 
-    def allocate(self, nbytes: int, stream: Hashable = 0) -> _Block:
+    def allocate(self, nbytes: int, stream: Hashable = "") -> _Block:
         """Return a block of at least ``nbytes``, for `release`."""
         size = max(-(-nbytes // _SMALLEST), 1) * _SMALLEST
         pool = stream, size <= _SMALL
@@ -148,7 +148,6 @@ class CachingAllocator:
 
 def reserved_bytes(
     allocations: Iterable[Allocation],
-    streams: Mapping[str, Hashable],
     *,
     expandable: bool = False,
     workspaces: Iterable[int] = (),
@@ -161,7 +160,6 @@ def reserved_bytes(
 
     Args:
         allocations: All allocations of a step.
-        streams: The stream of each kind that is not allocated on the main one.
         expandable: Use expandable segments.
         workspaces: Bytes of blocks that kernels keep from the first step on.
         state_from: The moment of the first step at which the optimizer's state is made, in the segments that
@@ -176,7 +174,7 @@ def reserved_bytes(
     live: dict[int, _Block] = {}
 
     def allocate(place: int) -> None:
-        live[place] = allocator.allocate(items[place].nbytes, streams.get(items[place].kind, 0))
+        live[place] = allocator.allocate(items[place].nbytes, items[place].stream)
 
     for place in held:
         if place not in late:

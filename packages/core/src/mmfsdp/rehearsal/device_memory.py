@@ -23,7 +23,9 @@ __all__ = [
 _MIB = 1 << 20
 _HOPPER = 9  # major number of its compute capability
 _PAIRS = re.compile(r":(\d+):(\d+)")
-_STREAMS = {"gathered": "gathers", "reduce buffer": "reduces"}
+_UNCERTAIN = 0.02
+"""How far steps that were measured are from the replay at most, but for fragments that were there before: the order
+of releases on a GPU, and workspaces that are not modelled."""
 
 CONTEXT = (287_047_680, 666_632_192)
 """Least and most bytes of the CUDA context with torch's kernels: as measured with modules loaded lazily and at once, in
@@ -38,12 +40,12 @@ CUBLAS_SMALL = (2 * 4096 * 1024 + 8 * 16 * 1024,) * 2
 """Workspaces of cuBLAS, one for the thread of forward and one for that of backward, each of 4096 KiB x 2 + 16 KiB x 8:
 torch's default before Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp). The caching allocator hands them out."""
 
-CUBLAS_LARGE = (32 * _MIB,) * 4
-"""The same from Hopper on, with another two for cuBLASLt, which newer versions of torch share with cuBLAS."""
-
 CUBLAS_HOPPER = (32 * _MIB,) * 2
-"""From Hopper on without those of cuBLASLt, which only products with a bias use, and releases that share them do not
-allocate (https://github.com/pytorch/pytorch/pull/181944)."""
+"""The same from Hopper on."""
+
+CUBLAS_LARGE = (*CUBLAS_HOPPER, _MIB)
+"""From Hopper on with that of cuBLASLt, as measured on an H100 with torch 2.11. Only products with a bias use it, and
+releases that share it with cuBLAS do not allocate it (https://github.com/pytorch/pytorch/pull/181944)."""
 
 _SETTING = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -74,9 +76,8 @@ def taken_ranges(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the least and the most bytes that the caching allocator takes from the device, and that it hands out.
 
-    Four replays vary what cannot be known here: whether all memory is used on one stream, with the small workspaces, or
-    what is gathered and reduced is on streams of its own, with the large ones; and whether the optimizer's state is
-    there before the first step or is made in it.
+    Replays vary what cannot be known here: the workspaces of cuBLAS, and whether the optimizer's state is there before
+    the first step or is made in it. To what is taken comes an uncertainty of 2 % in both directions.
 
     Args:
         allocations: All allocations of a step.
@@ -86,12 +87,13 @@ def taken_ranges(
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     found = [
-        reserved_bytes(allocations, streams, expandable=expandable, workspaces=kept, state_from=moment)
-        for streams, kept in (({}, workspaces[0]), (_STREAMS, workspaces[1]))
+        reserved_bytes(allocations, expandable=expandable, workspaces=kept, state_from=moment)
+        for kept in dict.fromkeys(map(tuple, workspaces))
         for moment in (None, state_from)
     ]
     taken, held = zip(*found, strict=True)
-    return (min(taken), max(taken)), (min(held), max(held))
+    low, high = round(min(taken) * (1 - _UNCERTAIN)), round(max(taken) * (1 + _UNCERTAIN))
+    return (max(low, min(held)), high), (min(held), max(held))
 
 
 def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:

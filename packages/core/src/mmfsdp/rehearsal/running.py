@@ -117,7 +117,7 @@ def run_fake(
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
         scratch = convolution_bytes if on_cpu else accelerator_scratch_bytes
-        recorder = Recorder(mode, places, scratch, costs, values, offloads, whole)
+        recorder = Recorder(mode, places, scratch, costs, values, offloads, whole, state.is_fsdp1)
         if graphs is not None:
             graphs.watch(module, recorder)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):

@@ -77,6 +77,7 @@ def attention_backend(
     takes_heads = not grouped or (is_grouped and query.shape[1] % key.shape[1] == 0)
     columns = {part.shape[3] for part in parts}
     is_half = query.dtype in _HALVES
+    is_dense = mask is None or mask.stride(-1) == 1
     widest = max(columns)
     takes = {
         "flash": is_half
@@ -88,11 +89,13 @@ def attention_backend(
         and not (is_causal and query.shape[2] != key.shape[2]),
         "efficient": (is_half or query.dtype == torch.float32)
         and not grouped
+        and is_dense
         and query.shape[3] == key.shape[3]
         and all(size % (8 if is_half else 4) == 0 for size in columns),
         "cudnn": is_half
         and is_ampere
         and takes_heads
+        and is_dense
         and widest <= _WIDEST_CUDNN
         and all(size % 8 == 0 for size in columns)
         and not (mask is not None and mask.requires_grad),

@@ -1,6 +1,6 @@
 """Lets composite operators on a rehearsal's fake CPU tensors run as the kernels that CUDA has for them.
 
-Attention, RMSNorm and dropout are compositions, which torch takes apart by the device of their tensors, before autograd
+Attention, RMSNorm, dropout and recurrent networks are compositions, which torch takes apart by the device of their tensors, before autograd
 sees the parts. A kernel of our own for the CPU's autograd takes them apart as for CUDA, if a tensor belongs to the
 rehearsal; all other tensors get torch's own composition. Functions that a model imported by name are covered, and
 checkpointing, autograd and ``save_ops`` see CUDA's operators.
@@ -17,6 +17,7 @@ import torch
 
 from mmfsdp.rehearsal.fake import below_autograd, is_made_in, is_traced
 from mmfsdp.rehearsal.recording.attention_backends import attention_backend, attention_order
+from mmfsdp.rehearsal.recording.recurrent import NETWORKS, recurrent_network
 
 __all__ = ["FUSED_RMS_NORM", "FUSED_RMS_NORM_BACKWARD", "device_operators", "run_fused_norm"]
 
@@ -40,6 +41,7 @@ def device_operators(mode: Any, capability: tuple[int, int] | None = None) -> It
             ("scaled_dot_product_attention", functools.partial(_attention, capability)),
             ("rms_norm", _rms_norm),
             ("dropout", _dropout),
+            *((name, recurrent_network(kind)) for name, kind in NETWORKS.items()),
         ):
             library.impl(name, _chosen(mode, name, kernel), "AutogradCPU")
         yield
@@ -49,7 +51,8 @@ def device_operators(mode: Any, capability: tuple[int, int] | None = None) -> It
 
 def _chosen(mode: Any, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel for an operator that leaves foreign tensors to torch's own composition."""
-    composition = getattr(torch.ops.aten, name).default.decompose
+    packet, _, overload = name.partition(".")
+    composition = getattr(getattr(torch.ops.aten, packet), overload or "default").decompose
 
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         replaced = is_made_in(mode, first) or (name in _OPAQUE and is_traced(first))

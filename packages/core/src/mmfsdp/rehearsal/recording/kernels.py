@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmfsdp.rehearsal.recording.operator_costs import QUANTIZED_PRODUCT
+from mmfsdp.rehearsal.recording.recurrent import RECURRENT, recurrent_scratch
 
 __all__ = ["accelerator_scratch_bytes"]
 
@@ -27,6 +28,8 @@ def accelerator_scratch_bytes(name: str, args: Any, result: Any) -> int:
     """
     if name == QUANTIZED_PRODUCT:
         return int(args[2][0] * args[2][1] * args[0].element_size())
+    if name in RECURRENT:
+        return recurrent_scratch(name, args)
     if not name.startswith("aten::_scaled_dot_product_") or not name.endswith("_backward"):
         return 0
     query, key = args[1], args[2]

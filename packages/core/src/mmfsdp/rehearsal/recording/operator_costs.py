@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from mmfsdp.rehearsal.recording.calls import Call, call_of
+from mmfsdp.rehearsal.recording.recurrent import RECURRENT, recurrent_flops
 from mmfsdp.rehearsal.recording.step_records import COPY_IN
 
 __all__ = ["GROUPED_PRODUCT", "QUANTIZED_PRODUCT", "Costs", "is_view"]
@@ -112,6 +113,8 @@ class Costs:
             flops = _grouped_flops(*args[:2])
         elif func._schema.name == QUANTIZED_PRODUCT:
             flops = 2 * args[0].numel() * args[2][0]
+        elif func._schema.name in RECURRENT:
+            flops = recurrent_flops(func._schema.name, args)
         if flops and self._is_causal(func, args, kwargs):
             flops //= 2
         if flops and dtype == "float32":

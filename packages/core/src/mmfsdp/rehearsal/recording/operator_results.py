@@ -13,6 +13,7 @@ from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RM
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
 from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
 from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.recurrent import RECURRENT, run_recurrent
 
 __all__ = ["Values"]
 
@@ -76,6 +77,8 @@ class Values:
             return _grouped_product(*args, **kwargs)
         if func._schema.name in (FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD):
             return run_fused_norm(func._schema.name, args)
+        if func._schema.name in RECURRENT:
+            return run_recurrent(func._schema.name, args)
         check_dtypes(func._schema.name, args)
         try:
             return func(*args, **kwargs)

@@ -38,6 +38,7 @@ class _Live:
     """The moment from which it is in CPU memory, if it ever is."""
     is_constant: bool = False
     """Whether it was found with values that nobody has seen being made."""
+    stream: str = ""
 
 
 class Recorder(TorchDispatchMode):
@@ -56,6 +57,7 @@ class Recorder(TorchDispatchMode):
             what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
         whole: Bytes of the units' whole parameters in the dtypes that they compute in, if shards are whole: nothing is
             sent then, and parameters are copied one by one.
+        is_fsdp1: Whether FSDP1 trains, which gathers into memory of another stream.
 
     Attributes:
         ended: The allocations that have ended.
@@ -78,11 +80,12 @@ class Recorder(TorchDispatchMode):
         values: Values | None = None,
         offloads: Mapping[str, int] | None = None,
         whole: Mapping[str, int] | None = None,
+        is_fsdp1: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
         self.places, self.values, self.offloads = places, values or Values(places), offloads
-        self._whole = whole or {}
+        self._whole, self._is_fsdp1 = whole or {}, is_fsdp1
         self.ended: list[Allocation] = []
         self.on_cpu: list[Allocation] = []
         self.collectives: list[Collective] = []
@@ -129,6 +132,8 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self._add(storage, kind, module)
             else:
+                if kind == "gradient" and known.kind == "reduce buffer":
+                    known.stream = "reduces"
                 known.kind, known.module = kind, module or known.module
 
     def adopt_new(self, begin: int, kind: str) -> None:
@@ -194,6 +199,7 @@ class Recorder(TorchDispatchMode):
             known.nbytes, known.begin = storage.nbytes(), self.moment
             # Only FSDP resizes, and before torch 2.15 outside of what gathers.
             known.kind, known.module = "gathered", self.places.module
+            known.stream = "gathers" if self._is_fsdp1 else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -263,7 +269,7 @@ class Recorder(TorchDispatchMode):
             self._note_end(live, self.moment)
 
     def _note_end(self, live: _Live, end: int | None) -> None:
-        held = Allocation(live.nbytes, live.kind, live.module, live.begin, end)
+        held = Allocation(live.nbytes, live.kind, live.module, live.begin, end, live.stream)
         moved = live.offloaded
         if self.offloads is not None and live.kind in _OF_OPTIMIZER:
             moved = live.begin
@@ -315,8 +321,18 @@ class Recorder(TorchDispatchMode):
             self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
+            self._put([*tensors[0], *tensors[1]], "gathers")
+        if name == "reduce_scatter" and not functional:
+            self._put(tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
+
+    def _put(self, tensors: Iterable[torch.Tensor], stream: str) -> None:
+        """Say on which stream FSDP allocates the buffers of a message, if it has made them for it."""
+        for tensor in tensors:
+            known = self._live.get(id(tensor.untyped_storage()))
+            if known is not None and known.kind in ("gathered", "reduce buffer"):
+                known.stream = stream
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
         """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
@@ -324,7 +340,7 @@ class Recorder(TorchDispatchMode):
             return
         if name == TO_DEVICE:  # the copy is gone when it is in the buffer
             begin, self.moment = self.moment + 1, self.moment + 2
-            self.ended.append(Allocation(count, "gathered", unit, begin, self.moment))
+            self.ended.append(Allocation(count, "gathered", unit, begin, self.moment, "gathers"))
         if self.costs is not None:
             phase, role = self.places.phase, self.places.role
             self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))

@@ -53,6 +53,9 @@ class Allocation:
     """The moment from which it is held; 0 if it was there before the step."""
     end: int | None
     """The moment from which it no longer is; None if it outlives the step."""
+    stream: str = ""
+    """The stream of a GPU on which it is allocated: ``gathers`` or ``reduces``, FSDP's own; ``''`` is that of training.
+    The caching allocator hands its memory out again on that stream only."""
 
 
 @dataclass(frozen=True, slots=True)
