@@ -1,4 +1,7 @@
-"""Forecasts steps that were measured on a GPU, without one: `benchmarks.on_gpu`."""
+"""Forecasts the steps that were measured on a GPU, without one, for docs/measured_on_gpu.md.
+
+``python -m benchmarks.on_gpu.main FOLDER`` measures, on a machine with a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +10,74 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from tools.measured_on_gpu import DATA, FORECASTS, error_of, measured
 
 import mmfsdp
 from benchmarks.measuring import sized
 from benchmarks.on_gpu.cases import CASES, Case
 from mmfsdp.rehearsal import Rehearsal
 
-__all__ = ["MEASURED", "forecast", "main"]
+__all__ = ["figures_of", "forecast", "main"]
 
-MEASURED = Path(__file__).parent / "on_gpu" / "steps.jsonl"
 _GIB = 1 << 30
 
 
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Forecast the cases and return errors; ``arguments`` are the command line's."""
+    """Forecast the cases and return median and worst errors; ``arguments`` are the command line's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=sized("", "LSTM 1024 x 2, fp32"), help="cases whose name has this text")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    measured = {}
-    if MEASURED.exists():
-        measured = {line["name"]: line for line in map(json.loads, MEASURED.read_text().splitlines())}
-    for name, case in CASES.items():
+    found, errors = {}, {}
+    for name, real in measured().items():
         if options.only in name:
-            step = forecast(case)
-            time = step.time()
-            print(f"{name:34} {step.allocated()[1] / _GIB:6.2f} GiB {time.seconds:7.4f} s", end=" ")
-            if name in measured and "peak" in measured[name]:
-                found = measured[name]
-                real = found["peak"]["allocated"]
-                low, high = (size / real - 1 for size in step.allocated())
-                seconds = statistics.median(found["seconds"])
-                print(
-                    f"measured {real / _GIB:6.2f} ({low:+.1%} {high:+.1%}), {seconds:.4f} s ({time.seconds / seconds - 1:+.1%})",
-                    end="",
-                )
-            print(flush=True)
-    return {}
+            found[name] = figures_of(forecast(CASES[name]))
+            errors[name] = {kind: error_of(kind, real, found[name]) for kind in ("allocated", "reserved", "seconds")}
+            shown = (f"{kind} {off:+.1%}" for kind, off in errors[name].items() if off is not None)
+            print(f"{name:34} {', '.join(shown)}", flush=True)
+    if not options.only:
+        (DATA / FORECASTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    summary = {}
+    for kind in ("allocated", "reserved", "seconds"):
+        sizes = [abs(off) for row in errors.values() if (off := row[kind]) is not None]
+        summary[kind] = {"median": statistics.median(sizes), "worst": max(sizes), "count": len(sizes)}
+        print(f"{kind}: median {summary[kind]['median']:.1%}, worst {max(sizes):.1%} of {len(sizes)}")
+    return summary
 
 
 def forecast(case: Case, device: str = "h100") -> Rehearsal:
-    """Rehearse a case."""
+    """Rehearse a case as it was measured: without TensorFloat32."""
     with torch.device("meta"):
         model = case.model()
-    return mmfsdp.rehearse(
-        case.settings(),
-        model,
-        case.tensors("meta"),
-        mesh=case.ranks,
-        loss=case.compute,
-        optimizer=case.optimizer,
-        max_norm=1.0,
-        accumulate=case.accumulate,
-        device=device,
-    )
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        return mmfsdp.rehearse(
+            case.settings(),
+            model,
+            case.tensors("meta"),
+            mesh=case.ranks,
+            loss=case.compute,
+            optimizer=case.optimizer,
+            max_norm=1.0,
+            accumulate=case.accumulate,
+            device=device,
+        )
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def figures_of(step: Rehearsal) -> dict[str, list[float]]:
+    """Return the least and the most that is forecast, of memory in GiB, of time in seconds with the usual one last."""
+    time = step.time()
+    return {
+        "allocated": [round(size / _GIB, 3) for size in step.allocated()],
+        "reserved": [round(size / _GIB, 3) for size in step.reserved()],
+        "seconds": [float(f"{seconds:.4g}") for seconds in (time.low, time.high, time.seconds)],
+    }
 
 
 if __name__ == "__main__":

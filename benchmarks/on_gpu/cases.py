@@ -165,12 +165,6 @@ CASES: dict[str, Case] = {
         ("BertLayer",),
         BF16,
     ),  # fmt: skip
-    "T5-base, bf16": Case(
-        partial(hugging_face, "T5ForConditionalGeneration", d_model=768, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0),
-        {"input_ids": ((16, 512), 32128), "labels": ((16, 128), 32128)},
-        ("T5Block",),
-        BF16,
-    ),
     "Whisper-small, bf16": Case(
         partial(hugging_face, "WhisperForConditionalGeneration", d_model=768, encoder_layers=12, decoder_layers=12,
                 encoder_attention_heads=12, decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,

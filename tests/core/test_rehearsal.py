@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -415,9 +416,23 @@ def test_the_caching_allocator_joins_what_is_freed(expandable: bool) -> None:
 
 
 def test_memory_of_another_stream_cannot_be_used() -> None:
-    found = [allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)]
-    assert reserved_bytes(found, {}) == (30 * MIB, 30 * MIB)
-    assert reserved_bytes(found, {"gathered": 1}) == (60 * MIB, 30 * MIB)
+    first, second = allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)
+    assert reserved_bytes([first, second]) == (30 * MIB, 30 * MIB)
+    assert reserved_bytes([dataclasses.replace(first, stream="gathers"), second]) == (60 * MIB, 30 * MIB)
+
+
+def test_buffers_of_messages_are_on_streams_of_their_own() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), torch.empty(2, 64)
+    whole, shard = 64 * 64 * 4, 64 * 64 * 4 // 4
+    config = {"wrap": {"kind": "module_class", "classes": "Linear"}}
+    step = mmfsdp.rehearse(config, model, batch, mesh=4)
+    by_stream = {
+        stream: {(item.kind, item.nbytes) for item in step.allocations if item.stream == stream and item.begin}
+        for stream in ("gathers", "reduces")
+    }
+    # As a GPU's allocator records them: what is gathered into, and the shards of gradients; not the parameters that are
+    # copied out, nor what is reduced.
+    assert by_stream == {"gathers": {("gathered", whole)}, "reduces": {("gradient", shard)}}
 
 
 def test_units_of_fsdp1_wait_until_the_second_gather_after_them() -> None:
@@ -441,9 +456,9 @@ def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> Non
     ]
     # Made before, it has a segment of its own. Made after the first forward, it is cut from that of the activation, for
     # which the second step then needs another one.
-    assert reserved_bytes(found, {})[0] == (60 + 100 + 2) * MIB
-    assert reserved_bytes(found, {}, state_from=3)[0] == (100 + 100 + 2) * MIB
-    assert reserved_bytes(found[1:], {}, workspaces=[30 * MIB])[0] == (100 + 30 + 2) * MIB
+    assert reserved_bytes(found)[0] == (60 + 100 + 2) * MIB
+    assert reserved_bytes(found, state_from=3)[0] == (100 + 100 + 2) * MIB
+    assert reserved_bytes(found[1:], workspaces=[30 * MIB])[0] == (100 + 30 + 2) * MIB
 
 
 def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:

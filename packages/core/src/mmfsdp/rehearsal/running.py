@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import Any
 
@@ -116,7 +117,7 @@ def run_fake(
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, assume, keeps=not state.is_fsdp1)
-        scratch = convolution_bytes if on_cpu else accelerator_scratch_bytes
+        scratch = convolution_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
         recorder = Recorder(mode, places, scratch, costs, values, offloads, whole, state.is_fsdp1)
         if graphs is not None:
             graphs.watch(module, recorder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mmfsdp.rehearsal.timing.links import Links
@@ -71,6 +71,9 @@ class Device:
     """How many times as fast cuDNN's attention is."""
     filling: float = 0.0
     """Length of the shortest side of a product of matrices at which it reaches half of `products`."""
+    alone: float = 1.0
+    """How many times as fast products are in a step on one rank: nothing is sent beside them, and no other device takes
+    its share of power."""
 
     @property
     def type(self) -> str:
@@ -88,6 +91,12 @@ class Device:
             "links": asdict(self.links),
             "source": self.source,
         }
+
+    def by_itself(self) -> Device:
+        """Return the device in a step on one rank, see `alone`."""
+        if self.alone == 1.0:
+            return self
+        return replace(self, products=Range(*(min(share * self.alone, 1.0) for share in self.products)))
 
     def peak(self, dtype: str) -> float:
         """Return FLOP/s of a dtype."""

@@ -10,6 +10,12 @@ __all__ = ["kind_of", "operator_seconds", "weight_of"]
 
 _VIEW = 1 / 3
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_HALVES = ("float16", "bfloat16")
+_EFFICIENT = 0.5
+"""How fast memory-efficient attention is in 16 bits beside flash attention."""
+_SHORT, _LONG = 500, 2048
+"""Rows of attention: at the first number it reaches half of what it reaches at any length, and shares are meant for the
+second one or more."""
 
 
 def kind_of(operator: Operator) -> str:
@@ -58,7 +64,16 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
 def _attention_share(operator: Operator, device: Device, place: int) -> float:
     reached = device.attention_backward if operator.name.endswith("_backward") else None
     share = (reached or device.attention)[place]
-    return min(share * device.cudnn, 1.0) if "cudnn" in operator.name else share
+    if "cudnn" in operator.name:
+        share *= device.cudnn
+    elif "efficient" in operator.name and operator.dtype in _HALVES:
+        share *= _EFFICIENT
+    rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
+    return min(share * min(_filled(rows) / _filled(_LONG), 1.0), 1.0)
+
+
+def _filled(rows: int) -> float:
+    return rows / (rows + _SHORT)
 
 
 def _shortest_side(operator: Operator) -> int:

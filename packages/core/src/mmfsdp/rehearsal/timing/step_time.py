@@ -137,8 +137,10 @@ def usual_seconds(operators: Sequence[Operator], collectives: Sequence[Collectiv
 
 
 def _replayed(
-    operators: Iterable[Operator], collectives: Iterable[Collective], device: Device, links: Links, case: str
+    operators: Iterable[Operator], collectives: Sequence[Collective], device: Device, links: Links, case: str
 ) -> Replay:
+    if all(item.ranks == 1 for item in collectives):
+        device = device.by_itself()
     return replay([*works_of(operators, collectives, device, links, case)], is_async=device.is_async)
 
 

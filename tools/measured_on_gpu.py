@@ -1,0 +1,136 @@
+"""Writes docs/measured_on_gpu.md: steps that were measured on a GPU beside their forecasts.
+
+``python tools/measured_on_gpu.py`` reads benchmarks/on_gpu/steps.jsonl and what ``python -m benchmarks.bench_on_gpu`` has
+forecast for them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DATA", "FORECASTS", "PAGE", "error_of", "measured", "page"]
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "benchmarks" / "on_gpu"
+FORECASTS = "forecasts.json"
+PAGE = ROOT / "docs" / "measured_on_gpu.md"
+
+_GIB = 1 << 30
+
+INTRO = """# Measured on a GPU
+
+On this page you look up how far forecasts are from {count} steps that we measured on one {device}, with torch {torch}
+and transformers 5.17. `python -m benchmarks.on_gpu.main FOLDER` measured them in a process each,
+`python -m benchmarks.bench_on_gpu` forecast them on a machine without a GPU, and `python tools/measured_on_gpu.py` writes
+this page. Runs of others, on many GPUs, are on the page [published runs](published_runs.md).
+
+Each case is a whole step: forward, backward, clipping and the optimizer, with the weights made on the GPU. Those with
+several ranks are one rank of a world whose others are missing: nothing is sent, but kernels, streams and the allocator
+are real. So they show memory, and no time. TensorFloat32 is off.
+
+"""
+
+NOTES = """
+*Allocated* is `torch.cuda.max_memory_allocated()`, beside `step.allocated()`; *reserved* is `max_memory_reserved()`
+after a fresh start, beside `step.reserved()`; errors are those of the nearest end of the interval. A step's seconds are
+the median of five, beside `step.time("h100")`.
+
+**What was fitted to these steps:** what cuDNN keeps of recurrent networks and takes for them and for convolutions; that
+the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in the published runs, which
+share power and multiprocessors with communication; how fast short and memory-efficient attention are; and what issuing
+an operator takes. **What was not:** the operators and their results, the order in which memory is allocated and
+released, the streams of FSDP and the rules of the allocator, which follow torch's sources.
+
+**What is off, as far as we know:** ResNet-50 in float32 takes half a GiB more for batch norms of cuDNN, whose workspaces
+are not modelled. FSDP1 on one rank shards nothing, and takes memory on a stream that is not modelled. Why the allocator
+reserves more for Llama 8B without activation checkpointing is not known. Small models wait for the CPU: this one, a
+virtual machine's, needs about 40 us for an operator, so measure yours.
+
+"""
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """Return what was measured, by case."""
+    lines = (DATA / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    return {line["name"]: line for line in map(json.loads, lines)}
+
+
+def real_of(kind: str, line: Mapping[str, Any]) -> float | None:
+    """Return a figure that was measured: GiB or seconds; None if it was not, or shows nothing."""
+    if kind == "seconds":
+        return statistics.median(line["seconds"]) if "seconds" in line and "ranks" not in line["name"] else None
+    return float(line["peak"][kind] / _GIB)
+
+
+def error_of(kind: str, line: Mapping[str, Any], found: Mapping[str, Sequence[float]]) -> float | None:
+    """Return by which share a forecast is too high: of time the usual one, of memory the nearest of its interval."""
+    real = real_of(kind, line)
+    if real is None:
+        return None
+    low, high, *usual = found[kind]
+    return (usual[0] if usual else min(max(real, low), high)) / real - 1
+
+
+def page() -> str:
+    """Return the text of the page."""
+    from mmfsdp.rehearsal.timing.device_presets import PRESETS
+
+    lines, found = measured(), json.loads((DATA / FORECASTS).read_text(encoding="utf-8"))
+    first = next(iter(lines.values()))
+    text = INTRO.format(count=len(lines), device=first["device"], torch=first["torch"])
+    text += _table(("forecast", "steps", "median error", "worst", "inside"), _summary(lines, found))
+    text += NOTES.format(alone=PRESETS["h100"].alone)
+    text += "## Memory\n\nIn GiB.\n\n"
+    head = ("step", "allocated", "forecast", "error", "reserved", "forecast", "error")
+    text += _table(head, (_memory(name, line, found[name]) for name, line in lines.items()))
+    text += "\n## Seconds of a step\n\n"
+    rows = (_seconds(name, line, found[name]) for name, line in lines.items() if real_of("seconds", line))
+    return text + _table(("step", "measured", "until all was issued", "forecast", "error"), rows)
+
+
+def _summary(lines: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    for kind, title in (
+        ("allocated", "allocated memory"),
+        ("reserved", "reserved memory"),
+        ("seconds", "seconds of a step"),
+    ):
+        known = {name: real for name, line in lines.items() if (real := real_of(kind, line)) is not None}
+        errors = [abs(error_of(kind, lines[name], found[name]) or 0.0) for name in known]
+        inside = sum(found[name][kind][0] <= real <= found[name][kind][1] for name, real in known.items())
+        shown = f"{statistics.median(errors):.2%}", f"{max(errors):.1%}"
+        yield title, str(len(known)), *shown, f"{inside} of {len(known)}"
+
+
+def _memory(name: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
+    cells = [name]
+    for kind in ("allocated", "reserved"):
+        low, high = found[kind]
+        off = error_of(kind, line, found) or 0.0
+        cells += [f"{real_of(kind, line):.2f}", f"{low:.2f} to {high:.2f}", f"{off:+.1%}"]
+    return tuple(cells)
+
+
+def _seconds(name: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
+    low, high, usual = found["seconds"]
+    off = error_of("seconds", line, found) or 0.0
+    issued = statistics.median(line["issued"])
+    return (
+        name,
+        f"{real_of('seconds', line):.3f}",
+        f"{issued:.3f}",
+        f"{usual:.3f} ({low:.3f} to {high:.3f})",
+        f"{off:+.0%}",
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"|{'|'.join(cells)}|\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
