@@ -60,8 +60,9 @@ TESTS = {
 
 NEVER = """## What never ran
 
-- **GPUs and NCCL.** `pytest -m gpu` has the tests, and every one of them was skipped so far. Forecasts of memory and
-  time for GPUs are compared with [figures that others published](published_runs.md), and were never measured.
+- **Several GPUs.** One H100 ran the tests of `pytest -m gpu` that one GPU can run, with NCCL on one rank and on two
+  that shared it, with torch 2.11; [what was measured there](measured_on_gpu.md) is beside its forecasts. Forecasts for
+  many GPUs are compared with [figures that others published](published_runs.md).
 - **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
   (`nox -s bench -- ranks`).
 - **Several physical machines.** Two hosts were processes of one machine.

@@ -246,7 +246,8 @@ def test_every_function_passes_the_device_on() -> None:
     assert named.device is not None
     assert (named.device.name, named.device.links) == ("a100@roce-50", links_of("roce-50", device_of("a100").links))
     assert named.time() == named.time("a100@roce-50")
-    assert named.time().seconds == named.time("a100", "roce-50").seconds > named.time("a100").seconds
+    assert named.time().seconds == named.time("a100", "roce-50").seconds
+    assert named.time().low > named.time("a100").low  # the CPU is what a step waits for most
     assert json.loads(json.dumps(named.describe()))["device"]["name"] == "a100@roce-50"
     advised = advise({"precision": "bf16"}, model, batch, mesh=16, device="a100@roce-50")
     assert (kernels(advised), advised.allocated(), advised.time()) == ({FLASH}, named.allocated(), named.time())
