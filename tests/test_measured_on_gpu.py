@@ -56,7 +56,9 @@ def test_memory_is_forecast_well() -> None:
 def test_recurrent_networks_keep_and_take_what_they_did(kind: str, dtype: str, row: list[Any]) -> None:
     time, batch, width, hidden, layers, both, dropout, kept, forward, backward = row
     directions, size = 2 if both else 1, getattr(torch, dtype)
-    cells = getattr(torch.nn, kind)(width, hidden, layers, bidirectional=both, dropout=dropout, dtype=size, device="meta")
+    cells = getattr(torch.nn, kind)(
+        width, hidden, layers, bidirectional=both, dropout=dropout, dtype=size, device="meta"
+    )
     inputs = torch.empty(time, batch, width, dtype=size, device="meta")
     state = torch.empty(layers * directions, batch, hidden, dtype=size, device="meta")
     weights = [*cells.parameters()]

@@ -1,7 +1,7 @@
 """Writes docs/measured_on_gpu.md: steps that were measured on a GPU beside their forecasts.
 
-``python tools/measured_on_gpu.py`` reads benchmarks/on_gpu/steps.jsonl and what ``python -m benchmarks.bench_on_gpu`` has
-forecast for them.
+``python tools/measured_on_gpu.py`` reads benchmarks/on_gpu/steps.jsonl and what
+``python -m benchmarks.bench_on_gpu`` has forecast for them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ INTRO = """# Measured on a GPU
 
 On this page you look up how far forecasts are from {count} steps that we measured on one {device}, with torch {torch}
 and transformers 5.17. `python -m benchmarks.on_gpu.main FOLDER` measured them in a process each,
-`python -m benchmarks.bench_on_gpu` forecast them on a machine without a GPU, and `python tools/measured_on_gpu.py` writes
-this page. Runs of others, on many GPUs, are on the page [published runs](published_runs.md).
+`python -m benchmarks.bench_on_gpu` forecast them on a machine without a GPU, and `python tools/measured_on_gpu.py`
+writes this page. Runs of others, on many GPUs, are on the page [published runs](published_runs.md).
 
 Each case is a whole step: forward, backward, clipping and the optimizer, with the weights made on the GPU. Those with
 several ranks are one rank of a world whose others are missing: nothing is sent, but kernels, streams and the allocator
@@ -40,15 +40,15 @@ after a fresh start, beside `step.reserved()`; errors are those of the nearest e
 the median of five, beside `step.time("h100")`.
 
 **What was fitted to these steps:** what cuDNN keeps of recurrent networks and takes for them and for convolutions; that
-the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in the published runs, which
-share power and multiprocessors with communication; how fast short and memory-efficient attention are; and what issuing
-an operator takes. **What was not:** the operators and their results, the order in which memory is allocated and
-released, the streams of FSDP and the rules of the allocator, which follow torch's sources.
+the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in the published
+runs, which share power and multiprocessors with communication; how fast short and memory-efficient attention are; and
+what issuing an operator takes. **What was not:** the operators and their results, the order in which memory is
+allocated and released, the streams of FSDP and the rules of the allocator, which follow torch's sources.
 
-**What is off, as far as we know:** ResNet-50 in float32 takes half a GiB more for batch norms of cuDNN, whose workspaces
-are not modelled. FSDP1 on one rank shards nothing, and takes memory on a stream that is not modelled. Why the allocator
-reserves more for Llama 8B without activation checkpointing is not known. Small models wait for the CPU: this one, a
-virtual machine's, needs about 40 us for an operator, so measure yours.
+**What is off, as far as we know:** ResNet-50 in float32 takes half a GiB more, which may be workspaces of cuDNN's batch
+norms. FSDP1 on one rank shards nothing, and takes memory on a stream that is not modelled. Why the allocator reserves
+more for Llama 8B without activation checkpointing is not known. Small models wait for the CPU: this one, a virtual
+machine's, needed about 40 us for an operator; the forecast is 20, and its interval begins at 6 and ends at 40.
 
 """
 

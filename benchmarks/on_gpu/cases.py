@@ -126,9 +126,12 @@ def _vision(architecture: str, batch: Batch, *wrap: str, config: Any = BF16, **s
 
 
 _VIT_L = {
-    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
     "num_labels": 1000,
-}  # fmt: skip
+}
 _SWIN_B = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32], "num_labels": 1000}
 _CONVNEXT_L = {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536], "num_labels": 1000}
 _SEGFORMER_B3 = {"depths": [3, 4, 18, 3], "hidden_sizes": [64, 128, 320, 512], "decoder_hidden_size": 768}
@@ -159,32 +162,54 @@ CASES: dict[str, Case] = {
         BF16,
     ),
     "BERT-large, bf16": Case(
-        partial(hugging_face, "BertForMaskedLM", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
-                intermediate_size=4096),
+        partial(
+            hugging_face,
+            "BertForMaskedLM",
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+        ),
         {"input_ids": ((32, 512), 30522), "labels": ((32, 512), 30522)},
         ("BertLayer",),
         BF16,
-    ),  # fmt: skip
+    ),
     "Whisper-small, bf16": Case(
-        partial(hugging_face, "WhisperForConditionalGeneration", d_model=768, encoder_layers=12, decoder_layers=12,
-                encoder_attention_heads=12, decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
-                use_cache=False),
+        partial(
+            hugging_face,
+            "WhisperForConditionalGeneration",
+            d_model=768,
+            encoder_layers=12,
+            decoder_layers=12,
+            encoder_attention_heads=12,
+            decoder_attention_heads=12,
+            encoder_ffn_dim=3072,
+            decoder_ffn_dim=3072,
+            use_cache=False,
+        ),
         {"input_features": ((8, 80, 3000), 0), "labels": ((8, 256), 50000)},
         ("WhisperEncoderLayer", "WhisperDecoderLayer"),
         BF16,
-    ),  # fmt: skip
+    ),
     "ViT-L, bf16": _vision(*_VIT, **_VIT_L),
     "ViT-L, fp32": _vision(*_VIT, config={}, **_VIT_L),
     "ViT-L, autocast": replace(_vision(*_VIT, config={}, **_VIT_L), autocast="bfloat16"),
     "ViT-L, bf16, compiled": _vision(*_VIT, config={**BF16, "compile": True}, **_VIT_L),
-    "MAE-L, bf16": _vision("ViTMAEForPreTraining", _images(64, labels=0), "ViTMAELayer", hidden_size=1024,
-                           num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),
+    "MAE-L, bf16": _vision(
+        "ViTMAEForPreTraining",
+        _images(64, labels=0),
+        "ViTMAELayer",
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+    ),
     "Swin-B, bf16": _vision("SwinForImageClassification", _images(64), "SwinLayer", **_SWIN_B),
     "ConvNeXt-L, bf16": _vision("ConvNextForImageClassification", _images(64), "ConvNextLayer", **_CONVNEXT_L),
-    "ConvNeXt-L, fp32": _vision("ConvNextForImageClassification", _images(32), "ConvNextLayer", config={},
-                                **_CONVNEXT_L),
-    "ResNet-50, fp32": _vision("ResNetForImageClassification", _images(128), "ResNetStage", config={},
-                               num_labels=1000),
+    "ConvNeXt-L, fp32": _vision(
+        "ConvNextForImageClassification", _images(32), "ConvNextLayer", config={}, **_CONVNEXT_L
+    ),
+    "ResNet-50, fp32": _vision("ResNetForImageClassification", _images(128), "ResNetStage", config={}, num_labels=1000),
     "ResNet-50, bf16": _vision("ResNetForImageClassification", _images(256), "ResNetStage", num_labels=1000),
     "SegFormer-B3, bf16": _vision(
         "SegformerForSemanticSegmentation",
@@ -195,7 +220,10 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"{kind} 1024 x {layers}, {name}": Case(
-            partial(Recurrent, kind, 1024, layers, **extra), {"x": ((64, 512, 1024), 0)}, ("Recurrent",), config,
+            partial(Recurrent, kind, 1024, layers, **extra),
+            {"x": ((64, 512, 1024), 0)},
+            ("Recurrent",),
+            config,
             loss=_squares,
         )
         for kind, layers, name, config, extra in (
@@ -207,4 +235,4 @@ CASES: dict[str, Case] = {
             ("RNN", 2, "fp32", {}, {}),
         )
     },
-}  # fmt: skip
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def products() -> list[Any]:
 
 
 def attention() -> list[Any]:
-    """Time fused attention: backend, batch, heads, rows, columns, causal, microseconds forward and backward, bytes kept."""
+    """Time attention: backend, batch, heads, rows, columns, causal, microseconds of both directions, bytes kept."""
     clean, rows = _cleaner(), []
     shapes = [
         (2, 32, 4096, 64),
@@ -93,13 +94,13 @@ def attention() -> list[Any]:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
                 kept = torch.cuda.memory_allocated() - before
                 grad = torch.randn_like(out)
-                forward = _micros(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), clean)
+                forward = _micros(partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal), clean)
                 held = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+                back = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
+                back()
                 peak = torch.cuda.max_memory_allocated() - held
-                backward = _micros(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), clean)
-            rows.append([name, batch, heads, length, columns, causal, forward, backward, kept, peak])
+                rows.append([name, batch, heads, length, columns, causal, forward, _micros(back, clean), kept, peak])
         except RuntimeError as error:
             rows.append([name, batch, heads, length, columns, causal, str(error)[:60]])
     return rows
@@ -137,35 +138,32 @@ def convolutions() -> list[Any]:
         w.requires_grad_()
         pad = kernel // 2 if stride != kernel else 0
 
-        def run() -> torch.Tensor:
-            return F.conv2d(x, w, stride=stride, padding=pad, groups=groups)
-
-        def peak_of(function: Callable[[], Any]) -> tuple[int, int]:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            result = function()
-            peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-            del result
-            return peak, kept
-
+        run = partial(F.conv2d, x, w, stride=stride, padding=pad, groups=groups)
         try:
             run()
-            forward = peak_of(run)
+            forward = _peak_of(run)
             out = run()
-            grad = torch.randn_like(out)
             wanted = (x, w) if x.requires_grad else (w,)
-            torch.autograd.grad(out, wanted, grad, retain_graph=True)
-            backward = peak_of(lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True))
-            times = (
-                _micros(run, clean),
-                _micros(lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True), clean),
-            )
+            back = partial(torch.autograd.grad, out, wanted, torch.randn_like(out), retain_graph=True)
+            back()
+            backward = _peak_of(back)
+            times = _micros(run, clean), _micros(back, clean)
             rows.append([str(dtype)[6:], "last" if last else "first", *shape, *forward, *backward, *times])
         except RuntimeError as error:
             rows.append([str(dtype)[6:], "last" if last else "first", *shape, str(error)[:80]])
     return rows
+
+
+def _peak_of(function: Callable[[], Any]) -> tuple[int, int]:
+    """Return the most bytes that a call holds, and what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = function()
+    peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    del result
+    return peak, kept
 
 
 def recurrent() -> list[Any]:
@@ -226,7 +224,7 @@ def recurrent() -> list[Any]:
 
 
 def workspaces() -> dict[str, Any]:
-    """Measure what stays allocated after the first product, one with a bias, one in backward, a convolution, and events."""
+    """Measure what stays allocated after the first product, one with a bias, one in backward, one on a stream."""
     found: dict[str, Any] = {}
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()
@@ -266,16 +264,17 @@ def streaming() -> list[Any]:
             x, y = (torch.randn(count // 1024, 1024, device="cuda", dtype=dtype) for _ in range(2))
             w = torch.randn(1024, device="cuda", dtype=dtype)
             size = x.element_size()
+            other = _HALF if dtype is torch.float32 else torch.float32
             for name, moved, function in (
-                ("copy", 2, lambda: y.copy_(x)),
-                ("add", 3, lambda: x + y),
-                ("gelu", 2, lambda: F.gelu(x)),
-                ("cast", 2, lambda: x.to(_HALF if dtype is torch.float32 else torch.float32)),
-                ("layer_norm", 2, lambda: F.layer_norm(x, (1024,), w, w)),
-                ("rms_norm", 2, lambda: F.rms_norm(x, (1024,), w)),
-                ("softmax", 2, lambda: x.softmax(-1)),
-                ("sum", 1, lambda: x.sum()),
-                ("transpose", 2, lambda: x.t().contiguous()),
+                ("copy", 2, partial(y.copy_, x)),
+                ("add", 3, partial(torch.add, x, y)),
+                ("gelu", 2, partial(F.gelu, x)),
+                ("cast", 2, partial(x.to, other)),
+                ("layer_norm", 2, partial(F.layer_norm, x, (1024,), w, w)),
+                ("rms_norm", 2, partial(F.rms_norm, x, (1024,), w)),
+                ("softmax", 2, partial(x.softmax, -1)),
+                ("sum", 1, x.sum),
+                ("transpose", 2, x.t().contiguous),
             ):
                 rows.append([name, str(dtype)[6:], count, count * size * moved, _micros(function, clean)])
     for params in (1 << 20, 1 << 24, 1 << 28):

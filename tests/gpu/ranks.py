@@ -1,7 +1,7 @@
 """Starts several ranks with NCCL: each on a GPU of its own if there are enough, else all on the first one.
 
-NCCL refuses two ranks of one host on one GPU. If each says that it is a host of its own (``NCCL_HOSTID``), they find each
-other through sockets: slow, but every message is a real one.
+NCCL refuses two ranks of one host on one GPU. If each says that it is a host of its own (``NCCL_HOSTID``), they find
+each other through sockets: slow, but every message is a real one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE = timedelta(seconds=100)
 
 
 def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call ``function(rank, device, *args)`` on ranks with NCCL, and return the results by rank. They are saved values."""
+    """Call ``function(rank, device, *args)`` on ranks with NCCL, and return the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (function, ranks, folder, args), nprocs=ranks)
         return [torch.load(f"{folder}/{rank}", weights_only=False, map_location="cpu") for rank in range(ranks)]

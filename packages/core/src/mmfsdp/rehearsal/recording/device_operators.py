@@ -1,9 +1,9 @@
 """Lets composite operators on a rehearsal's fake CPU tensors run as the kernels that CUDA has for them.
 
-Attention, RMSNorm, dropout and recurrent networks are compositions, which torch takes apart by the device of their tensors, before autograd
-sees the parts. A kernel of our own for the CPU's autograd takes them apart as for CUDA, if a tensor belongs to the
-rehearsal; all other tensors get torch's own composition. Functions that a model imported by name are covered, and
-checkpointing, autograd and ``save_ops`` see CUDA's operators.
+Attention, RMSNorm, dropout and recurrent networks are compositions, which torch takes apart by the device of their
+tensors, before autograd sees the parts. A kernel of our own for the CPU's autograd takes them apart as for CUDA, if a
+tensor belongs to the rehearsal; all other tensors get torch's own composition. Functions that a model imported by name
+are covered, and checkpointing, autograd and ``save_ops`` see CUDA's operators.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def device_operators(mode: Any, capability: tuple[int, int] | None = None) -> It
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, kernel in (
-            ("scaled_dot_product_attention", functools.partial(_attention, capability)),
-            ("rms_norm", _rms_norm),
-            ("dropout", _dropout),
-            *((name, recurrent_network(kind)) for name, kind in NETWORKS.items()),
-        ):
+        kernels: dict[str, Callable[..., Any]] = {
+            "scaled_dot_product_attention": functools.partial(_attention, capability),
+            "rms_norm": _rms_norm,
+            "dropout": _dropout,
+            **{name: recurrent_network(kind) for name, kind in NETWORKS.items()},
+        }
+        for name, kernel in kernels.items():
             library.impl(name, _chosen(mode, name, kernel), "AutogradCPU")
         yield
     finally:

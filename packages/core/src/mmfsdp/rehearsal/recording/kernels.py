@@ -36,7 +36,7 @@ def accelerator_scratch_bytes(capability: tuple[int, int] | None, name: str, arg
     if name in RECURRENT:
         return recurrent_scratch(name, args)
     if not name.startswith("aten::_scaled_dot_product_") or not name.endswith("_backward"):
-        multiprocessors = _MULTIPROCESSORS.get(capability or (), _USUAL)
+        multiprocessors = _USUAL if capability is None else _MULTIPROCESSORS.get(capability, _USUAL)
         return cudnn_convolution_bytes(name, args, result) or reduction_bytes(name, args, multiprocessors)
     query, key = args[1], args[2]
     batch, heads, rows, columns = query.shape

@@ -12,7 +12,7 @@ _VIEW = 1 / 3
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _RECURRENT = ("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _STEPS_AT_A_TIME = 0.45
-"""Share of the peak that recurrent networks reach, whose products wait for each other: one that was measured on an H100."""
+"""Share of the peak that recurrent networks reach, whose products wait for each other, as one did on an H100."""
 _HALVES = ("float16", "bfloat16")
 _EFFICIENT = 0.5
 """How fast memory-efficient attention is in 16 bits beside flash attention."""
