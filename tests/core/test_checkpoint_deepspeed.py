@@ -34,7 +34,9 @@ ARCHIVES = sorted((Path(__file__).parent / "deepspeed").glob("*.tar.gz"))
 
 def unpacked(archive: Path, directory: Path) -> Path:
     with tarfile.open(archive) as tar:
-        tar.extractall(directory, filter="data")
+        # As the documentation of tarfile has it for Python before 3.11.4, which knows no filter.
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        tar.extractall(directory)
     return directory
 
 

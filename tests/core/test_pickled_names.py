@@ -302,3 +302,21 @@ def test_a_version_of_something_else_is_refused(argument: bytes) -> None:
         read_pickle(named + argument + b"\x85\x81.", file=FILE)
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):  # a state for the class itself
         read_pickle(named + b"}X\x01\0\0\0aK\x01sb.", file=FILE)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_members_of_enumerations_as_python_3_11_2_names_them(protocol: int) -> None:
+    """Debian 12 has that Python: without this, nothing that it saved could be read elsewhere."""
+    module, name, member = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "TORCH_CHANNELS_LAST"
+
+    def named(owner: str, part: str) -> bytes:
+        if protocol == 4:
+            return b"\x80\x04" + stack_global(module, f"{owner}.{part}") + b"."
+        found = f"cbuiltins\ngetattr\n(c{module}\n{owner}\nV{part}\ntR."
+        return b"\x80\x02" + found.encode()
+
+    found = read_pickle(named(name, member), file=FILE)
+    assert (found.module, found.qualname) == (module, f"{name}.{member}")
+    for owner, part in ((name, "__class__"), (name, "_member_map_"), ("BytesStorageMetadata", "x")):
+        with pytest.raises(UnsafePickleError, match=f"{owner}.{part}"):
+            read_pickle(named(owner, part), file=FILE)

@@ -400,6 +400,8 @@ _SAFE = {
     "mmengine.logging.history_buffer": _HISTORY,
 }
 _SAFE_NAMES = {module: frozenset(names.split()) for module, names in _SAFE.items()}
+_ENUMS = frozenset({"MEM_FORMAT_ENCODING", "WriteItemType", "ZeroStageEnum", "_MEM_FORMAT_ENCODING"})
+"""Enumerations among the safe names. Python 3.11.0 to 3.11.3 pickle a member by its name in the class, not its value."""
 
 
 def is_dotted_name(text: str) -> bool:
@@ -438,4 +440,6 @@ def is_safe_name(module: str, qualname: str) -> bool:
     """Tell whether a pickle may mention a name of a module, as Python 3 calls both, without being trusted."""
     if module == "numpy.dtypes":
         return qualname.isascii() and qualname.isidentifier() and qualname.endswith("DType")
-    return qualname in _SAFE_NAMES.get(module, ())
+    owner, _, member = qualname.rpartition(".")
+    name = owner if owner in _ENUMS and not member.startswith("_") else qualname
+    return name in _SAFE_NAMES.get(module, ())

@@ -71,6 +71,8 @@ class Device:
     """How many times as fast cuDNN's attention is."""
     filling: float = 0.0
     """Length of the shortest side of a product of matrices at which it reaches half of `products`."""
+    short: float = 0.0
+    """Rows at which attention reaches half of what it reaches at any length; shares are meant for 2,048 or more."""
     alone: float = 1.0
     """How many times as fast products are in a step on one rank: nothing is sent beside them, and no other device takes
     its share of power."""

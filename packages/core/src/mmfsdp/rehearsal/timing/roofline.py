@@ -16,9 +16,8 @@ _STEPS_AT_A_TIME = 0.45
 _HALVES = ("float16", "bfloat16")
 _EFFICIENT = 0.5
 """How fast memory-efficient attention is in 16 bits beside flash attention."""
-_SHORT, _LONG = 500, 2048
-"""Rows of attention: at the first number it reaches half of what it reaches at any length, and shares are meant for the
-second one or more."""
+_LONG = 2048
+"""Rows of attention from which on it reaches its share."""
 
 
 def kind_of(operator: Operator) -> str:
@@ -74,11 +73,8 @@ def _attention_share(operator: Operator, device: Device, place: int) -> float:
     elif "efficient" in operator.name and operator.dtype in _HALVES:
         share *= _EFFICIENT
     rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
-    return min(share * min(_filled(rows) / _filled(_LONG), 1.0), 1.0)
-
-
-def _filled(rows: int) -> float:
-    return rows / (rows + _SHORT)
+    filled = min(rows / (rows + device.short) * (_LONG + device.short) / _LONG, 1.0)
+    return min(share * filled, 1.0)
 
 
 def _shortest_side(operator: Operator) -> int:
