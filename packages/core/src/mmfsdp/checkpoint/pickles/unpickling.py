@@ -401,7 +401,7 @@ _SAFE = {
 }
 _SAFE_NAMES = {module: frozenset(names.split()) for module, names in _SAFE.items()}
 _ENUMS = frozenset({"MEM_FORMAT_ENCODING", "WriteItemType", "ZeroStageEnum", "_MEM_FORMAT_ENCODING"})
-"""Enumerations among the safe names. Python 3.11.0 to 3.11.3 pickle a member by its name in the class, not its value."""
+"""Enumerations among the safe names: Python 3.11.0 to 3.11.3 pickle a member by its name, not by its value."""
 
 
 def is_dotted_name(text: str) -> bool:
