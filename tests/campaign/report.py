@@ -44,6 +44,8 @@ of a run without faults:
   use SGD with momentum. On other ranks sums are added in another order, so gradients differ in their last bits; AdamW
   divides by small numbers, which can enlarge such a difference of a weight beyond 1e-6, with faults or without.
 
+Runs under MMEngine do the same through `FlexibleRunner`, `FSDPStrategy` and `CheckpointHook`.
+
 {table}
 
 A fault is counted in the phase in which the rank was when it struck. "A node joins", "a node leaves" and "a node is

@@ -46,12 +46,11 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None and not hasattr(sys, "ps1") and dist.get_world_size() > 1:
         _end_now(error)
-    if _all_leave():
-        _let_threads_finish()
+    if _all_leave() and _have_threads_finished():
         dist.destroy_process_group()
     else:
-        # destroy_process_group() would wait for collectives with ranks that died or left. torch has no public function
-        # that aborts all groups.
+        # destroy_process_group() would wait for collectives with ranks that died, left or stopped. torch has no public
+        # function that aborts all groups.
         distributed_c10d._abort_process_group()
 
 
@@ -91,14 +90,24 @@ def _answer() -> None:
             answers.put(None)
 
 
-def _let_threads_finish() -> None:
-    """Wait until gloo's threads have finished their work. Collective: every rank.
+def _have_threads_finished() -> bool:
+    """Wait until gloo's threads have finished their work, and return whether they have. Collective: every rank.
 
     They release tensors after a collective has returned, which needs a living interpreter: a late thread would end
-    the process with SIGABRT.
+    the process with SIGABRT. A rank that has just died or stopped is not waited for longer than some seconds.
     """
-    with contextlib.suppress(RuntimeError):  # without a CPU backend there are no such threads; or a rank has just died
-        dist.all_reduce(torch.zeros(()))
+    group = dist.group.WORLD
+    assert group is not None
+    within = dist.AllreduceOptions()
+    within.timeout = _PATIENCE  # Work.wait() takes one, too, but gloo's threads would go on, and the group joins them
+    try:
+        work = group.allreduce([torch.zeros(())], within)
+    except RuntimeError:  # without a CPU backend there are no such threads
+        return True
+    try:
+        return bool(work.wait())
+    except RuntimeError:
+        return False
 
 
 def _end_now(error: BaseException) -> None:
