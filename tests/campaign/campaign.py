@@ -28,7 +28,7 @@ from tests.campaign.agents import TorchrunJob
 from tests.campaign.ends import compare, numbers_of_ranks, steps_done
 from tests.campaign.faults import FAULTS
 from tests.campaign.injector import Injector
-from tests.campaign.job import Job, die_with_parent
+from tests.campaign.job import TWO_HOSTS, UNDER_MMENGINE, Job, die_with_parent
 from tests.campaign.plans import KINDS, plan_faults, settings_of
 from tests.campaign.report import summary
 from tests.campaign.training import warm_up
@@ -53,7 +53,7 @@ def run(folder: Path, seed: int, settings: dict[str, Any], faults: list[tuple[st
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "run").mkdir(parents=True)
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts(folder)) if settings["kind"] == "hosts" else ()
+        hosts = stack.enter_context(two_hosts(folder)) if settings["kind"] in TWO_HOSTS else ()
         if settings["kind"] in ("same", "mmengine"):
             stack.enter_context(disk_of(folder / "run"))
         chance = random.Random(seed)
@@ -102,7 +102,7 @@ def through_faults(job: Job, planned: list[tuple[str, str]], gap: float) -> dict
 
 def whole_kind(kind: str) -> str:
     """Return the kind of the run without faults that one of a kind is compared with."""
-    return kind if kind in ("elastic", "mmengine") else "same"
+    return "mmengine" if kind in UNDER_MMENGINE else kind if kind == "elastic" else "same"
 
 
 def whole_run(folder: Path, steps: int, kind: str) -> Path:
@@ -150,7 +150,7 @@ def main() -> int:
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     torch.set_num_threads(1)
     warm_up()
-    if "mmengine" in arguments.kinds:  # once, before ranks are forked
+    if not {*UNDER_MMENGINE}.isdisjoint(arguments.kinds):  # once, before ranks are forked
         importlib.import_module("tests.campaign.under_mmengine")
     kinds = dict.fromkeys(map(whole_kind, arguments.kinds))
     wholes = {kind: whole_run(out / f"whole-{kind}-{steps}", steps, kind) for kind in kinds}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.campaign.board import wait_until
-from tests.campaign.job import Job
+from tests.campaign.job import TWO_HOSTS, UNDER_MMENGINE, Job
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -27,7 +27,7 @@ class Fault:
     """Does it, and tells whether there was anything to do it to."""
     restarts: bool = True
     """Whether ranks have to start again."""
-    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts", "torchrun", "mmengine")
+    kinds: tuple[str, ...] = ("same", "elastic", "store", "hosts", "torchrun", "mmengine", "mmengine_hosts")
     """The kinds of runs that it makes sense in."""
 
 
@@ -108,7 +108,7 @@ def _newest(job: Job) -> list[Path]:
 
     A run whose only checkpoint is damaged does not begin again by itself.
     """
-    name = "iter_*" if job.settings["kind"] == "mmengine" else "step_*"
+    name = "iter_*" if job.settings["kind"] in UNDER_MMENGINE else "step_*"
     found = [path for path in (job.folder / "run").glob(name) if path.suffix in ("", ".pth")]
     found.sort(key=lambda path: int(path.stem.split("_")[1]))
     if len(found) < 2:
@@ -224,7 +224,14 @@ def _join(job: Job) -> bool:
     return True
 
 
-_FILES = ("same", "elastic", "hosts", "torchrun", "mmengine")  # in a store, checkpoints are other files
+_FILES = (
+    "same",
+    "elastic",
+    "hosts",
+    "torchrun",
+    "mmengine",
+    "mmengine_hosts",
+)  # in a store, checkpoints are other files
 _MOUNTED = ("same", "mmengine")
 
 FAULTS: dict[str, Fault] = {
@@ -256,8 +263,8 @@ FAULTS: dict[str, Fault] = {
     "a rank exits with 0": Fault(_order("rank exits"), restarts=False),
     "half an upload, and death": Fault(_order("half an upload"), restarts=False, kinds=("store",)),
     "half an upload, and an error": Fault(_order("upload fails"), restarts=False, kinds=("store",)),
-    "cut network": Fault(_cut_network, kinds=("hosts",)),
-    "lost node and disk": Fault(_lose_node, kinds=("hosts",)),
+    "cut network": Fault(_cut_network, kinds=TWO_HOSTS),
+    "lost node and disk": Fault(_lose_node, kinds=TWO_HOSTS),
     "a node is killed": Fault(_leave(signal.SIGKILL), kinds=("elastic",)),
     "a node leaves": Fault(_leave(signal.SIGTERM), kinds=("elastic",)),
     "a node joins": Fault(_join, kinds=("elastic",)),

@@ -26,7 +26,12 @@ from typing import Any
 from tests.campaign.board import Board
 from tests.distributed.hosts import INTERFACE, Host
 
-__all__ = ["Job", "die_with_parent", "is_alive"]
+__all__ = ["TWO_HOSTS", "UNDER_MMENGINE", "Job", "die_with_parent", "is_alive"]
+
+TWO_HOSTS = ("hosts", "mmengine_hosts")
+"""Kinds of runs with a rank on each of two hosts, whose disks are their own."""
+UNDER_MMENGINE = ("mmengine", "mmengine_hosts")
+"""Kinds of runs that MMEngine's runner does."""
 
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL
 _TIMEOUT = 40  # seconds in which ranks must meet, and a collective must end
@@ -47,7 +52,7 @@ class Job:
         self, folder: Path, settings: dict[str, Any], chance: random.Random, hosts: Sequence[Host] = ()
     ) -> None:
         self.folder, self.settings, self.chance, self.hosts = folder, settings, chance, hosts
-        self.nodes = [1, 1] if settings["kind"] in ("elastic", "hosts") else [2]
+        self.nodes = [1, 1] if settings["kind"] in ("elastic", *TWO_HOSTS) else [2]
         """How many ranks each node has."""
         self.launches = 0
         self.endings: Counter[int] = Counter()
@@ -89,7 +94,7 @@ class Job:
                     os.dup2(log.fileno(), number)
             faulthandler.enable()
             os.environ.update(environ)
-            if self.settings["kind"] == "mmengine":
+            if self.settings["kind"] in UNDER_MMENGINE:
                 from tests.campaign import under_mmengine
 
                 under_mmengine.main(self.folder, self.settings)

@@ -8,10 +8,19 @@ from typing import Any
 
 from tests.campaign.board import PHASES
 from tests.campaign.faults import FAULTS
+from tests.campaign.job import TWO_HOSTS
 
 __all__ = ["DELAYS", "KINDS", "plan_faults", "settings_of"]
 
-KINDS = {"same": 0.4, "elastic": 0.3, "store": 0.1, "hosts": 0.1, "torchrun": 0.1, "mmengine": 0.1}
+KINDS = {
+    "same": 0.4,
+    "elastic": 0.3,
+    "store": 0.1,
+    "hosts": 0.1,
+    "torchrun": 0.1,
+    "mmengine": 0.1,
+    "mmengine_hosts": 0.1,
+}
 """How often each kind of run comes."""
 # How long after a phase begins a fault may come, at most. The phases take about as long.
 DELAYS = {
@@ -46,6 +55,6 @@ def plan_faults(
         fitting = possible
         if phases[number + 1 : number + 2] in (["start-up"], ["load"], ["exit"]):  # only a restart leads there
             fitting = [name for name in possible if FAULTS[name].restarts]
-        own = [name for name in fitting if len(FAULTS[name].kinds) == 1]
+        own = [name for name in fitting if FAULTS[name].kinds in ((kind,), TWO_HOSTS)]
         planned.append((phase, chance.choice(own if own and chance.random() < _OWN else fitting)))
     return planned

@@ -25,6 +25,7 @@ _RUNS = {
     "elastic": "1 to 3 ranks, which change",
     "torchrun": "2 ranks, torchrun starts them again",
     "mmengine": "2 ranks under MMEngine",
+    "mmengine_hosts": "2 hosts under MMEngine, two tiers",
 }
 _PAGE = """# Runs through faults
 
