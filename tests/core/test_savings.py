@@ -104,6 +104,19 @@ def test_shards_in_cpu_memory_are_a_saving_if_they_are_most_of_the_peak() -> Non
         assert not any("cpu_offload" in saving.settings for saving in found)
 
 
+def test_gradients_may_be_reduced_with_each_micro_batch() -> None:
+    model, batch = on_meta(depth=4)
+    config = {"wrap": BLOCKS, "precision": "bf16"}
+    step = advise(config, model, batch[:, :1], mesh=8, accumulate=2)
+    [saving] = [saving for saving in step.savings if "reduced" in saving.what]
+    assert saving.what == "gradients reduced with each of 2 micro-batches, which sends them as often"
+    assert saving.write.startswith("no mmfsdp.no_sync() in the training loop")
+    true = mmfsdp.rehearse(config, model, batch[:, :1], mesh=8, accumulate=2, reduce_each=True)
+    assert step.peak.nbytes - saving.nbytes == true.peak.nbytes
+    whole = advise(config, model, batch[:, :1], mesh=1, accumulate=2)  # one rank has whole gradients in any case
+    assert not any("reduced" in saving.what for saving in whole.savings)
+
+
 def test_short_copies_that_fail_are_not_used() -> None:
     model, batch = on_meta(fewest=8)
     config = {"wrap": BLOCKS, "precision": "bf16", "activation_checkpointing": {"mode": "every_n", "n": 2}}

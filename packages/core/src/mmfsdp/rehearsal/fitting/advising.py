@@ -56,11 +56,12 @@ def advise(
     """Rehearse a step as `rehearse` does, and find the changes of its settings that lower its peak most.
 
     Only changes that concern what is held at the peak are tried: activation checkpointing, sharding over more ranks,
-    freeing units after forward, large embeddings and heads or parts of blocks as units, precision, prefetching,
-    smaller micro-batches, and shards in CPU memory if these are most of the peak; as that makes steps much longer, the
-    saving says how long they take on the device, before and after. At most four are rehearsed, with copies of the model
-    that have fewer layers where these tell the step's own peak to the byte, with the whole model otherwise. What a
-    fused optimizer would save follows from the record. Not collective; see `rehearse`.
+    freeing units after forward, large embeddings and heads or parts of blocks as units, precision, prefetching, smaller
+    micro-batches, gradients reduced with each of them, and shards in CPU memory if these are most of the peak; as that
+    makes steps much longer, the saving says how long they take on the device, before and after. At most four are
+    rehearsed, with copies of the model that have fewer layers where these tell the step's own peak to the byte, with
+    the whole model otherwise. What a fused optimizer would save follows from the record. Not collective; see
+    `rehearse`.
 
     Args:
         config: The settings. A plan cannot be changed by its settings, so it is not taken.
@@ -155,15 +156,16 @@ class _Peaks:
         except MmfsdpError:  # the model depends on how many layers it has
             self._short = []
 
-    def of(self, settings: Mapping[str, Any], divides: int = 1) -> _Changed:
+    def of(self, settings: Mapping[str, Any], divides: int = 1, *, reduces: bool = False) -> _Changed:
         """Return the peak of a step, and its rehearsals."""
+        rest = {**self._options, "accumulate": self._accumulate * divides, "reduce_each": reduces}
         if not self._short:
-            step = rehearse(*self._arguments(self._model, settings, divides), **self._rest(divides))
+            step = rehearse(*self._arguments(self._model, settings, divides), **rest)
             return _Changed(step.peak.nbytes, [(1.0, step)])
         steps, parts = [], []
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self._stacks}
-            step = rehearse_once(*self._arguments(short, settings, divides), **self._rest(divides))
+            step = rehearse_once(*self._arguments(short, settings, divides), **rest)
             steps.append((weight, step))
             parts.append((weight, highest_by_place(step, found)))
         return _Changed(combined(parts).nbytes, steps)
@@ -174,13 +176,10 @@ class _Peaks:
         batch = micro_batch(self._batch, divides, self._batch_dim)
         return make_plan(model, settings, self._mesh, policy=self._policy), model, batch
 
-    def _rest(self, divides: int) -> dict[str, Any]:
-        return {**self._options, "accumulate": self._accumulate * divides}
-
 
 def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks: _Peaks) -> Iterator[Saving]:
     try:
-        changed = peaks.of({**given, **change.settings}, change.divides)
+        changed = peaks.of({**given, **change.settings}, change.divides, reduces=change.reduces)
     except MmfsdpError:  # such as activation checkpointing of a model that does not bear it
         return
     what = change.what
@@ -190,6 +189,8 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
             f", with steps of {human_seconds(changed.seconds)} in place of {human_seconds(now.seconds)} on {now.device}"
         )
     elsewhere = "" if change.settings else f"accumulate={change.divides}, or the same in the training loop"
+    if change.reduces:
+        elsewhere = "no mmfsdp.no_sync() in the training loop (reduce_each=True, an argument of rehearse())"
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 
 

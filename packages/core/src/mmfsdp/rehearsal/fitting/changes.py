@@ -31,6 +31,8 @@ class Change:
     settings: Mapping[str, Any] = field(default_factory=dict)
     divides: int = 1
     """Micro-batches that each one becomes."""
+    reduces: bool = False
+    """Whether gradients are then reduced with each micro-batch, which the loop decides on."""
 
 
 def changes_of(step: Rehearsal, given: Mapping[str, Any], samples: int, *, wraps: bool) -> list[Change]:
@@ -49,6 +51,7 @@ def changes_of(step: Rehearsal, given: Mapping[str, Any], samples: int, *, wraps
         *_sharding(config, step, held),
         *_computing(config, step.plan, held),
         *_prefetching(config, step, held),
+        *_reducing(step, held),
         *_offloading(config, step, held),
         *(_wrapping(given, step) if wraps else ()),
     ]
@@ -162,6 +165,14 @@ def _prefetching(config: ShardConfig, step: Rehearsal, held: Mapping[str, int]) 
         stated = config.prefetch.model_dump(mode="json", exclude_unset=True)
         what = "units gathered only when backward needs them, which takes longer"
         yield Change(what, min(units.values()), {"prefetch": {**stated, "backward": "none"}})
+
+
+def _reducing(step: Rehearsal, held: Mapping[str, int]) -> Iterator[Change]:
+    """Yield that each micro-batch reduces its gradients: else they are kept whole until the last one does."""
+    micro_batches, shard = sum(name == "forward" for name, _ in step.phases), step.plan.mesh.shard
+    if micro_batches > 1 and shard > 1:
+        what = f"gradients reduced with each of {micro_batches} micro-batches, which sends them as often"
+        yield Change(what, held["gradient"] * (1 - 1 / shard), reduces=True)
 
 
 def _wrapping(given: Mapping[str, Any], step: Rehearsal) -> Iterator[Change]:
