@@ -182,7 +182,7 @@ def test_what_is_as_good_is_found_with_the_simplest() -> None:
     simple, divided = Choice({"sharding": "FULL_SHARD", "precision": "bf16"}, 1), Choice({"precision": "bf16"}, 4)
     every = [Choice({"precision": "bf16", "sharding": same}, 1), divided, simple]
     found = search(prober(model, batch), every, 80 << 30, 2)
-    assert [(item.choice, item.as_good) for item in found.fits] == [(simple, [every[0]]), (divided, [])]
+    assert [(item.choice, item.as_good) for item in found.fits] == [(simple, (every[0],)), (divided, ())]
 
 
 def test_if_nothing_fits_the_smallest_is_found(whole: Prober) -> None:

@@ -31,7 +31,7 @@ class Found:
     choice: Choice
     estimate: Estimate
     rehearsal: Rehearsal
-    as_good: list[Choice] = field(default_factory=list)
+    as_good: tuple[Choice, ...] = ()
     """Other choices, which change time and memory by less than a hundredth."""
 
     def is_as_good(self, estimate: Estimate) -> bool:
@@ -118,42 +118,25 @@ def search_faster(result: Search, prober: Prober, choices: Sequence[Choice], mem
 def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, count: int) -> None:
     known = Known(prober.device)
     misses: list[Choice] = []
-    told: list[Found] = []  # of which so far short copies tell that they fit
     folded = 0
-    for choice, estimate in _fitting(prober, left, memory, known, misses):
-        alike = next((found for found in (*result.fits, *told) if found.is_as_good(estimate)), None)
-        if alike is None:
-            told.append(Found(choice, estimate, estimate.steps[0][1]))
-            if len(result.fits) + len(told) == count:
-                result.fits += _confirmed(prober, told, memory, misses)
-                told = []
-        else:
-            alike.as_good.append(choice)
-            folded += 1
-        if len(result.fits) == count or folded == _FOLDED * count:
-            break
-    result.fits += _confirmed(prober, told, memory, misses)
-    if result.fits:
-        result.fits.sort(key=lambda found: found.estimate.seconds)
-        result.misses = [*_timed(prober, misses, known)]
-        result.faster = _next_faster(prober, result)
-    else:
-        result.smallest = _smallest(prober, left, known)
-
-
-def _fitting(
-    prober: Prober, left: Sequence[_Sent], memory: int, known: Known, misses: list[Choice]
-) -> Iterator[tuple[Choice, Estimate]]:
-    """Yield the choices that fit, the fastest first, and their steps; add to ``misses`` those before that do not."""
     heap = [(sending, place, False) for place, (_, sending) in enumerate(left)]
     heapq.heapify(heap)
-    while heap:
+    while heap and len(result.fits) < count and folded < _FOLDED * count:
         bound, place, is_rehearsed = heapq.heappop(heap)
         choice, sending = left[place]
         if is_rehearsed:
-            if (estimate := prober.estimate(choice)).nbytes <= memory:
-                yield choice, estimate
-                continue
+            estimate = prober.estimate(choice)
+            if estimate.nbytes <= memory:
+                near = next((place for place, found in enumerate(result.fits) if found.is_as_good(estimate)), None)
+                if near is not None:
+                    found = result.fits[near]
+                    result.fits[near] = replace(found, as_good=(*found.as_good, choice))
+                    folded += 1
+                    continue
+                found = _whole(prober, choice)
+                if found.estimate.nbytes <= memory:
+                    result.fits.append(found)
+                    continue
         else:
             plan = prober.plan(choice)
             if max(known.memory(choice, plan), _most_sharded(prober, choice)) <= memory:
@@ -166,6 +149,14 @@ def _fitting(
                 heapq.heappush(heap, (better, place, is_next))
                 continue
         misses.append(choice)
+    if result.fits:
+        result.fits = sorted(
+            (_simplest(prober, found, memory) for found in result.fits), key=lambda found: found.estimate.seconds
+        )
+        result.misses = [*_timed(prober, misses, known)]
+        result.faster = _next_faster(prober, result)
+    else:
+        result.smallest = _smallest(prober, left, known)
 
 
 def _most_sharded(prober: Prober, choice: Choice) -> int:
@@ -178,19 +169,12 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= _AS_GOOD * max(one, other)
 
 
-def _confirmed(prober: Prober, told: Sequence[Found], memory: int, misses: list[Choice]) -> Iterator[Found]:
-    """Rehearse with the whole model the simplest of choices that are as good, or the fastest one.
-
-    Yield those that fit, with the others noted; add to ``misses`` those that do not.
-    """
-    for found in told:
-        every = sorted((found.choice, *found.as_good), key=lambda choice: choice.simplicity)
-        for choice in (every[0], found.choice):
-            if (whole := _whole(prober, choice)).estimate.nbytes <= memory:
-                yield replace(whole, as_good=[other for other in every if other is not choice])
-                break
-        else:
-            misses.append(found.choice)
+def _simplest(prober: Prober, found: Found, memory: int) -> Found:
+    """Return the choice with the fewest settings of those that are as good, the others noted with it."""
+    every = sorted((found.choice, *found.as_good), key=lambda choice: choice.simplicity)
+    if every[0] is not found.choice and (simplest := _whole(prober, every[0])).estimate.nbytes <= memory:
+        found = simplest
+    return replace(found, as_good=tuple(choice for choice in every if choice is not found.choice))
 
 
 def _timed(prober: Prober, misses: Sequence[Choice], known: Known) -> Iterator[tuple[float, Choice]]:
