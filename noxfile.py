@@ -15,7 +15,8 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))  # torch is pinned wherever a session installs something
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-RELEASES = ("2.9.1", TORCH.removeprefix("torch=="), "2.15.0")  # oldest, pinned, newest: mmfsdp/basics/torch_version.py
+# The oldest, one with a stager that only 2.11 and 2.12 have, the pinned and the newest: mmfsdp/basics/torch_version.py
+RELEASES = ("2.9.1", "2.11.0", TORCH.removeprefix("torch=="), "2.15.0")
 CORE, ADAPTER, CLI = "packages/core", "packages/mmengine_adapter", "packages/cli"
 CORE_WITH_TORCH = f"{CORE}[torch]"
 ADAPTER_WITH_MMENGINE = f"{ADAPTER}[mmengine]"
@@ -189,7 +190,7 @@ def configs(session: nox.Session, extra: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("torch", [nox.param(release, id=release) for release in RELEASES])
 def compat(session: nox.Session, torch: str) -> None:
-    """Run all tests, or those named after ``--``, on the oldest, the pinned and the newest supported torch."""
+    """Run all tests, or those named after ``--``, on the oldest, a middle, the pinned and the newest torch."""
     session.run_install("python", "tools/torch_on_cpu.py", torch)
     path = Path(session.create_tmp(), "constraints.txt")
     path.write_text((ROOT / "constraints.txt").read_text().replace(TORCH, f"torch=={torch}"))

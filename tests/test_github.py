@@ -22,11 +22,11 @@ def test_is_yaml(path: Path) -> None:
 def test_the_matrix_has_every_supported_release() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    releases = re.search(r'^RELEASES = \("([\d.]+)", .*, "([\d.]+)"\)', NOXFILE, re.MULTILINE)
+    releases = re.search(r"^RELEASES = \((.*)\)", NOXFILE, re.MULTILINE)
     assert pinned is not None
     assert releases is not None
     tested = {row["torch"] for row in workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]}
-    assert tested == {*releases.groups(), pinned[1]}
+    assert tested == {*re.findall(r'"([\d.]+)"', releases[1]), pinned[1]}
 
 
 def test_sessions_exist() -> None:
