@@ -132,7 +132,8 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self._add(storage, kind, module)
             else:
-                if kind == "gradient" and known.kind == "reduce buffer":
+                # FSDP1 casts gradients on the stream that reduces them, on one rank, too.
+                if kind == "gradient" and (known.kind == "reduce buffer" or self._is_fsdp1):
                     known.stream = "reduces"
                 known.kind, known.module = kind, module or known.module
 
@@ -323,7 +324,8 @@ class Recorder(TorchDispatchMode):
             self.adopt(tensors[0], "gathered")
             self._put([*tensors[0], *tensors[1]], "gathers")
         if name == "reduce_scatter" and not functional:
-            self._put(tensors[0], "reduces")
+            # FSDP1 casts what it reduces on that stream, FSDP2 on the one of training.
+            self._put([*tensors[0], *tensors[1]] if self._is_fsdp1 else tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
 
@@ -331,7 +333,7 @@ class Recorder(TorchDispatchMode):
         """Say on which stream FSDP allocates the buffers of a message, if it has made them for it."""
         for tensor in tensors:
             known = self._live.get(id(tensor.untyped_storage()))
-            if known is not None and known.kind in ("gathered", "reduce buffer"):
+            if known is not None and (self._is_fsdp1 or known.kind in ("gathered", "reduce buffer")):
                 known.stream = stream
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
