@@ -46,9 +46,9 @@ what issuing an operator takes. **What was not:** the operators and their result
 allocated and released, the streams of FSDP and the rules of the allocator, which follow torch's sources.
 
 **What is off, as far as we know:** ResNet-50 in float32 takes half a GiB more, which may be workspaces of cuDNN's batch
-norms. FSDP1 on one rank shards nothing, and takes memory on a stream that is not modelled. Why the allocator reserves
-more for Llama 8B without activation checkpointing is not known. Small models wait for the CPU: this one, a virtual
-machine's, needed about 40 us for an operator; the forecast is 20, and its interval begins at 6 and ends at 40.
+norms. Why the allocator reserves more for Llama 8B without activation checkpointing is not known. Small models wait for
+the CPU: this one, a virtual machine's, needed about 40 us for an operator; the forecast is 20, and its interval begins
+at 6 and ends at 40.
 
 """
 

@@ -435,6 +435,19 @@ def test_buffers_of_messages_are_on_streams_of_their_own() -> None:
     assert by_stream == {"gathers": {("gathered", whole)}, "reduces": {("gradient", shard)}}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "reduced"),
+    [(1, {("gradient", 64 * 64 * 4)}), (4, {("activation gradient", 64 * 64 * 4), ("gradient", 64 * 64)})],
+)
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdp1_casts_gradients_on_the_stream_that_reduces_them(mesh: int, reduced: set[tuple[str, int]]) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), torch.empty(2, 64)
+    config = {"engine": "fsdp1", "precision": "bf16", "wrap": {"kind": "module_class", "classes": "Linear"}}
+    step = mmfsdp.rehearse(config, model, batch, mesh=mesh)
+    assert {(item.kind, item.nbytes) for item in step.allocations if item.stream == "reduces" and item.begin} == reduced
+    assert 64 * 64 * 2 in {item.nbytes for item in step.allocations if item.stream == "gathers"}  # weights in bfloat16
+
+
 def test_units_of_fsdp1_wait_until_the_second_gather_after_them() -> None:
     gathers = [Collective("all_gather", 30 * MIB, 2, 1, "unit", "forward", moment) for moment in (1, 3, 5, 7)]
     found = [allocation(30 * MIB, moment, moment + 1, kind="gathered") for moment in (1, 3, 5, 7)]

@@ -324,7 +324,8 @@ class Recorder(TorchDispatchMode):
             self.adopt(tensors[0], "gathered")
             self._put([*tensors[0], *tensors[1]], "gathers")
         if name == "reduce_scatter" and not functional:
-            # FSDP1 casts what it reduces on that stream, FSDP2 on the one of training.
+            # FSDP1 casts what it reduces on that stream, FSDP2 on the one of training. In float32 nothing is cast, and
+            # what FSDP1 reduces is taken to be there, too.
             self._put([*tensors[0], *tensors[1]] if self._is_fsdp1 else tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
