@@ -87,7 +87,7 @@ else:
     last = rank == 1
     exec(code)
 """
-# The first rank, which hosts the store, stops, at once or when it has met the other one: that one ends all the same.
+# The first rank hosts the store. It stops either at once or after both ranks have met; the other rank must still end.
 STOPPED = """
 import os
 import signal

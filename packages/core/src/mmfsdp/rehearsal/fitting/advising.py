@@ -188,8 +188,10 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
         what += (
             f", with steps of {human_seconds(changed.seconds)} in place of {human_seconds(now.seconds)} on {now.device}"
         )
-    elsewhere = "" if change.settings else f"accumulate={change.divides}, or the same in the training loop"
-    if change.reduces:
+    elsewhere = ""
+    if change.divides > 1:
+        elsewhere = f"accumulate={change.divides}, or the same in the training loop"
+    elif change.reduces:
         elsewhere = "no mmfsdp.no_sync() in the training loop (reduce_each=True, an argument of rehearse())"
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 

@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self._add(storage, kind, module)
             else:
-                # FSDP1 casts gradients on the stream that reduces them, on one rank, too.
+                # Even on a single rank, FSDP1 casts gradients on the stream on which it reduces them.
                 if kind == "gradient" and (known.kind == "reduce buffer" or self._is_fsdp1):
                     known.stream = "reduces"
                 known.kind, known.module = kind, module or known.module
@@ -324,8 +324,8 @@ class Recorder(TorchDispatchMode):
             self.adopt(tensors[0], "gathered")
             self._put([*tensors[0], *tensors[1]], "gathers")
         if name == "reduce_scatter" and not functional:
-            # FSDP1 casts what it reduces on that stream, FSDP2 on the one of training. In float32 nothing is cast, and
-            # what FSDP1 reduces is taken to be there, too.
+            # FSDP1 casts gradients on the stream that reduces them, and FSDP2 casts them on the stream of training.
+            # Gradients in float32 are not cast. For FSDP1 the forecast assigns them to the reducing stream as well.
             self._put([*tensors[0], *tensors[1]] if self._is_fsdp1 else tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
