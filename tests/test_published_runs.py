@@ -11,8 +11,8 @@ from benchmarks.published.rebuilding import UnknownRunError, rebuild, runs
 from tools.published_runs import PAGES, error_of, pages
 
 FOUND = json.loads(FORECASTS.read_text(encoding="utf-8"))
-SMALL = 69, 159
-"""MPT-125m on A100, for its time; LitGPT's StableLM of 16 layers, for its memory."""
+SMALL = 69, 159, 181
+"""MPT-125m on A100, for its time; LitGPT's StableLM of 16 layers, for its memory; SantaCoder, with FSDP1, for both."""
 
 
 def test_the_pages_are_up_to_date() -> None:
@@ -54,6 +54,6 @@ def test_steps_of_the_half_that_fitted_nothing_are_forecast_well() -> None:
 def test_memory_is_forecast_well() -> None:
     kinds = [(kind, row) for row in FOUND["runs"] for kind in ("allocated", "active") if kind in row]
     errors = [abs(error_of(kind, row[kind])) for kind, row in kinds]
-    assert len(errors) >= 20
+    assert len(errors) >= 40
     assert statistics.median(errors) <= 0.02
     assert max(errors) <= 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmfsdp
+from benchmarks.published.hf_models import HfDecoder, HfShape, hf_loss
 from benchmarks.published.lit_models import LitDecoder, LitShape, lit_loss
-from benchmarks.published.models import Decoder
+from benchmarks.published.models import Decoder, Shape
 from benchmarks.published.rebuilding import Rebuilt
 from mmfsdp.rehearsal import Collective, Operator, Range, Rehearsal
 from mmfsdp.rehearsal.accounting import highest
@@ -55,7 +56,7 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
     """Rehearse a micro-batch of a run, with fewer layers if a number is given."""
     shape = run.shape if layers is None else replace(run.shape, layers=layers)
     with torch.device("meta"):
-        model = LitDecoder(shape, run.rows) if isinstance(shape, LitShape) else Decoder(shape, run.rows)
+        model = _decoder(shape, run.rows)
         if run.casts:
             for param in model.parameters():
                 param.data = param.data.bfloat16()
@@ -68,6 +69,26 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
         units = [unit.model_copy(update=kept) if last in unit.fqns else unit for unit in plan.units]
         plan = plan.model_copy(update={"units": tuple(units)})
 
+    # The runs are older than the releases that prefer cuDNN, or pinned flash attention.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return mmfsdp.rehearse(
+            plan,
+            model,
+            (tokens, tokens),
+            loss=_loss_of(run),
+            optimizer=run.optimizer,
+            max_norm=run.max_norm,
+            accumulate=2 if run.keeps_gradients else 1,
+            device=run.device,
+        )
+
+
+def _loss_of(run: Rebuilt) -> Callable[[Any, Any], torch.Tensor]:
+    if isinstance(run.shape, HfShape):
+        return hf_loss
+    if isinstance(run.shape, LitShape):
+        return lit_loss
+
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         logits = model(batch[0])
         found = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(0, 1))
@@ -75,18 +96,13 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
             found.logits = logits  # type: ignore[attr-defined]
         return found
 
-    # The runs are older than the releases that prefer cuDNN, or pinned flash attention.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return mmfsdp.rehearse(
-            plan,
-            model,
-            (tokens, tokens),
-            loss=lit_loss if isinstance(model, LitDecoder) else loss,
-            optimizer=run.optimizer,
-            max_norm=run.max_norm,
-            accumulate=2 if run.keeps_gradients else 1,
-            device=run.device,
-        )
+    return loss
+
+
+def _decoder(shape: Shape | LitShape | HfShape, rows: int) -> Any:
+    if isinstance(shape, HfShape):
+        return HfDecoder(shape, rows)
+    return LitDecoder(shape, rows) if isinstance(shape, LitShape) else Decoder(shape, rows)
 
 
 def memory_of(run: Rebuilt, cache: Path | None = None) -> Memory:

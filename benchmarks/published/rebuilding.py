@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.hf_models import HfShape
 from benchmarks.published.lit_models import LitShape
 from benchmarks.published.models import Shape
 
@@ -54,6 +55,13 @@ LITS = {  # LitGPT's lit_gpt/config.py
 }
 
 
+HUGGING_FACES = {  # config.json of each on the hub
+    "Mistral 7B": HfShape(4096, 32, 32, 8, 32000, 14336),
+    "PowerLM 3B": HfShape(2304, 40, 36, 36, 49152, 9216, is_tied=True, is_scaled=True),
+    "SantaCoder": HfShape(2048, 24, 16, 1, 49280, 8192, is_llama=False, positions=2048, is_tied=True),
+}
+
+
 class UnknownRunError(ValueError):
     """A record cannot be rebuilt; the message says why."""
 
@@ -62,7 +70,7 @@ class UnknownRunError(ValueError):
 class Rebuilt:
     """A published run as `benchmarks.published.forecasting` rehearses it."""
 
-    shape: Shape | LitShape
+    shape: Shape | LitShape | HfShape
     rows: int
     samples: int
     ranks: int
@@ -218,7 +226,24 @@ def _litgpt(run: Mapping[str, Any]) -> Rebuilt:
     return _rebuilt(run, _shape(LITS, run), config, max_norm=None, casts=True, keeps_gradients=run["num_gpus"] > 1)
 
 
-def _rebuilt(run: Mapping[str, Any], shape: Shape | LitShape, config: Mapping[str, Any], **settings: Any) -> Rebuilt:
+def _hugging_face(run: Mapping[str, Any]) -> Rebuilt:
+    if "Mixtral" in run["model"]:
+        raise UnknownRunError("which experts compute depends on the data")
+    shape = _shape(HUGGING_FACES, run)
+    is_recent = "transformers 4.48" in run["framework"]  # which left it to the loss to widen logits
+    widens = ("loss" if is_recent else "model") if shape.is_llama else ""
+    config: dict[str, Any] = {"wrap": {"kind": "module_class", "classes": ["HfBlock"]}, "engine": "fsdp1"}
+    if "LoRA" in run["model"]:
+        shape = replace(shape, rank=16)
+        config["wrap"]["classes"] = ["HfBlock", "Factor"]
+    if run["num_gpus"] == 1:
+        config = {"sharding": {"ignored_parameters": ["**"]}}
+    return _rebuilt(run, replace(shape, widens=widens), config)
+
+
+def _rebuilt(
+    run: Mapping[str, Any], shape: Shape | LitShape | HfShape, config: Mapping[str, Any], **settings: Any
+) -> Rebuilt:
     """Return a run of which a record states batch, ranks and device."""
     return Rebuilt(shape, run["seq_len"], run["micro_batch"], run["num_gpus"], config, _device(run), **settings)
 
@@ -228,4 +253,5 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Rebuilt]] = {
     "llm-foundry": _foundry,
     "fms-fsdp": _fms,
     "LitGPT": _litgpt,
+    "fms-acceleration": _hugging_face,
 }

@@ -25,6 +25,7 @@ from mmfsdp.rehearsal import (
     FirstSteps,
     Link,
     Links,
+    Operator,
     Range,
     Rehearsal,
     calibrate,
@@ -33,7 +34,9 @@ from mmfsdp.rehearsal import (
     measure_links,
     write_device,
 )
+from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.links import collective_seconds
+from mmfsdp.rehearsal.timing.roofline import operator_seconds
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 from mmfsdp.rehearsal.timing.streams import Work, replay
 from mmfsdp.testing import single_rank
@@ -215,6 +218,21 @@ def test_gradients_are_sent_while_the_next_unit_computes() -> None:
     assert dict(found.exposed) == {"b": 1.25, "a": 2.25}
     assert found.seconds == 9.5
     assert [span.begin for span in found.spans if span.name == "reduce_scatter"] == [3.5, 6.25]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_short_sides_cost_less_where_units_multiply_more_slowly(dtype: str) -> None:
+    """A tile waits for memory as long, however fast it is computed: products of adapters have few columns."""
+    device, sides = device_of("a100"), (8192, 256, 4096)
+    product = Operator(
+        "aten::mm", 2 * 8192 * 256 * 4096, 0, "", None, "forward", 0, dtype, shapes=(sides[:2], sides[1:])
+    )
+    seconds, bound = operator_seconds(product, device, "usual")
+    filling = device.filling * device.peak(dtype) / device.peak("bfloat16")
+    share = device.products[1] * 256 / (256 + filling)
+    assert bound == "compute"
+    assert seconds == pytest.approx(product.flops / device.peak(dtype) / share)
+    assert filling == pytest.approx(220.0 if dtype == "bfloat16" else 13.75)
 
 
 def test_a_cpu_that_issues_slowly_bounds_the_step() -> None:

@@ -70,7 +70,8 @@ class Device:
     cudnn: float = 1.0
     """How many times as fast cuDNN's attention is."""
     filling: float = 0.0
-    """Length of the shortest side of a product of matrices at which it reaches half of `products`."""
+    """Length of the shortest side of a product of matrices in bfloat16 at which it reaches half of `products`; in other
+    dtypes it is shorter or longer as their peaks are lower or higher."""
     short: float = 0.0
     """Rows at which attention reaches half of what it reaches at any length; shares are meant for 2,048 or more."""
     alone: float = 1.0

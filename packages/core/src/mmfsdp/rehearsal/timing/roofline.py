@@ -59,8 +59,7 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     if operator.name in _RECURRENT:
         share = _STEPS_AT_A_TIME
     elif kind == "product" and device.filling:
-        shortest = _shortest_side(operator)
-        share *= shortest / (shortest + device.filling) if shortest else 1.0
+        share *= _filled_share(operator, device)
     computing = operator.flops / (device.peak(operator.dtype) * share)
     return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"
 
@@ -77,13 +76,16 @@ def _attention_share(operator: Operator, device: Device, place: int) -> float:
     return min(share * filled, 1.0)
 
 
-def _shortest_side(operator: Operator) -> int:
-    """Return the length of the shortest side of a product of two matrices; 0 if the operator is another one.
+def _filled_share(operator: Operator, device: Device) -> float:
+    """Return the share of its time in which a product of two matrices multiplies; 1 if the operator is another one.
 
     Before a tile of the result is complete, and after, the units that multiply wait for memory: the shorter the sums
-    and the fewer the tiles, the larger that share.
+    and the fewer the tiles, the larger that share. It takes as long for units that multiply more slowly, so these need
+    shorter sides.
     """
     matrices = [shape for shape in operator.shapes if len(shape) in (2, 3)][-2:]
     if operator.name not in _PRODUCTS or len(matrices) < 2:
-        return 0
-    return min(*matrices[0][-2:], matrices[1][-1])
+        return 1.0
+    shortest = min(*matrices[0][-2:], matrices[1][-1])
+    filling = device.filling * device.peak(operator.dtype) / device.peak("bfloat16")
+    return shortest / (shortest + filling) if shortest else 1.0
