@@ -66,7 +66,7 @@ Mistral with adapters takes on two GPUs.
 
 LitGPT's models are rebuilt as its script and torch 2.1 ran them: logits in float32, the other factor kept of a product
 with a frozen weight, blocks recomputed and whole gradients kept on several GPUs. Seven of its runs were looked at while
-that was found out; the other twelve, the last ones here, were forecast afterwards. Three of these, on several GPUs,
+that was found out; the other twelve, its last ones, were forecast afterwards. Three of these, on several GPUs,
 were 2 to 9 % too high if all samples are as long as the longest, so there an interval was given later on: it begins
 with the first micro-batch, which has the longest sample and no gradients yet, and ends with a later one of the same
 length. How long later ones were is not known.
