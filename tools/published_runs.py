@@ -62,7 +62,7 @@ interval. No figure of memory was fitted.
 The models of fms-acceleration are rebuilt as transformers and peft computed them: logits twice in float32, adapters in
 float32, GPTBigCode's caches kept while it trains, and blocks recomputed from outside of what shards them, where FSDP1
 holds the input and the gradient of each frozen block until backward ends, which is about a third of what a step of
-Mistral with adapters takes on two GPUs.
+Mistral with adapters takes on two GPUs. All twenty of its runs were looked at while that was found out.
 
 LitGPT's models are rebuilt as its script and torch 2.1 ran them: logits in float32, the other factor kept of a product
 with a frozen weight, blocks recomputed and whole gradients kept on several GPUs. Seven of its runs were looked at while

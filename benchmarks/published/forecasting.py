@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmfsdp
-from benchmarks.published.hf_models import HfDecoder, HfShape, hf_loss
+from benchmarks.published.hf_models import HfDecoder, HfShape
 from benchmarks.published.lit_models import LitDecoder, LitShape, lit_loss
 from benchmarks.published.models import Decoder, Shape
 from benchmarks.published.rebuilding import Rebuilt
 from mmfsdp.rehearsal import Collective, Operator, Range, Rehearsal
 from mmfsdp.rehearsal.accounting import highest
+from mmfsdp.rehearsal.step import call_with
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.links import links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
@@ -56,7 +57,7 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
     """Rehearse a micro-batch of a run, with fewer layers if a number is given."""
     shape = run.shape if layers is None else replace(run.shape, layers=layers)
     with torch.device("meta"):
-        model = _decoder(shape, run.rows)
+        model, loss = _made(run, shape)
         if run.casts:
             for param in model.parameters():
                 param.data = param.data.bfloat16()
@@ -75,7 +76,7 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
             plan,
             model,
             (tokens, tokens),
-            loss=_loss_of(run),
+            loss=loss,
             optimizer=run.optimizer,
             max_norm=run.max_norm,
             accumulate=2 if run.keeps_gradients else 1,
@@ -83,11 +84,12 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
         )
 
 
-def _loss_of(run: Rebuilt) -> Callable[[Any, Any], torch.Tensor]:
-    if isinstance(run.shape, HfShape):
-        return hf_loss
-    if isinstance(run.shape, LitShape):
-        return lit_loss
+def _made(run: Rebuilt, shape: Shape | LitShape | HfShape) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Return a run's model, and what computes its loss."""
+    if isinstance(shape, HfShape):
+        return HfDecoder(shape, run.rows), call_with
+    if isinstance(shape, LitShape):
+        return LitDecoder(shape, run.rows), lit_loss
 
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         logits = model(batch[0])
@@ -96,13 +98,7 @@ def _loss_of(run: Rebuilt) -> Callable[[Any, Any], torch.Tensor]:
             found.logits = logits  # type: ignore[attr-defined]
         return found
 
-    return loss
-
-
-def _decoder(shape: Shape | LitShape | HfShape, rows: int) -> Any:
-    if isinstance(shape, HfShape):
-        return HfDecoder(shape, rows)
-    return LitDecoder(shape, rows) if isinstance(shape, LitShape) else Decoder(shape, rows)
+    return Decoder(shape, run.rows), loss
 
 
 def memory_of(run: Rebuilt, cache: Path | None = None) -> Memory:

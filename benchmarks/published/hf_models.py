@@ -9,7 +9,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Factor", "HfBlock", "HfDecoder", "HfShape", "hf_loss"]
+from benchmarks.published.models import Norm
+
+__all__ = ["Factor", "HfBlock", "HfDecoder", "HfShape"]
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,6 @@ class HfShape:
     """Where logits become float32: in the ``model``, which returns them so, in the ``loss``, or nowhere."""
     rank: int = 0
     """Of the adapters of all four products of attention, in float32; 0: none, and every parameter is trained."""
-
-
-class Norm(nn.Module):
-    """RMSNorm of its parts: float32 until the weight."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = x.dtype
-        x = x.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * x.to(dtype)
 
 
 class Factor(nn.Linear):
@@ -198,12 +186,6 @@ class HfDecoder(nn.Module):
         shifted = logits[..., :-1, :].contiguous()
         wanted = labels[..., 1:].contiguous()
         return F.cross_entropy(shifted.view(-1, self.shape.vocabulary), wanted.view(-1))
-
-
-def hf_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the loss, which the model has computed."""
-    found: torch.Tensor = model(*batch)
-    return found
 
 
 def _norm(shape: HfShape) -> nn.Module:

@@ -232,13 +232,12 @@ def _hugging_face(run: Mapping[str, Any]) -> Rebuilt:
     shape = _shape(HUGGING_FACES, run)
     is_recent = "transformers 4.48" in run["framework"]  # which left it to the loss to widen logits
     widens = ("loss" if is_recent else "model") if shape.is_llama else ""
-    config: dict[str, Any] = {"wrap": {"kind": "module_class", "classes": ["HfBlock"]}, "engine": "fsdp1"}
-    if "LoRA" in run["model"]:
-        shape = replace(shape, rank=16)
-        config["wrap"]["classes"] = ["HfBlock", "Factor"]
-    if run["num_gpus"] == 1:
-        config = {"sharding": {"ignored_parameters": ["**"]}}
-    return _rebuilt(run, replace(shape, widens=widens), config)
+    rank = 16 if "LoRA" in run["model"] else 0
+    config: dict[str, Any] = {"sharding": {"ignored_parameters": ["**"]}}  # plain modules, as LitGPT's
+    if run["num_gpus"] > 1:
+        classes = ["HfBlock", "Factor"] if rank else ["HfBlock"]
+        config = {"engine": "fsdp1", "wrap": {"kind": "module_class", "classes": classes}}
+    return _rebuilt(run, replace(shape, widens=widens, rank=rank), config)
 
 
 def _rebuilt(
