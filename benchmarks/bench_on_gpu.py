@@ -61,10 +61,11 @@ def forecast(case: Case, device: str = "h100") -> Rehearsal:
             case.tensors("meta"),
             mesh=case.ranks,
             loss=case.compute,
-            optimizer=case.optimizer,
-            max_norm=1.0,
+            optimizer=case.optimizer if case.train else None,
+            max_norm=1.0 if case.train else None,
             accumulate=case.accumulate,
             device=device,
+            train=case.train,
         )
     finally:
         torch.backends.cudnn.allow_tf32 = before

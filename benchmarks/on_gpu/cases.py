@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from benchmarks.published.hf_models import HfDecoder, HfShape
 from benchmarks.published.models import Decoder, Shape
 
 __all__ = ["CASES", "Case"]
@@ -33,6 +34,7 @@ class Case:
         optimizer: Its name.
         autocast: The dtype of the loop's own `torch.autocast`.
         loss: What the loop does before ``backward()``.
+        train: False for a forward alone, with ``loss`` for what the loop does with model and batch.
     """
 
     model: Callable[[], nn.Module]
@@ -44,6 +46,7 @@ class Case:
     optimizer: str = "adamw"
     autocast: str | None = None
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    train: bool = True
 
     def settings(self) -> dict[str, Any]:
         """Return the config to shard with."""
@@ -71,6 +74,11 @@ def _own(model: nn.Module, batch: Any) -> torch.Tensor:
     return found
 
 
+def _called(model: nn.Module, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**batch)
+    return found
+
+
 def _next_word(model: nn.Module, batch: Any) -> torch.Tensor:
     logits = model(batch["tokens"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["tokens"].flatten())
@@ -78,6 +86,15 @@ def _next_word(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _squares(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch["x"]).float().square().mean()
+
+
+def _generated(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Append 16 words, each the likeliest, with a cache."""
+    tokens, cache = batch["input_ids"], None
+    for _ in range(16):
+        found = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache, tokens = found.past_key_values, found.logits[:, -1:].argmax(-1)
+    return tokens
 
 
 def hugging_face(architecture: str, **settings: Any) -> nn.Module:
@@ -106,6 +123,7 @@ class Recurrent(nn.Module):
 LLAMA_1B = Shape(2048, 16, 32, 128256, 8192, kv_heads=8, norm="fused", is_tied=True)
 LLAMA_SMALL = Shape(1024, 8, 16, 32000, 4096, norm="fused")
 LLAMA_8B = Shape(4096, 32, 32, 128256, 14336, kv_heads=8, norm="fused")
+LLAMA_ADAPTED = HfShape(2048, 16, 32, 8, 128256, 8192, rank=16)
 MPT_1B = Shape(2048, 24, 16, 50368, 8192, norm="layer", is_gated=False, positions=2048, is_tied=True, packed=True)
 BF16 = {"precision": "bf16"}
 FULL, OPS = ({"activation_checkpointing": {"mode": mode}} for mode in ("full", "ops"))
@@ -154,12 +172,28 @@ CASES: dict[str, Case] = {
     "llama 1B, bf16, 8 ranks": _words(LLAMA_1B, 2, 4096, config=BF16, ranks=8),
     "llama 8B, bf16, 64 ranks": _words(LLAMA_8B, 1, 2048, config=BF16, ranks=64),
     "llama 8B, bf16, full, 64 ranks": _words(LLAMA_8B, 1, 8192, config={**BF16, **FULL}, ranks=64),
+    "llama 1B, bf16, evaluated": _words(LLAMA_1B, 4, 4096, config=BF16, train=False),
+    "llama 1B, bf16, adapters": Case(
+        partial(HfDecoder, LLAMA_ADAPTED, 4096),
+        {"tokens": ((2, 4096), 128256), "labels": ((2, 4096), 128256)},
+        ("HfBlock", "Factor"),
+        {"engine": "fsdp1"},
+        loss=_called,
+    ),
     "MPT 1B, bf16": _words(MPT_1B, 4, 2048, config=BF16),
     "GPT-2 medium, bf16": Case(
         partial(hugging_face, "GPT2LMHeadModel", n_embd=1024, n_layer=24, n_head=16, use_cache=False),
         {"input_ids": ((8, 1024), 50257), "labels": ((8, 1024), 50257)},
         ("GPT2Block",),
         BF16,
+    ),
+    "GPT-2 medium, bf16, generating": Case(
+        partial(hugging_face, "GPT2LMHeadModel", n_embd=1024, n_layer=24, n_head=16),
+        {"input_ids": ((32, 512), 50257)},
+        ("GPT2Block",),
+        BF16,
+        loss=_generated,
+        train=False,
     ),
     "BERT-large, bf16": Case(
         partial(

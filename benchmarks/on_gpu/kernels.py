@@ -154,6 +154,46 @@ def convolutions() -> list[Any]:
     return rows
 
 
+def batch_norms() -> list[Any]:
+    """Measure batch norms: what forward and backward take and return, in bytes, and how long they take."""
+    clean, rows = _cleaner(), []
+    shapes = [  # batch, channels, side
+        (128, 64, 112),
+        (128, 64, 56),
+        (128, 256, 56),
+        (128, 128, 28),
+        (128, 512, 28),
+        (128, 256, 14),
+        (128, 1024, 14),
+        (128, 2048, 7),
+        (256, 64, 112),
+        (8, 768, 128),
+        (2, 256, 200),
+        (16, 32, 7),
+    ]
+    for shape, dtype, last, weights in itertools.product(
+        shapes, (torch.float32, _HALF), (False, True), (torch.float32, _HALF)
+    ):
+        if dtype is torch.float32 and weights is _HALF:
+            continue
+        batch, channels, side = shape
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = torch.randn(batch, channels, side, side, device="cuda", dtype=dtype).to(memory_format=layout)
+        x.requires_grad_()
+        norm = nn.BatchNorm2d(channels, device="cuda", dtype=weights)
+        run = partial(norm, x)
+        run()
+        forward = _peak_of(run)
+        out = run()
+        back = partial(torch.autograd.grad, out, (x, norm.weight, norm.bias), torch.randn_like(out), retain_graph=True)
+        back()
+        backward = _peak_of(back)
+        name = out.grad_fn.name() if out.grad_fn is not None else ""
+        kinds = str(dtype)[6:], str(weights)[6:], "last" if last else "first"
+        rows.append([*kinds, *shape, name, *forward, *backward, _micros(run, clean), _micros(back, clean)])
+    return rows
+
+
 def _peak_of(function: Callable[[], Any]) -> tuple[int, int]:
     """Return the most bytes that a call holds, and what it returns."""
     torch.cuda.synchronize()
@@ -323,6 +363,7 @@ MEASURES: dict[str, Callable[[], Any]] = {
     "recurrent": recurrent,
     "attention": attention,
     "convolutions": convolutions,
+    "batch norms": batch_norms,
     "products": products,
     "streaming": streaming,
 }

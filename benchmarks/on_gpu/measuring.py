@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mmfsdp
 from benchmarks.on_gpu.cases import Case
 from mmfsdp.rehearsal.optimizers import make_optimizer
-from mmfsdp.rehearsal.step import run_step
+from mmfsdp.rehearsal.step import run_forward, run_step
 from mmfsdp.runtime.guards import unwatched
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
@@ -57,13 +57,17 @@ def _ready(case: Case) -> Iterator[Any]:
             model = case.model()
         plan = mmfsdp.plan(model, case.settings(), case.ranks)
         model = shard_in_place(model, plan, build_mesh(plan.mesh, "cuda")).module
-        optimizer = make_optimizer(case.optimizer, list(model.parameters()), "cuda")
+        optimizer = make_optimizer(case.optimizer, [*model.parameters()], "cuda") if case.train else None
+        model.train(case.train)
         batches = [case.tensors("cuda") for _ in range(case.accumulate)]
         gc.collect()
         torch.cuda.empty_cache()
 
         def step(begin: Any = lambda name: None) -> None:
-            run_step(begin, model, batches, case.compute, optimizer, 1.0)
+            if optimizer is None:
+                run_forward(begin, model, batches, case.compute)
+            else:
+                run_step(begin, model, batches, case.compute, optimizer, 1.0)
 
         yield step
 
