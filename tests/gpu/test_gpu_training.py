@@ -36,6 +36,28 @@ def test_losses_are_those_of_the_model_alone(device: torch.device, engine: str, 
     assert losses(model, device) == pytest.approx(reference(device), rel=1e-5)
 
 
+class Tagger(nn.Module):
+    """cuDNN wants the weights of a recurrent network in one piece of memory, and torch moves them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.LSTM(16, 32, 2, bidirectional=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.cells(x)[0])
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
+def test_a_recurrent_network_learns(device: torch.device, engine: str) -> None:
+    config = {"engine": engine, "wrap": {"kind": "module_name", "patterns": ["cells"]}}
+    found = losses(mmfsdp.shard(Tagger(), config), device)
+    assert found == pytest.approx(losses(Tagger().to(device), device), rel=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["full", "ops"])
 def test_activations_are_offloaded(device: torch.device, mode: str) -> None:
     config = {"wrap": WRAP, "activation_checkpointing": {"mode": mode, "offload": True}}

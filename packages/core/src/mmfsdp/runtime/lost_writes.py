@@ -1,4 +1,4 @@
-"""Notices values that are written to gathered parameters, and so are lost when these are freed."""
+"""Notices gathered parameters that are written, which is lost when they are freed, or moved to other memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _FORWARDS = 8
 
 
 class LostWrites(Subscriber):
-    """Compares the values of gathered parameters when they are freed with those before, in the first steps.
+    """Compares values and addresses of gathered parameters when they are freed with those before, in the first steps.
 
     torch computes with gathered copies, which it throws away. Weights that a model changes in its forward, such as
-    those of a momentum encoder or a codebook, would silently stay what they are.
+    those of a momentum encoder or a codebook, would silently stay what they are. torch gathers into the same memory
+    again: a copy that a model has moved elsewhere would keep the values of its first step.
 
     It keeps one flag per parameter, and leaves when it has been checked: before the first step of an optimizer of
     torch, or after `_FORWARDS` forwards.
@@ -40,26 +41,29 @@ class LostWrites(Subscriber):
         self._root = weakref.ref(module)
         self._groups = [weakref.ref(group) for group in groups]
         self._forwards = 0
-        self._before: dict[int, tuple[list[str], torch.Tensor]] = {}
+        self._before: dict[int, _Gathered] = {}
         self._changed: dict[int, tuple[list[str], torch.Tensor]] = {}
+        self._moved: set[str] = set()
         subscribe(self, groups)
 
     def gathered(self, group: Group) -> None:
-        """Keep what the copies add up to."""
+        """Keep what the copies add up to, and where they are."""
         root = self._root()
         if root is not None and root.training:
-            self._before[id(group)] = _sums(group)
+            self._before[id(group)] = _Gathered(group)
 
     def before_free(self, group: Group) -> None:
-        """Compare what they add up to with that, and keep which differ."""
-        if (before := self._before.pop(id(group), None)) is None or not before[0]:
+        """Compare both with what is there now, and keep which differ."""
+        if (before := self._before.pop(id(group), None)) is None or not before.names:
             return
-        names, first = before
-        _, second = _sums(group)
+        after = _Gathered(group)
+        pairs = zip(before.names, before.places, after.places, strict=True)
+        self._moved.update(name for name, place, now in pairs if place != now)
+        first, second = before.sums, after.sums
         changed = (first != second) & ~(first.isnan() & second.isnan())
         if (known := self._changed.get(id(group))) is not None:
             changed |= known[1]
-        self._changed[id(group)] = names, changed
+        self._changed[id(group)] = before.names, changed
 
     def count_forward(self) -> bool:
         """Count a training forward, and return whether there were enough, so that `finish` is due."""
@@ -70,7 +74,7 @@ class LostWrites(Subscriber):
         """Leave, and check that nothing was lost. Not collective; waits for the device.
 
         Raises:
-            ShardStateError: A parameter was written while it was gathered.
+            ShardStateError: A parameter was written, or moved, while it was gathered.
         """
         unsubscribe(self, [group for reference in self._groups if (group := reference()) is not None])
         found, self._changed, self._before = self._changed, {}, {}
@@ -80,6 +84,13 @@ class LostWrites(Subscriber):
             for name, is_changed in zip(names, flags.tolist(), strict=True)
             if is_changed
         ]
+        if self._moved:
+            raise ShardStateError(
+                f"{name_list(sorted(self._moved))} {'was' if len(self._moved) == 1 else 'were'} moved to other memory "
+                "in a forward, where later steps would find the values of this one: torch gathers sharded parameters "
+                "into the memory that they had. Drop what assigns to `.data` or calls `set_()` in the forward, or "
+                "leave these parameters out of sharding with sharding.ignored_parameters."
+            )
         if changed:
             raise ShardStateError(
                 f"{name_list(sorted(changed))} {'was' if len(changed) == 1 else 'were'} written in a forward, which "
@@ -89,15 +100,28 @@ class LostWrites(Subscriber):
             )
 
 
-@torch.no_grad()
-def _sums(group: Group) -> tuple[list[str], torch.Tensor]:
-    # By position: before the first forward of the root its parameters have no names yet.
-    found = [(name, _sum(value)) for name, value in gathered_values(group)]
-    return [name for name, _ in found], torch.stack([value for _, value in found]) if found else torch.zeros(0)
+class _Gathered:
+    """What the gathered copies of a group add up to, and their addresses; by position, as names come late.
+
+    Attributes:
+        names: FQNs; before the first forward of the root its parameters have none yet.
+        places: Addresses.
+        sums: Sums in float32.
+    """
+
+    @torch.no_grad()
+    def __init__(self, group: Group) -> None:
+        found = [(name, _plain(value)) for name, value in gathered_values(group)]
+        self.names = [name for name, _ in found]
+        self.places = [value.data_ptr() for _, value in found]
+        self.sums = torch.stack([_sum(value) for _, value in found]) if found else torch.zeros(0)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value.detach()
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:
-    value = value.to_local() if isinstance(value, DTensor) else value.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
     if value.dtype.itemsize == 1:  # torch does not add up float8

@@ -25,6 +25,7 @@ from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks, route_calls
 from mmfsdp.runtime.kept_params import named_references, replace_kept
 from mmfsdp.runtime.lost_writes import LostWrites
+from mmfsdp.runtime.recurrent_weights import leave_weights_in_place
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
@@ -240,6 +241,7 @@ def _finished(
     route_calls(state, parts)
     if state.groups or state.is_fsdp1:
         average_on_shards(sharded)
+        leave_weights_in_place(sharded)
     return state
 
 
