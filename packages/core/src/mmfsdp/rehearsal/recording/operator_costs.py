@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfsdp.rehearsal.recording.calls import Call, call_of
 from mmfsdp.rehearsal.recording.recurrent import RECURRENT, recurrent_flops
-from mmfsdp.rehearsal.recording.step_records import COPY_IN
+from mmfsdp.rehearsal.recording.step_records import CHANNELS_LAST, COPY_IN
 
 __all__ = ["GROUPED_PRODUCT", "QUANTIZED_PRODUCT", "Costs", "is_view"]
 
@@ -35,7 +35,7 @@ _OF_FSDP = "fsdp::"
 
 _ATTENTION = "aten::_scaled_dot_product_"
 
-_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+_CONVOLUTIONS = _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten::convolution", "aten::convolution_backward"
 
 _LIKE = {  # attention on the CPU, which torch counts from 2.15 on
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -66,6 +66,7 @@ class Costs:
         self._causal: dict[Any, int | None] = {}
         self._shapes: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
         self._rounds = is_accelerator and torch.get_float32_matmul_precision() != "highest"
+        self._is_accelerator = is_accelerator
         self._convolves_rounded = is_accelerator and torch.backends.cudnn.allow_tf32
 
     def unit_of(self, module: str, phase: str) -> str | None:
@@ -78,6 +79,19 @@ class Costs:
                 name = name.rpartition(".")[0]
             self._owners[module] = name
         return self._owners[module]
+
+    def reorders(self, func: Any) -> bool:
+        """Return whether what an operator holds for a moment are copies in another order, which take time to make."""
+        return self._is_accelerator and func._schema.name in _CONVOLUTIONS
+
+    def name_of(self, func: Any, inputs: Sequence[torch.Tensor]) -> str:
+        """Return an operator's name; that of a convolution says on an accelerator if its channels come last."""
+        name: str = func._schema.name
+        if not self.reorders(func):
+            return name
+        image = inputs[1 if name == _CONVOLUTION_BACKWARD else 0]
+        is_last = image.dim() == 4 and not image.is_contiguous() and image.stride(1) == 1
+        return name + CHANNELS_LAST if is_last else name
 
     def note(self, signature: str, func: Any, args: Any, kwargs: Any) -> None:
         """Remember how an operator is called, unless one of the same signature is known."""
@@ -113,6 +127,8 @@ class Costs:
             flops = _grouped_flops(*args[:2])
         elif func._schema.name == QUANTIZED_PRODUCT:
             flops = 2 * args[0].numel() * args[2][0]
+        elif func._schema.name == _CONVOLUTION_BACKWARD:
+            flops = _convolution_backward_flops(args)
         elif func._schema.name in RECURRENT:
             flops = recurrent_flops(func._schema.name, args)
         if flops and self._is_causal(func, args, kwargs):
@@ -156,6 +172,17 @@ def _with_equal_heads(args: Sequence[Any], name: str) -> Sequence[Any]:
         return args
     shapes = [torch.Size((part.shape[0], query.shape[1], *part.shape[2:])) for part in others]
     return [*args[: first + 1], *shapes, *args[first + 3 :]]
+
+
+def _convolution_backward_flops(args: Sequence[Any]) -> int:
+    """Return the FLOPs of the gradients of input and weight, each as many as forward has.
+
+    torch counts those of the weight as if there were one group (``conv_backward_flop``, 2.9 to 2.15), for a depthwise
+    convolution as many times too many as it has channels.
+    """
+    grad, inputs, weight = args[:3]
+    is_transposed, wanted = args[7], args[10]
+    return 2 * (inputs if is_transposed else grad).numel() * weight[0].numel() * sum(wanted[:2])
 
 
 def _grouped_flops(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -17,7 +17,15 @@ from mmfsdp.rehearsal.recording.foreach import on_shards
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
-from mmfsdp.rehearsal.recording.step_records import FUSED, TO_CPU, TO_DEVICE, Allocation, Collective, Operator
+from mmfsdp.rehearsal.recording.step_records import (
+    FUSED,
+    REORDERED,
+    TO_CPU,
+    TO_DEVICE,
+    Allocation,
+    Collective,
+    Operator,
+)
 
 __all__ = ["Recorder"]
 
@@ -238,6 +246,8 @@ class Recorder(TorchDispatchMode):
         if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
+            if self.costs is not None and self.costs.reorders(func):
+                self._note_operator(REORDERED, 0, 2 * count, self.costs.dtype_of(inputs), ())
         return result
 
     def _adopt_constants(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -285,7 +295,7 @@ class Recorder(TorchDispatchMode):
         if self.costs is None or func.namespace in _NAMESPACES:
             return
         flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
-        made = self._note_operator(func._schema.name, flops, nbytes, dtype, shapes)
+        made = self._note_operator(self.costs.name_of(func, inputs), flops, nbytes, dtype, shapes)
         if nbytes:
             self.costs.note(made.signature, func, args, kwargs)
 

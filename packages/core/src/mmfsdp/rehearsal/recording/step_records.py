@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["COPIES", "FUSED", "KINDS", "TO_CPU", "TO_DEVICE", "Allocation", "Collective", "Moment", "Operator"]
+__all__ = [
+    "CHANNELS_LAST",
+    "COPIES",
+    "FUSED",
+    "KINDS",
+    "REORDERED",
+    "TO_CPU",
+    "TO_DEVICE",
+    "Allocation",
+    "Collective",
+    "Moment",
+    "Operator",
+]
 
 KINDS = (
     "parameter",
@@ -35,6 +47,12 @@ COPY_IN = "fsdp::all_gather_copy_in"
 
 FUSED = "inductor::fused"
 """Several operators that a compiler makes one kernel of."""
+
+CHANNELS_LAST = ".channels_last"
+"""What the name of a convolution ends with whose channels come last in memory, on an accelerator."""
+
+REORDERED = "cudnn::reordered"
+"""What a convolution copies to the order of channels that it computes in, which its own call issues."""
 
 _BEFORE_GATHERING = ("aten::_foreach_copy_", COPY_IN)
 """Operators that copy a rank's shards, to the dtype that is sent and into the buffer that is gathered."""

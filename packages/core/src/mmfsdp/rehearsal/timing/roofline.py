@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmfsdp.rehearsal.recording.step_records import COPIES, Operator
+from mmfsdp.rehearsal.recording.step_records import COPIES, REORDERED, Operator
+from mmfsdp.rehearsal.timing.convolving import convolution_seconds, is_convolution, norm_seconds
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.ranges import CASES
 
@@ -14,6 +15,11 @@ _RECURRENT = ("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _STEPS_AT_A_TIME = 0.45
 """Share of the peak that recurrent networks reach, whose products wait for each other, as one did on an H100."""
 _HALVES = ("float16", "bfloat16")
+_FULL = 0.745
+"""Share of the peak that products of matrices and attention reach in float32 that is not rounded, on an H100: power does
+not limit them, and what is sent beside them does not show."""
+_SHORT_FULL = 300.0
+"""Rows at which attention reaches half of that."""
 _EFFICIENT = 0.5
 """How fast memory-efficient attention is in 16 bits beside flash attention."""
 _LONG = 2048
@@ -29,6 +35,8 @@ def kind_of(operator: Operator) -> str:
 
 def weight_of(operator: Operator) -> float:
     """Return what an operator takes to issue, as a share of one that computes; a collective counts as one of these."""
+    if operator.name == REORDERED:
+        return 0.0
     return _VIEW if "::" in operator.name and kind_of(operator) == "view" else 1.0
 
 
@@ -54,8 +62,17 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
         return known * device.spread[place], "memory" if kind == "moving" else "compute"
     moving = operator.nbytes / (device.bandwidth * device.streaming[place])
     if kind == "moving":
-        return max(moving, device.smallest), "memory"
-    share = _attention_share(operator, device, place) if kind == "attention" else device.products[place]
+        normalising = norm_seconds(operator, device, place) if device.filling else 0.0
+        return max(moving, normalising, device.smallest), "memory"
+    if device.filling and is_convolution(operator):
+        computing, moving = convolution_seconds(operator, device, place)
+        return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"
+    is_full = bool(device.filling) and operator.dtype == "float32"
+    full = _FULL * device.products[place] / device.products.usual
+    if kind == "attention":
+        share = _full_attention_share(operator, full) if is_full else _attention_share(operator, device, place)
+    else:
+        share = full if is_full else device.products[place]
     if operator.name in _RECURRENT:
         share = _STEPS_AT_A_TIME
     elif kind == "product" and device.filling:
@@ -74,6 +91,11 @@ def _attention_share(operator: Operator, device: Device, place: int) -> float:
     rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
     filled = min(rows / (rows + device.short) * (_LONG + device.short) / _LONG, 1.0)
     return min(share * filled, 1.0)
+
+
+def _full_attention_share(operator: Operator, full: float) -> float:
+    rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
+    return full * rows / (rows + _SHORT_FULL)
 
 
 def _filled_share(operator: Operator, device: Device) -> float:
