@@ -1,4 +1,4 @@
-"""Forecasts the steps that were measured on a GPU, without one, for docs/measured_on_gpu.md.
+"""Forecasts the steps that were measured on GPUs, without one, for docs/measured_on_gpu.md.
 
 ``python -m benchmarks.on_gpu.main FOLDER`` measures, on a machine with a GPU.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tools.measured_on_gpu import DATA, FORECASTS, error_of, measured
+from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, error_of, measured
 
 import mmfsdp
 from benchmarks.measuring import sized
@@ -23,28 +23,32 @@ from mmfsdp.rehearsal import Rehearsal
 __all__ = ["figures_of", "forecast", "main"]
 
 _GIB = 1 << 30
+_KINDS = "allocated", "reserved", "seconds"
 
 
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Forecast the cases and return median and worst errors; ``arguments`` are the command line's."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=sized("", "LSTM 1024 x 2, fp32"), help="cases whose name has this text")
+    parser.add_argument("--only", default=sized("", "ResNet-50, fp32"), help="cases whose name has this text")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found, errors = {}, {}
-    for name, real in measured().items():
-        if options.only in name:
-            found[name] = figures_of(forecast(CASES[name]))
-            errors[name] = {kind: error_of(kind, real, found[name]) for kind in ("allocated", "reserved", "seconds")}
-            shown = (f"{kind} {off:+.1%}" for kind, off in errors[name].items() if off is not None)
-            print(f"{name:34} {', '.join(shown)}", flush=True)
+    found: dict[str, dict[str, Any]] = {device: {} for device in DEVICES}
+    summary: dict[str, Any] = {}
+    for device in DEVICES:
+        errors = []
+        for name, real in measured(device).items():
+            if options.only in name:
+                found[device][name] = figures_of(forecast(CASES[name], device))
+                errors.append({kind: error_of(kind, real, found[device][name]) for kind in _KINDS})
+                shown = (f"{kind} {off:+.1%}" for kind, off in errors[-1].items() if off is not None)
+                print(f"{device} {name:34} {', '.join(shown)}", flush=True)
+        for kind in _KINDS:
+            if sizes := [abs(off) for row in errors if (off := row[kind]) is not None]:
+                figures = {"median": statistics.median(sizes), "worst": max(sizes), "count": len(sizes)}
+                summary[f"{kind} {device}"] = figures
+                print(f"{kind}, {device}: median {figures['median']:.1%}, worst {max(sizes):.1%} of {len(sizes)}")
     if not options.only:
         (DATA / FORECASTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    summary = {}
-    for kind in ("allocated", "reserved", "seconds"):
-        sizes = [abs(off) for row in errors.values() if (off := row[kind]) is not None]
-        summary[kind] = {"median": statistics.median(sizes), "worst": max(sizes), "count": len(sizes)}
-        print(f"{kind}: median {summary[kind]['median']:.1%}, worst {max(sizes):.1%} of {len(sizes)}")
     return summary
 
 

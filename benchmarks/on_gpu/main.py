@@ -1,6 +1,7 @@
 """Measures all cases and kernels on the GPU of this machine: ``python -m benchmarks.on_gpu.main FOLDER``.
 
-Each runs in a process of its own, and writes a line of ``steps.jsonl`` or ``kernels.jsonl`` when it is done.
+Each runs in a process of its own, and writes a line of ``steps.jsonl`` or ``kernels.jsonl`` when it is done;
+those of a device become ``steps_DEVICE.jsonl`` here.
 """
 
 from __future__ import annotations

@@ -238,3 +238,36 @@ def test_errors_of_ranks_come_home_with_their_context() -> None:
     assert str(caught.value.errors[1]) == "Wrong. [config='a.b']"
     with pytest.raises(RankError, match="hanging did not end on rank 0 within 2 s"):
         run_ranks(hanging, 3, timeout=2)
+
+
+class FrozenAndTied(nn.Module):
+    """Words that are frozen, at either end, around a block that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(8, 5), Block(5)
+        self.head = nn.Linear(5, 8, bias=False)
+        self.head.weight = self.words.weight
+        self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.block(self.words(x)))
+        return found
+
+
+def frozen_and_tied(rank: int, engine: str) -> Told | None:
+    config = {"wrap": BLOCKS, "engine": engine, "sharding": "NO_SHARD" if engine == "replicate" else "FULL_SHARD"}
+    if engine == "fsdp1" and dist.get_world_size() == 1:
+        return told(lambda: mmfsdp.shard(FrozenAndTied(), config))
+    mmfsdp.shard(FrozenAndTied(), config)(torch.tensor([[1, 2]])).sum().backward()
+    return None
+
+
+def test_tied_weights_that_are_frozen_and_whole() -> None:
+    """torch's FSDP1 says AssertionError in the first forward."""
+    [(kind, text)] = run_ranks(frozen_and_tied, 1, "fsdp1")
+    assert kind is errors.ConfigError
+    assert "head.weight is tied to words.weight" in text or "words.weight is tied to head.weight" in text
+    assert "use engine 'replicate' or 'fsdp2'" in text
+    for engine, ranks in (("fsdp1", 2), ("fsdp2", 1), ("replicate", 1)):
+        assert run_ranks(frozen_and_tied, ranks, engine) == [None] * ranks

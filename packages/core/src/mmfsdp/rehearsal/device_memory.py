@@ -15,6 +15,8 @@ __all__ = [
     "CUBLAS_LARGE",
     "CUBLAS_SMALL",
     "NCCL",
+    "NCCL_ALONE",
+    "NCCL_LIBRARY",
     "beside_allocator",
     "taken_ranges",
     "workspaces_of",
@@ -27,14 +29,22 @@ _UNCERTAIN = 0.02
 """How far steps that were measured are from the replay at most, but for fragments that were there before: the order
 of releases on a GPU, and workspaces that are not modelled."""
 
-CONTEXT = (287_047_680, 666_632_192)
+CONTEXT = (287_047_680 + 232 * _MIB, 666_632_192)
 """Least and most bytes of the CUDA context with torch's kernels: as measured with modules loaded lazily and at once, in
-https://github.com/pytorch/pytorch/pull/86509."""
+https://github.com/pytorch/pytorch/pull/86509. Steps load kernels of 232 to 310 MiB, as measured with nine models on an
+H100 and an H200."""
 
-NCCL = (16 * 4 * _MIB, 32 * 2 * 10 * _MIB)
-"""Least and most bytes of a communicator of several ranks: 16 channels with one buffer of 4 MiB, the documented default
-of ``NCCL_BUFFSIZE``; 32 channels, a ring's two connections, 10 MiB for each, as counted in
+NCCL_LIBRARY = (170 * _MIB, 356 * _MIB)
+"""Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on an
+H200, with one rank, which computes nothing, and with two."""
+
+NCCL = (4 * _MIB + 2 * 6 * _MIB, 32 * 2 * 10 * _MIB)
+"""Least and most bytes of a communicator of several ranks: two channels of 6 MiB, as NCCL 2.28 took for two ranks that
+were connected through sockets; 32 channels, a ring's two connections, 10 MiB for each, as counted in
 https://github.com/NVIDIA/nccl/issues/1685."""
+
+NCCL_ALONE = (0, 4 * _MIB + 32 * 12 * _MIB)
+"""The same of one of a single rank: none if the loop makes none, and 32 channels of 12 MiB, as NCCL 2.28 took."""
 
 CUBLAS_SMALL = (2 * 4096 * 1024 + 8 * 16 * 1024,) * 2
 """Workspaces of cuBLAS, one for the thread of forward and one for that of backward, each of 4096 KiB x 2 + 16 KiB x 8:
@@ -97,9 +107,13 @@ def taken_ranges(
 
 
 def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:
-    """Return the least and the most bytes of the CUDA context and of NCCL's communicators.
+    """Return the least and the most bytes of the CUDA context, of NCCL, and of its communicators.
 
-    Each group of several ranks that the step sends in has a communicator; torch makes it with the first message.
+    Each group of several ranks that the step sends in has a communicator; torch makes it with the first message. A step
+    on one rank may have one, too.
     """
     groups = len({(item.ranks, item.stride) for item in collectives if item.ranks > 1})
-    return CONTEXT[0] + groups * NCCL[0], CONTEXT[1] + groups * NCCL[1]
+    if not groups:
+        return CONTEXT[0] + NCCL_ALONE[0], CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]
+    low, high = (CONTEXT[case] + NCCL_LIBRARY[case] + groups * NCCL[case] for case in range(2))
+    return low, high

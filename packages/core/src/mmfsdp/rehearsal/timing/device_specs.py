@@ -19,7 +19,7 @@ _PRODUCTS, _ATTENTION, _STREAMING = Range(0.45, 0.65, 0.8), Range(0.3, 0.4, 0.65
 _SPREAD = Range(1.25, 1.0, 0.8)
 _ISSUE = Range(12 * _MICRO, 6 * _MICRO, 4 * _MICRO)
 _COPIES = Range(18e9, 25e9, 28e9)
-_HOST = Range(6e9, 12e9, 60e9)
+_HOST = Range(6e9, 12e9, 110e9)
 
 
 @dataclass(frozen=True)

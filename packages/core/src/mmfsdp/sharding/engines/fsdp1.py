@@ -47,6 +47,14 @@ class Fsdp1Engine:
             problems.append("cpu_offload on a CPU device needs engine 'fsdp2' (and saves nothing there).")
         if plan.forward_prefetch > 1:
             problems.append("forward prefetch of more than one unit needs engine 'fsdp2'.")
+        if plan.strategy == "NO_SHARD" or plan.mesh.shard == 1:  # torch 2.9 to 2.13 fails in the first forward
+            frozen = (unit.params for unit in plan.units if not any(param.requires_grad for param in unit.params))
+            tied = [param for params in frozen for param in params if param.aliases]
+            problems += [
+                f"{param.fqn} is tied to {param.aliases[0]} in a unit whose parameters are all frozen, which torch's FSDP1 "
+                "does not support where each rank holds whole parameters: use engine 'replicate' or 'fsdp2'."
+                for param in tied
+            ]
         return problems
 
     def apply(
