@@ -20,7 +20,7 @@ from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
-from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, beside_allocator
+from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, NCCL_ALONE, NCCL_LIBRARY, beside_allocator
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.rehearsal.waiting import released_late
 from mmfsdp.testing import single_rank
@@ -475,11 +475,13 @@ def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> Non
 
 
 def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:
-    assert beside_allocator([]) == CONTEXT
-    beside = [CONTEXT[place] + NCCL[place] for place in (0, 1)]  # all messages go through one group
+    alone = CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]  # a loop on one rank may have a communicator
+    assert beside_allocator([]) == (CONTEXT[0], alone)
+    library = [CONTEXT[place] + NCCL_LIBRARY[place] for place in (0, 1)]
+    beside = [library[place] + NCCL[place] for place in (0, 1)]  # all messages go through one group
     assert [a - b for a, b in zip(step.device_bytes(), step.reserved(), strict=True)] == beside
     hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
-    assert hybrid.device_bytes()[1] - hybrid.reserved()[1] == CONTEXT[1] + 2 * NCCL[1]
+    assert hybrid.device_bytes()[1] - hybrid.reserved()[1] == library[1] + 2 * NCCL[1]
     assert "\nWith the CUDA context and NCCL, of the GPU: " in str(rehearse(device_type="cuda"))
 
 
