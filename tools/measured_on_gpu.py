@@ -25,15 +25,16 @@ _KINDS = {"allocated": "allocated memory", "reserved": "reserved memory", "secon
 
 INTRO = """# Measured on a GPU
 
-On this page you look up how far forecasts are from steps that we measured: {first} on one {one} and {second} on one {other},
-with torch {torch} and transformers 5.17. `python -m benchmarks.on_gpu.main FOLDER` measured them in a process each,
-`python -m benchmarks.bench_on_gpu` forecast them on a machine without a GPU, and `python tools/measured_on_gpu.py`
-writes this page. Runs of others, on many GPUs, are on the page [published runs](published_runs.md).
+On this page you look up how far forecasts are from steps that we measured: {first} on one {one} and {second} on
+one {other}, with torch {torch} and transformers 5.17. `python -m benchmarks.on_gpu.main FOLDER` measured them in a
+process each, `python -m benchmarks.bench_on_gpu` forecast them on a machine without a GPU, and
+`python tools/measured_on_gpu.py` writes this page. Runs of others, on many GPUs, are on the page
+[published runs](published_runs.md).
 
-Each case is a whole step, with the weights made on the GPU: forward, backward, clipping and the optimizer; *evaluated* and
-*generating*, which has a cache, are forward alone. Those with several ranks are one rank of a world whose others are
-missing: nothing is sent, but kernels, streams and the allocator are real. So they show memory, and no time. TensorFloat32
-is off.
+Each case is a whole step, with the weights made on the GPU: forward, backward, clipping and the optimizer; *evaluated*
+and *generating*, which has a cache, are forward alone. Those with several ranks are one rank of a world whose others
+are missing: nothing is sent, but kernels, streams and the allocator are real. So they show memory, and no time.
+TensorFloat32 is off.
 
 """
 
@@ -42,22 +43,23 @@ NOTES = """
 after a fresh start, beside `step.reserved()`; errors are those of the nearest end of the interval. A step's seconds are
 the median of five, beside `step.time(device)`; *inside* counts figures in their interval.
 
-**What was fitted to the steps of the H100:** what cuDNN keeps of recurrent networks and takes for them and for convolutions;
-that the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in the published
-runs, which share power and multiprocessors with communication; how fast float32, convolutions, short and memory-efficient
-attention are; and what issuing an operator takes. **What was not:** the operators and their results, the order in which
-memory is allocated and released, the streams of FSDP and the rules of the allocator, which follow torch's sources. To the
-H200 nothing was fitted but how fast batch norms are.
+**What was fitted to the steps of the H100:** what cuDNN keeps of recurrent networks and takes for them and for
+convolutions; that the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in
+the published runs, which share power and multiprocessors with communication; how fast float32, convolutions, short and
+memory-efficient attention are; and what issuing an operator takes. **What was not:** the operators and their results,
+the order in which memory is allocated and released, the streams of FSDP and the rules of the allocator, which follow
+torch's sources. To the H200 only this was fitted: how fast batch norms are, what convolutions in float32 take for a
+moment, and how long issuing an operator takes at worst.
 
 **What is off, as far as we know:**
 
-- *Small models wait for the CPU.* These two, of virtual machines, needed about 40 us for an operator; the forecast is 20, and
-  its interval begins at 6 and ends at 40. Steps whose CPU has issued all just before they end, in the table, are such.
+- *Small models wait for the CPU.* These two, of virtual machines, needed 40 to 50 us for an operator; the forecast is
+  20, and its interval begins at 6 and ends at 50. Such are steps whose CPU has issued all just before they end.
 - *llama 8B without recomputation reserves 4 GiB more.* The GPU's own allocations, replayed through our model of the
-  allocator, reserve what they did there. But where a block of 16 MiB lies decides whether a request of 4 GiB finds a free
-  segment, and our replay puts it elsewhere.
-- *The optimizer of the offloaded step* ran on 16 threads, and the forecast counts with one, as torchrun starts a rank; the
-  interval has both.
+  allocator, reserve what they did there. But where a block of 16 MiB lies decides whether a request of 4 GiB finds a
+  free segment, and our replay puts it elsewhere.
+- *The optimizer of the offloaded step* ran on 16 threads, and the forecast counts with one, as torchrun starts a rank;
+  the interval has both.
 
 A step of an LSTM is left out, as its weights lay elsewhere then: see [guards](guards.md).
 
@@ -100,11 +102,9 @@ def page() -> str:
     rows = (row for device in DEVICES for row in _summary(device, lines[device], found[device]))
     text += _table(("forecast", "steps", "median error", "worst", "inside"), rows)
     text += NOTES.format(alone=PRESETS["h100"].alone)
-    text += "## Memory\n\nIn GiB. Steps that both have took the same on the H200, but for what is reserved, to 2.3 %.\n\n"
+    text += f"## Memory\n\nIn GiB. Steps of both differed on the H200 by {_apart(*lines.values())}.\n\n"
     head = ("step", "allocated", "forecast", "error", "reserved", "forecast", "error")
-    shown = {
-        name: (line, found[device][name]) for device in reversed(DEVICES) for name, line in lines[device].items()
-    }
+    shown = {name: (line, found[device][name]) for device in reversed(DEVICES) for name, line in lines[device].items()}
     text += _table(head, (_memory(name, *pair) for name, pair in shown.items()))
     text += "\n## Seconds of a step\n"
     for device in DEVICES:
@@ -116,6 +116,15 @@ def page() -> str:
         )
         text += _table(("step", "measured", "until all was issued", "forecast", "error"), timed)
     return text
+
+
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return by how much the memory of steps of two devices differs at most."""
+    found = {
+        kind: max(abs(other[name]["peak"][kind] / one[name]["peak"][kind] - 1) for name in one.keys() & other.keys())
+        for kind in ("allocated", "reserved")
+    }
+    return " and ".join(f"{most:.1%} of what is {kind}" for kind, most in found.items())
 
 
 def _summary(device: str, lines: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:

@@ -35,8 +35,8 @@ https://github.com/pytorch/pytorch/pull/86509. Steps load kernels of 232 to 310 
 H100 and an H200."""
 
 NCCL_LIBRARY = (170 * _MIB, 356 * _MIB)
-"""Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on an
-H200, with one rank, which computes nothing, and with two."""
+"""Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on
+an H200, with one rank, which computes nothing, and with two."""
 
 NCCL = (4 * _MIB + 2 * 6 * _MIB, 32 * 2 * 10 * _MIB)
 """Least and most bytes of a communicator of several ranks: two channels of 6 MiB, as NCCL 2.28 took for two ranks that

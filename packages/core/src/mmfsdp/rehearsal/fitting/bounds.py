@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL
+from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL, NCCL_LIBRARY
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
@@ -18,6 +18,7 @@ from mmfsdp.rehearsal.timing.links import Links, collective_seconds
 __all__ = ["Known", "sending_seconds"]
 
 _RECOMPUTED = {"full": 0.9, "every_n": 0.45, "ops": 0.1}  # of forward; a little less than what is repeated
+_UNUSED = 0.5  # of what the allocator keeps unused; less than what it keeps in a step with larger shards
 _SLOWER = 1.5  # float32 than mixed precision; a little less than it is
 
 
@@ -41,23 +42,27 @@ class Known:
         """Return bytes that a step needs at least.
 
         Activations of half as many samples are at least half as large. Gradients that earlier micro-batches leave are
-        whole, and equally large however many there are. Of two steps that gather the same, the one with larger shards
-        needs at least as much more as it keeps between steps.
+        whole, and equally large however many there are. A step that keeps what it gathers has all of it when forward
+        ends. Of two steps that gather the same, the one with larger shards needs at least as much more as it keeps
+        between steps, and the allocator leaves nearly as much unused.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
         kept = 0.0 if plan.cpu_offload else plan.param_bytes() * (1 + state)
         carried = self._carried(choice, plan)
-        least = kept + carried
+        gathered = _gathered(plan)
+        least = kept + carried + gathered
+        beside = self._beside(plan)
         for known, before, estimate in self._seen:
             if known.forward_settings != choice.forward_settings:
                 continue
             part = min(known.accumulate / choice.accumulate, 1.0)
-            most = max(estimate.activations * part, carried + estimate.forward_activations * part)
-            least = max(least, kept + most)
+            in_forward = max(estimate.forward_activations * part, gathered + estimate.kept_activations * part)
+            least = max(least, kept + estimate.activations * part, kept + carried + in_forward)
             if known.loop == choice.loop and _gathers(before) == _gathers(plan):
                 more = kept - before.param_bytes() * (1 + state)
-                least = max(least, estimate.peak.nbytes + more if more > 0 else 0.0)
-        return least + self._beside(plan)
+                unused = estimate.nbytes - self._beside(before) - estimate.peak.nbytes
+                least = max(least, estimate.peak.nbytes + _UNUSED * max(unused, 0) + more if more > 0 else 0.0)
+        return least + beside
 
     def _carried(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the bytes of whole gradients that the last forward finds at least."""
@@ -78,7 +83,8 @@ class Known:
         """Return the bytes that a process takes of a GPU at least beside what a step holds."""
         if self._device.type == "cpu":
             return 0
-        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL[1] if plan.mesh.world_size > 1 else 0)
+        groups = sum(ranks > 1 for ranks in (plan.mesh.shard, plan.mesh.replicate))
+        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL_LIBRARY[1] + groups * NCCL[1] if groups else 0)
 
     def seconds(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
@@ -115,6 +121,21 @@ class Known:
                 self._derived[key] = more
             return self._derived[key]
         return None
+
+
+def _gathered(plan: ShardPlan) -> int:
+    """Return the bytes of gathered parameters that are there when forward ends, but for those of the root."""
+    if plan.mesh.shard == 1 or plan.engine == "replicate":
+        return 0
+    found = 0
+    for unit in plan.units[:-1]:
+        if unit.reshard_after_forward is False:
+            dtype = unit.precision.param_dtype
+            found += sum(
+                param.numel * itemsize(dtype if dtype and is_floating_point(param.dtype) else param.dtype)
+                for param in unit.params
+            )
+    return found
 
 
 def _gathers(plan: ShardPlan) -> tuple[object, ...]:

@@ -38,6 +38,8 @@ class Estimate:
     """The most bytes of the kinds that do not depend on how parameters are sharded."""
     forward_activations: float
     """The same while the last forward runs."""
+    kept_activations: float
+    """The bytes of these kinds that are there when the last forward ends."""
     carried: float
     """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
     state: float
@@ -175,6 +177,7 @@ class Prober:
             nbytes=max(round(needed), peak.nbytes),
             activations=activations.nbytes + inputs,
             forward_activations=in_forward.nbytes + inputs,
+            kept_activations=total(lambda step: _kept_activations(step, 2 * last)) + inputs,
             carried=total(lambda step: _carried(step, 2 * last)) if last and not choice.reduces else 0.0,
             state=total(lambda step: step.static.get("optimizer state", 0))
             / max(total(lambda step: step.static.get("parameter", 0)), 1),
@@ -260,6 +263,13 @@ def _carried(step: Rehearsal, phase: int) -> int:
     begin, end = step.phases[phase][1], step.phases[phase + 1][1]
     held = (item for item in step.allocations if item.kind == "gradient" and item.begin < begin)
     return sum(item.nbytes for item in held if item.end is None or item.end >= end)
+
+
+def _kept_activations(step: Rehearsal, phase: int) -> int:
+    """Return the bytes of activations that are held when a phase ends."""
+    moment = step.phases[phase + 1][1] - 1
+    held = (item for item in step.allocations if item.kind in ACTIVATIONS and item.begin <= moment)
+    return sum(item.nbytes for item in held if item.end is None or item.end > moment)
 
 
 def _computing(time: StepTime, phases: tuple[str, ...]) -> float:

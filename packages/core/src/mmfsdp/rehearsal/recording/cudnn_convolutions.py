@@ -48,7 +48,7 @@ def cudnn_convolution_bytes(name: str, args: Any, result: Any) -> int:
         is_small = tuple(weight.shape[2:]) == (3, 3) and all(step == 1 for step in (*stride, *dilation))
         if name == "aten::convolution":
             return _spectrum_bytes(inputs, weight) if is_small else 0
-        return _winograd_bytes(grad, inputs, weight) if is_small else _turned_bytes(grad, inputs, weight)
+        return (_winograd_bytes if is_small else _turned_bytes)(args[0], inputs, weight)
     is_point = prod(weight.shape[2:]) == 1 and all(step == 1 for step in stride)
     is_last = inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
     return more if is_point or is_last else more + sum(map(_padded_bytes, moved))

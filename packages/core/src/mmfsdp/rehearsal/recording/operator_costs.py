@@ -182,7 +182,7 @@ def _convolution_backward_flops(args: Sequence[Any]) -> int:
     """
     grad, inputs, weight = args[:3]
     is_transposed, wanted = args[7], args[10]
-    return 2 * (inputs if is_transposed else grad).numel() * weight[0].numel() * sum(wanted[:2])
+    return int(2 * (inputs if is_transposed else grad).numel() * weight[0].numel() * sum(wanted[:2]))
 
 
 def _grouped_flops(one: torch.Tensor, other: torch.Tensor) -> int:

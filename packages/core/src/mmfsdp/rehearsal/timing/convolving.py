@@ -1,7 +1,7 @@
 """How long convolutions and batch norms take on a GPU, as shares of its peaks. Pure.
 
-Fitted to 72 convolutions on an H100 and 72 batch norms on an H200, alone (``benchmarks/on_gpu/kernels.jsonl``): half of the
-convolutions are within a fifth, and most others within a half.
+Fitted to 72 convolutions on an H100 and 72 batch norms on an H200, alone (``benchmarks/on_gpu/kernels.jsonl``): half of
+the convolutions are within a fifth, and most others within a half.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def convolution_seconds(operator: Operator, device: Device, place: int) -> tuple
         rate = device.peak("float32") * _single_share(operator, prod(kernel), is_backward=is_backward) * spread
     else:
         shortest = min(made, taken)
-        share = (_FULL * spread if operator.dtype == "float32" else device.products[place]) * shortest / (shortest + _FILLING)
-        rate = device.peak(operator.dtype) * share * (_DENSE_BACKWARD if is_backward else _DENSE)
+        share = _FULL * spread if operator.dtype == "float32" else device.products[place]
+        share *= shortest / (shortest + _FILLING) * (_DENSE_BACKWARD if is_backward else _DENSE)
+        rate = device.peak(operator.dtype) * share
     moved = operator.nbytes * (_AGAIN if is_backward else 1.0)
     return operator.flops / rate, moved / (device.bandwidth * device.streaming[place])
 

@@ -16,8 +16,8 @@ _STEPS_AT_A_TIME = 0.45
 """Share of the peak that recurrent networks reach, whose products wait for each other, as one did on an H100."""
 _HALVES = ("float16", "bfloat16")
 _FULL = 0.745
-"""Share of the peak that products of matrices and attention reach in float32 that is not rounded, on an H100: power does
-not limit them, and what is sent beside them does not show."""
+"""Share of the peak that products of matrices and attention reach in float32 that is not rounded, on an H100: power
+does not limit them, and what is sent beside them does not show."""
 _SHORT_FULL = 300.0
 """Rows at which attention reaches half of that."""
 _EFFICIENT = 0.5

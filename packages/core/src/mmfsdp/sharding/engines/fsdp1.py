@@ -51,8 +51,8 @@ class Fsdp1Engine:
             frozen = (unit.params for unit in plan.units if not any(param.requires_grad for param in unit.params))
             tied = [param for params in frozen for param in params if param.aliases]
             problems += [
-                f"{param.fqn} is tied to {param.aliases[0]} in a unit whose parameters are all frozen, which torch's FSDP1 "
-                "does not support where each rank holds whole parameters: use engine 'replicate' or 'fsdp2'."
+                f"{param.fqn} is tied to {param.aliases[0]} in a unit whose parameters are all frozen, which torch's "
+                "FSDP1 does not support where each rank holds whole parameters: use engine 'replicate' or 'fsdp2'."
                 for param in tied
             ]
         return problems
