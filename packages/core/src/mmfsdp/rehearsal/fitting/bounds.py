@@ -32,6 +32,7 @@ class Known:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._derived: dict[tuple[str, MeshSpec, bool], float] = {}
+        self._held: dict[str, tuple[int, int]] = {}
         self._seen: list[tuple[Choice, ShardPlan, Estimate]] = []
 
     def learn(self, choice: Choice, plan: ShardPlan, estimate: Estimate) -> None:
@@ -47,9 +48,9 @@ class Known:
         between steps, and the allocator leaves nearly as much unused.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
-        kept = 0.0 if plan.cpu_offload else plan.param_bytes() * (1 + state)
+        shards, gathered = self._sizes(choice, plan)
+        kept = 0.0 if plan.cpu_offload else shards * (1 + state)
         carried = self._carried(choice, plan)
-        gathered = _gathered(plan)
         least = kept + carried + gathered
         beside = self._beside(plan)
         for known, before, estimate in self._seen:
@@ -59,10 +60,16 @@ class Known:
             in_forward = max(estimate.forward_activations * part, gathered + estimate.kept_activations * part)
             least = max(least, kept + estimate.activations * part, kept + carried + in_forward)
             if known.loop == choice.loop and _gathers(before) == _gathers(plan):
-                more = kept - before.param_bytes() * (1 + state)
+                more = kept - self._sizes(known, before)[0] * (1 + state)
                 unused = estimate.nbytes - self._beside(before) - estimate.peak.nbytes
                 least = max(least, estimate.peak.nbytes + _UNUSED * max(unused, 0) + more if more > 0 else 0.0)
         return least + beside
+
+    def _sizes(self, choice: Choice, plan: ShardPlan) -> tuple[int, int]:
+        """Return the bytes of a rank's shards, and of the gathered parameters that are there when forward ends."""
+        if choice.plan_key not in self._held:
+            self._held[choice.plan_key] = plan.param_bytes(), _gathered(plan)
+        return self._held[choice.plan_key]
 
     def _carried(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the bytes of whole gradients that the last forward finds at least."""

@@ -19,7 +19,7 @@ from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.step_time import StepTime
+from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
 __all__ = ["Estimate", "Prober", "micro_batch", "samples_of", "tokens_of"]
 
@@ -156,7 +156,9 @@ class Prober:
         in_forward = combined(
             [(weight, {key: value for key, value in found.items() if key[0] == 2 * last}) for weight, found in places]
         )
-        times = [(weight, step.time(self.device)) for weight, step, _ in parts]
+        times = [
+            (weight, time_of(step.operators, step.collectives, self.device, bounds=False)) for weight, step, _ in parts
+        ]
         more = max(choice.accumulate - _REHEARSED, 0)  # micro-batches that were not rehearsed
 
         def total(value: Callable[[Rehearsal], float]) -> float:
