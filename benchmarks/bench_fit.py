@@ -1,4 +1,4 @@
-"""How long a search for settings that fit takes: a Llama of 6.7 billion parameters on 64 ranks, on one core."""
+"""How long searches for settings that fit take: Llamas of 8 and 6.7 billion parameters on 64 ranks, on one core."""
 
 from __future__ import annotations
 
@@ -20,26 +20,39 @@ from benchmarks.measuring import sized
 __all__ = ["main"]
 
 
+_MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "8 B": ("80GiB", {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}),
+    "6.7 B": ("40GiB", {}),
+}
+"""The memory of a device, and sizes that differ from those of the first Llama."""
+
+
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Search and return the processor seconds; ``arguments`` are the command line's, without the program."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=_MODELS, nargs="+", default=sized([*_MODELS], ["6.7 B"]))
     parser.add_argument("--layers", type=int, default=sized(32, 2))
     parser.add_argument("--samples", type=int, default=sized(8, 1), help="of 4,096 tokens, on each rank")
     parser.add_argument("--ranks", type=int, default=sized(64, 2))
-    parser.add_argument("--memory", default=sized("40GiB", "80GiB"))
     parser.add_argument("--count", type=int, default=sized(3, 1), help="settings to find")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most, which slows all")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     loop = _seconds(_loop)
+    print(f"20 million additions in Python take {loop:.2f} s here")
+    return {"loop": loop, **{name: _search(name, options) for name in options.model}}
+
+
+def _search(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    memory, sizes = _MODELS[name]
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, use_cache=False))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, use_cache=False, **sizes))
     tokens = torch.empty(options.samples, 4096, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
     found: list[mmfsdp.rehearsal.Fit] = []
 
     def search() -> None:
-        found.append(mmfsdp.fit(model, batch, memory=options.memory, ranks=options.ranks, count=options.count))
+        found.append(mmfsdp.fit(model, batch, memory=memory, ranks=options.ranks, count=options.count))
 
     with cProfile.Profile() if options.profile else _Unprofiled() as profile:
         seconds = _seconds(search)
@@ -49,12 +62,10 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     best = fit.options[0] if fit.options else fit.smallest
     taken = f"{seconds:.1f} s of the processor, {peak / 1e6:.0f} MB"
-    print(f"{fit.considered} combinations, {fit.rehearsed} rehearsed: {taken}")
-    print(f"20 million additions in Python take {loop:.2f} s here")
+    print(f"{name}: {fit.considered} combinations, {fit.rehearsed} rehearsed: {taken}")
     print(f"{best}\n{best.yaml}")
     return {
         "seconds": seconds,
-        "loop": loop,
         "considered": fit.considered,
         "rehearsed": fit.rehearsed,
         "best": best.describe(),

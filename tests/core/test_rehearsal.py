@@ -20,7 +20,7 @@ from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
-from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL, NCCL_ALONE, NCCL_LIBRARY, beside_allocator
+from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL_ALONE, NCCL_LIBRARY, beside_allocator, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.rehearsal.waiting import released_late
 from mmfsdp.testing import single_rank
@@ -478,11 +478,23 @@ def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:
     alone = CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]  # a loop on one rank may have a communicator
     assert beside_allocator([]) == (CONTEXT[0], alone)
     library = [CONTEXT[place] + NCCL_LIBRARY[place] for place in (0, 1)]
-    beside = [library[place] + NCCL[place] for place in (0, 1)]  # all messages go through one group
+    each = communicator_bytes()
+    assert each == (16 << 20, 640 << 20)
+    beside = [library[place] + each[place] for place in (0, 1)]  # all messages go through one group
     assert [a - b for a, b in zip(step.device_bytes(), step.reserved(), strict=True)] == beside
     hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
-    assert hybrid.device_bytes()[1] - hybrid.reserved()[1] == library[1] + 2 * NCCL[1]
+    assert hybrid.device_bytes()[1] - hybrid.reserved()[1] == library[1] + 2 * each[1]
     assert "\nWith the CUDA context and NCCL, of the GPU: " in str(rehearse(device_type="cuda"))
+
+
+def test_settings_of_nccl_change_what_a_communicator_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "16")
+    assert communicator_bytes()[0] == 100 << 20  # 101 MiB were measured
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+    monkeypatch.setenv("NCCL_BUFFSIZE", str(2 << 20))
+    assert communicator_bytes() == (52 << 20, 128 << 20)
+    monkeypatch.setenv("NCCL_BUFFSIZE", "2M")  # which NCCL does not read either
+    assert communicator_bytes()[1] == 160 << 20
 
 
 def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:

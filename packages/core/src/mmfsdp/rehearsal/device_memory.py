@@ -14,10 +14,10 @@ __all__ = [
     "CONTEXT",
     "CUBLAS_LARGE",
     "CUBLAS_SMALL",
-    "NCCL",
     "NCCL_ALONE",
     "NCCL_LIBRARY",
     "beside_allocator",
+    "communicator_bytes",
     "taken_ranges",
     "workspaces_of",
 ]
@@ -38,10 +38,8 @@ NCCL_LIBRARY = (170 * _MIB, 356 * _MIB)
 """Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on
 an H200, with one rank, which computes nothing, and with two."""
 
-NCCL = (4 * _MIB + 2 * 6 * _MIB, 32 * 2 * 10 * _MIB)
-"""Least and most bytes of a communicator of several ranks: two channels of 6 MiB, as NCCL 2.28 took for two ranks that
-were connected through sockets; 32 channels, a ring's two connections, 10 MiB for each, as counted in
-https://github.com/NVIDIA/nccl/issues/1685."""
+_CHANNELS, _BUFFER = (2, 32), 4 * _MIB
+_CHANNEL, _BESIDE_CHANNELS = 6 * _MIB, 4 * _MIB
 
 NCCL_ALONE = (0, 4 * _MIB + 32 * 12 * _MIB)
 """The same of one of a single rank: none if the loop makes none, and 32 channels of 12 MiB, as NCCL 2.28 took."""
@@ -58,6 +56,24 @@ CUBLAS_LARGE = (*CUBLAS_HOPPER, _MIB)
 releases that share it with cuBLAS do not allocate it (https://github.com/pytorch/pytorch/pull/181944)."""
 
 _SETTING = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def communicator_bytes() -> tuple[int, int]:
+    """Return the least and the most bytes of a communicator of several ranks.
+
+    The least are two channels of 6 MiB, as NCCL 2.28 took for two ranks that were connected through sockets, whose
+    buffers lie in CPU memory; with 16 channels it took 101 MiB. The most are 32 channels, a ring's two connections, 10
+    MiB for each, as counted in https://github.com/NVIDIA/nccl/issues/1685, of which the buffer is 4.
+    ``NCCL_MIN_NCHANNELS``, ``NCCL_MAX_NCHANNELS`` and ``NCCL_BUFFSIZE`` change these, as in training.
+    """
+    most = max(_number("NCCL_MAX_NCHANNELS", _CHANNELS[1]), 1)
+    fewest = min(max(_number("NCCL_MIN_NCHANNELS", _CHANNELS[0]), 1), most)
+    return _BESIDE_CHANNELS + fewest * _CHANNEL, most * 2 * (_CHANNEL + _number("NCCL_BUFFSIZE", _BUFFER))
+
+
+def _number(name: str, usual: int) -> int:
+    given = os.environ.get(name, "")
+    return int(given) if given.isdecimal() else usual
 
 
 def workspaces_of(device: Device | None) -> tuple[Sequence[int], Sequence[int]]:
@@ -115,5 +131,6 @@ def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:
     groups = len({(item.ranks, item.stride) for item in collectives if item.ranks > 1})
     if not groups:
         return CONTEXT[0] + NCCL_ALONE[0], CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]
-    low, high = (CONTEXT[case] + NCCL_LIBRARY[case] + groups * NCCL[case] for case in range(2))
+    each = communicator_bytes()
+    low, high = (CONTEXT[case] + NCCL_LIBRARY[case] + groups * each[case] for case in range(2))
     return low, high

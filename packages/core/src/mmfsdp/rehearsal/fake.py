@@ -50,6 +50,7 @@ __all__ = [
     "local_of",
     "plain_params",
     "quiet",
+    "shard_like",
     "skipped",
     "tensors_in",
     "unseen_shapes",
@@ -155,6 +156,11 @@ def without_fakes() -> AbstractContextManager[Any]:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, without an operator; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor that lies as another one does, without an operator."""
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def group_of(arguments: Any) -> list[int]:

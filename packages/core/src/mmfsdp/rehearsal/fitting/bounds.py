@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL, NCCL_LIBRARY
+from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL_LIBRARY, communicator_bytes
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
@@ -91,7 +91,7 @@ class Known:
         if self._device.type == "cpu":
             return 0
         groups = sum(ranks > 1 for ranks in (plan.mesh.shard, plan.mesh.replicate))
-        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL_LIBRARY[1] + groups * NCCL[1] if groups else 0)
+        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL_LIBRARY[1] + groups * communicator_bytes()[1] if groups else 0)
 
     def seconds(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""

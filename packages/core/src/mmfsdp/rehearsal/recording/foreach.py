@@ -7,13 +7,22 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.rehearsal.fake import local_of
+from mmfsdp.rehearsal.fake import local_of, shard_like
 
-__all__ = ["on_shards"]
+__all__ = ["as_shards", "on_shards"]
+
+_ELEMENTWISE = frozenset(
+    f"aten::_foreach_{name}"
+    for name in (
+        *("abs", "add", "addcdiv", "addcmul", "div", "lerp", "maximum", "minimum", "mul", "neg", "pow"),
+        *("reciprocal", "sign", "sqrt", "sub"),
+    )
+)
+"""Operators that return new tensors like those of their first list."""
 
 
 def on_shards(func: Any, args: Any) -> list[Any] | None:
-    """Return the arguments of an in-place foreach operator as this rank's parts of them.
+    """Return the arguments of a foreach operator as this rank's parts of them.
 
     DTensor searches for the placements of every tensor of the lists, which takes a quarter of a rehearsal. If the
     tensors that are computed together are alike, the operator only runs on their local parts.
@@ -26,7 +35,7 @@ def on_shards(func: Any, args: Any) -> list[Any] | None:
         The arguments; None for another operator, or if DTensor has to decide.
     """
     name: str = func._schema.name
-    if not (name.startswith("aten::_foreach_") and name.endswith("_")):
+    if name not in _ELEMENTWISE and not (name.startswith("aten::_foreach_") and name.endswith("_")):
         return None
     lists = [value for value in args if _is_of_tensors(value)]
     if len({len(value) for value in lists}) != 1:
@@ -40,6 +49,19 @@ def on_shards(func: Any, args: Any) -> list[Any] | None:
         if any(placement.is_partial() for placement in first.placements):
             return None
     return [[*map(local_of, value)] if _is_of_tensors(value) else value for value in args]
+
+
+def as_shards(func: Any, args: Any, result: Any) -> Any:
+    """Return what an operator returned for the arguments of `on_shards`, as it would have for those before.
+
+    Args:
+        func: The operator, an overload.
+        args: The positional arguments before.
+        result: What it returned.
+    """
+    if func._schema.name not in _ELEMENTWISE:
+        return args[0] if func._schema.returns else None
+    return [shard_like(local, like) for local, like in zip(result, args[0], strict=True)]
 
 
 def _is_of_tensors(value: Any) -> bool:

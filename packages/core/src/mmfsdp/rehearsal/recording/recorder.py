@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_fake, is_made_in, local_of, skipped, tensors_in
-from mmfsdp.rehearsal.recording.foreach import on_shards
+from mmfsdp.rehearsal.recording.foreach import as_shards, on_shards
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
@@ -222,8 +222,7 @@ class Recorder(TorchDispatchMode):
             local = on_shards(func, args)
             if local is None:
                 return NotImplemented  # its own operators on local tensors follow
-            self.__torch_dispatch__(func, (), local, kwargs)
-            return args[0] if func._schema.returns else None
+            return as_shards(func, args, self.__torch_dispatch__(func, (), local, kwargs))
         if func.namespace == "prim":
             return func(*args, **kwargs)  # half of all calls only ask a fake tensor for its device
         if func.namespace in _NAMESPACES:
