@@ -14,6 +14,9 @@ from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, PAGE, error_of, meas
 
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
 from mmfsdp.rehearsal.recording.recurrent import NETWORKS, RECURRENT, run_recurrent
+from mmfsdp.rehearsal.recording.step_records import CHANNELS_LAST, REORDERED, Operator
+from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.timing.roofline import operator_seconds
 
 FOUND = json.loads((DATA / FORECASTS).read_text(encoding="utf-8"))
 KERNELS = {
@@ -93,6 +96,44 @@ def test_convolutions_take_about_what_they_did(row: list[Any], monkeypatch: pyte
     found = accelerator_scratch_bytes(HOPPER, "aten::convolution", args, out)
     is_patch = kernel == stride > 1 or (kernel == 1 and stride > 1)  # for these kernels may copy less
     assert found == pytest.approx(peak - kept, rel=0.15, abs=9 * MB) or (is_patch and found >= 0.9 * (peak - kept))
+
+
+def times(row: list[Any]) -> list[tuple[float, float]]:
+    """Return the seconds that forward and backward of a convolution are expected to take on an H100, and took."""
+    name, order, batch, inputs, side, outputs, kernel, stride, groups, *_, forward, backward = row
+    dtype, layout = getattr(torch, name), torch.channels_last if order == "last" else torch.contiguous_format
+    x = torch.empty(batch, inputs, side, side, dtype=dtype, device="meta").to(memory_format=layout)
+    w = torch.empty(outputs, inputs // groups, kernel, kernel, dtype=dtype, device="meta")
+    padding = kernel // 2 if stride != kernel else 0
+    y = torch.nn.functional.conv2d(x, w, stride=stride, padding=padding, groups=groups).to(memory_format=layout)
+    args = (x, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    wanted = (w,) if inputs == 3 else (x, w)
+    found = []
+    for operator, read, more, written, real in (
+        ("aten::convolution", (x, w), (), (y,), forward),
+        ("aten::convolution_backward", (y, x, w), ([True] * 3,), wanted, backward),
+    ):
+        given = (*((y, *args) if more else args), *more)
+        flops = 2 * y.numel() * w[0].numel() * (len(wanted) if more else 1)
+        kind = "tfloat32" if name == "float32" else name
+        again = 2 * accelerator_scratch_bytes(HOPPER, operator, given, y)
+        nbytes = sum(tensor.nbytes for tensor in (*read, *written))
+        shapes = tuple(tuple(tensor.shape) for tensor in read)
+        called = operator + (CHANNELS_LAST if order == "last" else "")
+        works = [Operator(called, flops, nbytes, "", None, "forward", 0, kind, shapes=shapes)]
+        works += [Operator(REORDERED, 0, again, "", None, "forward", 0, kind)] * bool(again)
+        device = device_of("h100").by_itself()
+        found.append((sum(operator_seconds(work, device, "usual")[0] for work in works), real / 1e6))
+    return found
+
+
+def test_convolutions_take_about_as_long_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as they were measured
+    pairs = [pair for row in KERNELS["convolutions"] if len(row) > 14 for pair in times(row)]
+    errors = sorted(abs(expected / real - 1) for expected, real in pairs)
+    assert len(errors) == 144
+    assert statistics.median(errors) <= 0.2
+    assert errors[int(0.8 * len(errors))] <= 0.5
 
 
 @pytest.mark.parametrize(
