@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, error_of, measured
+from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, KINDS, error_of, measured
 
 import mmfsdp
 from benchmarks.measuring import sized
@@ -23,7 +23,6 @@ from mmfsdp.rehearsal import Rehearsal
 __all__ = ["figures_of", "forecast", "main"]
 
 _GIB = 1 << 30
-_KINDS = "allocated", "reserved", "seconds"
 
 
 def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
@@ -39,10 +38,10 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
         for name, real in measured(device).items():
             if options.only in name:
                 found[device][name] = figures_of(forecast(CASES[name], device))
-                errors.append({kind: error_of(kind, real, found[device][name]) for kind in _KINDS})
+                errors.append({kind: error_of(kind, real, found[device][name]) for kind in KINDS})
                 shown = (f"{kind} {off:+.1%}" for kind, off in errors[-1].items() if off is not None)
                 print(f"{device} {name:34} {', '.join(shown)}", flush=True)
-        for kind in _KINDS:
+        for kind in KINDS:
             if sizes := [abs(off) for row in errors if (off := row[kind]) is not None]:
                 figures = {"median": statistics.median(sizes), "worst": max(sizes), "count": len(sizes)}
                 summary[f"{kind} {device}"] = figures

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DATA", "DEVICES", "FORECASTS", "PAGE", "error_of", "measured", "page"]
+__all__ = ["DATA", "DEVICES", "FORECASTS", "KINDS", "PAGE", "error_of", "measured", "page"]
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "on_gpu"
@@ -21,7 +21,7 @@ FORECASTS = "forecasts.json"
 PAGE = ROOT / "docs" / "measured_on_gpu.md"
 
 _GIB = 1 << 30
-_KINDS = {"allocated": "allocated memory", "reserved": "reserved memory", "seconds": "seconds of a step"}
+KINDS = {"allocated": "allocated memory", "reserved": "reserved memory", "seconds": "seconds of a step"}
 
 INTRO = """# Measured on a GPU
 
@@ -128,7 +128,7 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _summary(device: str, lines: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    for kind, title in _KINDS.items():
+    for kind, title in KINDS.items():
         known = {name: real for name, line in lines.items() if (real := real_of(kind, line)) is not None}
         errors = [abs(error_of(kind, lines[name], found[name]) or 0.0) for name in known]
         inside = sum(found[name][kind][0] <= real <= found[name][kind][1] for name, real in known.items())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.published.hf_models import HfDecoder, HfShape
 from benchmarks.published.models import Decoder, Shape
+from mmfsdp.rehearsal.step import call_with
 
 __all__ = ["CASES", "Case"]
 
@@ -71,11 +72,6 @@ class Case:
 def _own(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss that the model returns."""
     found: torch.Tensor = model(**batch).loss
-    return found
-
-
-def _called(model: nn.Module, batch: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**batch)
     return found
 
 
@@ -178,7 +174,7 @@ CASES: dict[str, Case] = {
         {"tokens": ((2, 4096), 128256), "labels": ((2, 4096), 128256)},
         ("HfBlock", "Factor"),
         {"engine": "fsdp1"},
-        loss=_called,
+        loss=call_with,
     ),
     "MPT 1B, bf16": _words(MPT_1B, 4, 2048, config=BF16),
     "GPT-2 medium, bf16": Case(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmfsdp.rehearsal import measure
+from mmfsdp.rehearsal import measure, rehearse
 from mmfsdp.rehearsal.peaks import cpu_peak
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 
@@ -133,3 +133,26 @@ class Scan(nn.Module):
 def test_gradients_of_what_is_used_often_add_up_in_place(precision: str) -> None:
     found = measure({"precision": precision}, Scan(), torch.randn(8, 12, 16), steps=3, device="h100")
     assert found.rehearsal.peak.nbytes == pytest.approx(found.peak, rel=0.005)
+
+
+class Checking(torch.optim.SGD):
+    """Looks at what operators on lists of shards return."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        params = [param.detach() for group in self.param_groups for param in group["params"]]
+        half, ints = [param.bfloat16() for param in params], [param.int() for param in params]
+        for found, dtype in (
+            (torch._foreach_sqrt(params), torch.float32),
+            (torch._foreach_add(params, params), torch.float32),
+            (torch._foreach_mul(half, 2.0), torch.bfloat16),
+            (torch._foreach_add(half, params), torch.float32),
+            (torch._foreach_div(ints, ints), torch.float32),
+        ):
+            assert [value.dtype for value in found] == [dtype] * len(params)
+            kinds = [(type(value), value.shape, value.placements, value.to_local().shape) for value in found]
+            assert kinds == [(type(like), like.shape, like.placements, like.to_local().shape) for like in params]
+            assert {value._spec.tensor_meta.dtype for value in found} == {dtype}
+
+
+def test_what_operators_on_lists_return_lies_as_their_shards_do() -> None:
+    rehearse(None, nn.Linear(5, 3), torch.empty(2, 5), mesh=2, optimizer=lambda params: Checking(params, lr=0.1))

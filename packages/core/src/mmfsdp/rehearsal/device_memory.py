@@ -38,8 +38,8 @@ NCCL_LIBRARY = (170 * _MIB, 356 * _MIB)
 """Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on
 an H200, with one rank, which computes nothing, and with two."""
 
-_CHANNELS, _BUFFER = (2, 32), 4 * _MIB
-_CHANNEL, _BESIDE_CHANNELS = 6 * _MIB, 4 * _MIB
+_CHANNELS = 2, 32  # of a communicator, at least and at most
+_CHANNEL, _BUFFER, _NO_CHANNEL = 6 * _MIB, 4 * _MIB, 4 * _MIB  # of a channel, its buffer, and beside all of them
 
 NCCL_ALONE = (0, 4 * _MIB + 32 * 12 * _MIB)
 """The same of one of a single rank: none if the loop makes none, and 32 channels of 12 MiB, as NCCL 2.28 took."""
@@ -68,7 +68,7 @@ def communicator_bytes() -> tuple[int, int]:
     """
     most = max(_number("NCCL_MAX_NCHANNELS", _CHANNELS[1]), 1)
     fewest = min(max(_number("NCCL_MIN_NCHANNELS", _CHANNELS[0]), 1), most)
-    return _BESIDE_CHANNELS + fewest * _CHANNEL, most * 2 * (_CHANNEL + _number("NCCL_BUFFSIZE", _BUFFER))
+    return _NO_CHANNEL + fewest * _CHANNEL, most * 2 * (_CHANNEL + _number("NCCL_BUFFSIZE", _BUFFER))
 
 
 def _number(name: str, usual: int) -> int:
@@ -125,8 +125,8 @@ def taken_ranges(
 def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:
     """Return the least and the most bytes of the CUDA context, of NCCL, and of its communicators.
 
-    Each group of several ranks that the step sends in has a communicator; torch makes it with the first message. A step
-    on one rank may have one, too.
+    Each group of several ranks that the step sends in has a communicator; torch makes it with the first message. With
+    one rank there is a communicator if the training loop makes one.
     """
     groups = len({(item.ranks, item.stride) for item in collectives if item.ranks > 1})
     if not groups:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL_LIBRARY, communicator_bytes
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
@@ -52,7 +53,6 @@ class Known:
         kept = 0.0 if plan.cpu_offload else shards * (1 + state)
         carried = self._carried(choice, plan)
         least = kept + carried + gathered
-        beside = self._beside(plan)
         for known, before, estimate in self._seen:
             if known.forward_settings != choice.forward_settings:
                 continue
@@ -63,7 +63,7 @@ class Known:
                 more = kept - self._sizes(known, before)[0] * (1 + state)
                 unused = estimate.nbytes - self._beside(before) - estimate.peak.nbytes
                 least = max(least, estimate.peak.nbytes + _UNUSED * max(unused, 0) + more if more > 0 else 0.0)
-        return least + beside
+        return least + self._beside(plan)
 
     def _sizes(self, choice: Choice, plan: ShardPlan) -> tuple[int, int]:
         """Return the bytes of a rank's shards, and of the gathered parameters that are there when forward ends."""
@@ -134,15 +134,7 @@ def _gathered(plan: ShardPlan) -> int:
     """Return the bytes of gathered parameters that are there when forward ends, but for those of the root."""
     if plan.mesh.shard == 1 or plan.engine == "replicate":
         return 0
-    found = 0
-    for unit in plan.units[:-1]:
-        if unit.reshard_after_forward is False:
-            dtype = unit.precision.param_dtype
-            found += sum(
-                param.numel * itemsize(dtype if dtype and is_floating_point(param.dtype) else param.dtype)
-                for param in unit.params
-            )
-    return found
+    return sum(whole_bytes(unit) for unit in plan.units[:-1] if unit.reshard_after_forward is False)
 
 
 def _gathers(plan: ShardPlan) -> tuple[object, ...]:
@@ -171,12 +163,9 @@ def sending_seconds(plan: ShardPlan, choice: Choice, links: Links) -> float:
 def _sent(unit: ShardUnit, plan: ShardPlan) -> Iterator[tuple[int, Collective]]:
     shard, replicate = plan.mesh.shard, plan.mesh.replicate
     compute, reduce = unit.precision.param_dtype, unit.precision.reduce_dtype
-    gathered = reduced = 0
-    for param in unit.params:
-        floats = is_floating_point(param.dtype)
-        gathered += param.numel * itemsize(compute if compute and floats else param.dtype)
-        if param.requires_grad:
-            reduced += param.numel * itemsize(reduce or compute or param.dtype)
+    gathered = whole_bytes(unit)
+    trained = (param for param in unit.params if param.requires_grad)
+    reduced = sum(param.numel * itemsize(reduce or compute or param.dtype) for param in trained)
     if shard == 1:
         yield 1, Collective("all_reduce", reduced, replicate, 1, unit.fqn, "backward", 0)
         return

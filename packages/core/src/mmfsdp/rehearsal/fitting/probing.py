@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.rehearsal.accounting import held_at
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
@@ -269,9 +270,8 @@ def _carried(step: Rehearsal, phase: int) -> int:
 
 def _kept_activations(step: Rehearsal, phase: int) -> int:
     """Return the bytes of activations that are held when a phase ends."""
-    moment = step.phases[phase + 1][1] - 1
-    held = (item for item in step.allocations if item.kind in ACTIVATIONS and item.begin <= moment)
-    return sum(item.nbytes for item in held if item.end is None or item.end > moment)
+    held = held_at(step.allocations, step.phases[phase + 1][1] - 1)
+    return sum(item.nbytes for item in held if item.kind in ACTIVATIONS)
 
 
 def _computing(time: StepTime, phases: tuple[str, ...]) -> float:

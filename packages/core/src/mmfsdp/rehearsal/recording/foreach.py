@@ -11,14 +11,12 @@ from mmfsdp.rehearsal.fake import local_of, shard_like
 
 __all__ = ["as_shards", "on_shards"]
 
-_ELEMENTWISE = frozenset(
-    f"aten::_foreach_{name}"
-    for name in (
-        *("abs", "add", "addcdiv", "addcmul", "div", "lerp", "maximum", "minimum", "mul", "neg", "pow"),
-        *("reciprocal", "sign", "sqrt", "sub"),
-    )
-)
-"""Operators that return new tensors like those of their first list."""
+_ELEMENTWISE = {
+    "aten::_foreach_abs", "aten::_foreach_add", "aten::_foreach_addcdiv", "aten::_foreach_addcmul",
+    "aten::_foreach_div", "aten::_foreach_lerp", "aten::_foreach_mul", "aten::_foreach_neg",
+    "aten::_foreach_reciprocal", "aten::_foreach_sign", "aten::_foreach_sqrt", "aten::_foreach_sub",
+}  # fmt: skip
+"""Operators that return new tensors like those of their first list, for floating-point numbers of one dtype."""
 
 
 def on_shards(func: Any, args: Any) -> list[Any] | None:
@@ -35,7 +33,10 @@ def on_shards(func: Any, args: Any) -> list[Any] | None:
         The arguments; None for another operator, or if DTensor has to decide.
     """
     name: str = func._schema.name
-    if name not in _ELEMENTWISE and not (name.startswith("aten::_foreach_") and name.endswith("_")):
+    makes_new = name in _ELEMENTWISE
+    if not makes_new and not (name.startswith("aten::_foreach_") and name.endswith("_")):
+        return None
+    if makes_new and any(isinstance(value, DTensor) for value in args):
         return None
     lists = [value for value in args if _is_of_tensors(value)]
     if len({len(value) for value in lists}) != 1:
@@ -47,6 +48,8 @@ def on_shards(func: Any, args: Any) -> list[Any] | None:
         if any(_layout(tensor) != _layout(first) for tensor in together[1:]):
             return None
         if any(placement.is_partial() for placement in first.placements):
+            return None
+        if makes_new and not (first.is_floating_point() and all(other.dtype == first.dtype for other in together)):
             return None
     return [[*map(local_of, value)] if _is_of_tensors(value) else value for value in args]
 

@@ -88,14 +88,19 @@ def _attention_share(operator: Operator, device: Device, place: int) -> float:
         share *= device.cudnn
     elif "efficient" in operator.name and operator.dtype in _HALVES:
         share *= _EFFICIENT
-    rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
+    rows = _rows(operator)
     filled = min(rows / (rows + device.short) * (_LONG + device.short) / _LONG, 1.0)
     return min(share * filled, 1.0)
 
 
 def _full_attention_share(operator: Operator, full: float) -> float:
-    rows = operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
+    rows = _rows(operator)
     return full * rows / (rows + _SHORT_FULL)
+
+
+def _rows(operator: Operator) -> int:
+    """Return the rows of attention; many if they are not known."""
+    return operator.shapes[0][-2] if operator.shapes and len(operator.shapes[0]) == 4 else _LONG
 
 
 def _filled_share(operator: Operator, device: Device) -> float:
