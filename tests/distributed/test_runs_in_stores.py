@@ -27,18 +27,21 @@ STEPS = 7
 
 
 def train(rank: int, url: str | None, stop: int, kind: str, dies_at: int | None = None) -> Any:
-    """Train from the newest checkpoint on; rank 1 dies while it sends a file of a step."""
-    if dies_at is not None and rank == 1:
+    """Train from the newest checkpoint on; rank 1 dies as it sends a file of a step, rank 0 before it tidies up."""
+    if dies_at is not None:
         send = Shelf.put_file
 
-        def die(self: Any, source: str, target: str, **given: Any) -> None:
-            if f"step_{dies_at}" in target:
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def send_or_die(self: Any, source: str, target: str, **given: Any) -> None:
+            if rank == 1 and f"step_{dies_at}" in target:
                 while not self.exists(target.replace("rank1", "rank0")):
                     time.sleep(0.05)  # until the other one has sent its file
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             send(self, source, target, **given)
 
-        Shelf.put_file = die  # type: ignore[method-assign]
+        Shelf.put_file, Shelf.rm = send_or_die, die  # type: ignore[method-assign]
     model, optimizer = trained(url, stop, max_to_keep=2, keep_period=6, kind=kind)
     return mmfsdp.model_state_dict(model, rank0_only=False), mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)
 
