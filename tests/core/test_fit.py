@@ -299,7 +299,7 @@ def test_the_margin_follows_the_engine() -> None:
         config = {**CHOICES[0].settings, "engine": engine, "wrap": "auto"}
         choices = {"accumulate": [1], "activation_checkpointing": [None]}
         found = mmfsdp.fit(model, batch, ranks=2, config=config, choices=choices)
-        assert (found.margin, found.room) == (margin, round((1 - margin) * (80 << 30)))
+        assert (found.margin, found.room) == (margin, round((1 - margin) * int(79.1 * (1 << 30))))  # an H100's
 
 
 def test_what_the_config_states_stays() -> None:

@@ -19,7 +19,7 @@ from mmfsdp.errors import ConfigError, MeshError, PlanError, RehearsalError
 from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
-from mmfsdp.rehearsal.caching import CachingAllocator, reserved_bytes
+from mmfsdp.rehearsal.caching import CachingAllocator, Replayed, replayed
 from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL_ALONE, NCCL_LIBRARY, beside_allocator, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.rehearsal.waiting import released_late
@@ -417,8 +417,8 @@ def test_the_caching_allocator_joins_what_is_freed(expandable: bool) -> None:
 
 def test_memory_of_another_stream_cannot_be_used() -> None:
     first, second = allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)
-    assert reserved_bytes([first, second]) == (30 * MIB, 30 * MIB)
-    assert reserved_bytes([dataclasses.replace(first, stream="gathers"), second]) == (60 * MIB, 30 * MIB)
+    assert replayed([first, second]) == Replayed(30 * MIB, 30 * MIB, 0, 0)
+    assert replayed([dataclasses.replace(first, stream="gathers"), second]) == Replayed(60 * MIB, 30 * MIB, 0, 0)
 
 
 def test_buffers_of_messages_are_on_streams_of_their_own() -> None:
@@ -469,9 +469,9 @@ def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> Non
     ]
     # Made before, it has a segment of its own. Made after the first forward, it is cut from that of the activation, for
     # which the second step then needs another one.
-    assert reserved_bytes(found)[0] == (60 + 100 + 2) * MIB
-    assert reserved_bytes(found, state_from=3)[0] == (100 + 100 + 2) * MIB
-    assert reserved_bytes(found[1:], workspaces=[30 * MIB])[0] == (100 + 30 + 2) * MIB
+    assert replayed(found).reserved == (60 + 100 + 2) * MIB
+    assert replayed(found, state_from=3).reserved == (100 + 100 + 2) * MIB
+    assert replayed(found[1:], workspaces=[30 * MIB]).reserved == (100 + 30 + 2) * MIB
 
 
 def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:

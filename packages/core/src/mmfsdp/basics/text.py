@@ -16,6 +16,7 @@ __all__ = [
     "compile_pattern",
     "compile_regex",
     "human_bytes",
+    "human_range",
     "missing",
     "name_list",
     "parse_bytes",
@@ -104,6 +105,12 @@ def human_bytes(count: int) -> str:
         if abs(size) < 1024 or unit == _BINARY_UNITS[-1]:
             break
     return f"{size:.2f} {unit}"
+
+
+def human_range(sizes: tuple[int, int]) -> str:
+    """Return the least and the most bytes with units: ``'1.27 GiB to 2.24 GiB'``, or one size if both look the same."""
+    low, high = map(human_bytes, sizes)
+    return low if low == high else f"{low} to {high}"
 
 
 def parse_bytes(size: int | str) -> int:

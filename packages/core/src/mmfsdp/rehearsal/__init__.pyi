@@ -19,6 +19,7 @@ from mmfsdp.rehearsal.recording.step_records import Operator as Operator
 from mmfsdp.rehearsal.rehearsing import rehearse as rehearse
 from mmfsdp.rehearsal.reporting.report_page import report as report
 from mmfsdp.rehearsal.result import Rehearsal as Rehearsal
+from mmfsdp.rehearsal.retries import Retries as Retries
 from mmfsdp.rehearsal.savings import Saving as Saving
 from mmfsdp.rehearsal.step import phase_seconds as phase_seconds
 from mmfsdp.rehearsal.timing.device_names import devices as devices

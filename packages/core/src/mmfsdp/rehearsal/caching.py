@@ -1,21 +1,23 @@
 """Replays allocations through a model of torch's caching allocator: how much memory it takes from the device.
 
-Rules of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp), without ``max_split_size``, limits and retries:
-sizes are rounded up to 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20
-MiB, and above they get a segment of their own, rounded up to 2 MiB. The smallest free block of the same stream that is
-large enough is used, and split if the rest is worth it; free neighbours are joined. Segments stay. With expandable
-segments there is one segment per stream and pool, which grows by pages of 2 or 20 MiB.
+Rules of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp), without ``max_split_size``: sizes are rounded
+up to 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and above they
+get a segment of their own, rounded up to 2 MiB. The smallest free block of the same stream that is large enough is
+used, and split if the rest is worth it; free neighbours are joined. Segments stay until the device has no more memory:
+then all that are wholly free are given back, and the device is asked again. With expandable segments there is one
+segment per stream and pool, which grows by pages of 2 or 20 MiB.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from mmfsdp.rehearsal.recording.step_records import Allocation
 
-__all__ = ["CachingAllocator", "reserved_bytes"]
+__all__ = ["CachingAllocator", "DeviceFullError", "Replayed", "replayed"]
 
 _MIB = 1 << 20
 _SMALLEST = 512
@@ -58,19 +60,28 @@ class _Free:
         return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
 
 
+class DeviceFullError(MemoryError):
+    """The device has no room for an allocation, although all that is free was given back."""
+
+
 class CachingAllocator:
     """The state of the allocator.
 
     Args:
         expandable: Use expandable segments.
+        limit: Bytes that the device has for it, without expandable segments.
 
     Attributes:
         reserved: Bytes of all segments.
         allocated: Bytes of all blocks in use, rounded as the allocator rounds them.
+        retries: How often free segments were given back because the device had no more memory; torch counts these as
+            ``num_alloc_retries``.
+        returned: Bytes that were given back.
     """
 
-    def __init__(self, *, expandable: bool = False) -> None:
-        self.reserved = self.allocated = 0
+    def __init__(self, *, expandable: bool = False, limit: float = math.inf) -> None:
+        self.reserved = self.allocated = self.retries = self.returned = 0
+        self._limit = limit
         self._expandable = expandable
         self._free: dict[_Pool, _Free] = {}
         self._last: dict[_Pool, _Block] = {}  # of expandable segments
@@ -140,23 +151,52 @@ class CachingAllocator:
         self._last[pool] = block
         return block
 
+    def _give_back(self) -> None:
+        """Give free segments back to the device: blocks without neighbours."""
+        self.retries += 1
+        for free in self._free.values():
+            for block in [*free.blocks.values()]:
+                if block.before is None and block.after is None:
+                    free.remove(block)
+                    self.reserved -= block.size
+                    self.returned += block.size
+
     def _taken(self, pool: _Pool, size: int) -> _Block:
+        if self.reserved + size > self._limit:
+            self._give_back()
+            if self.reserved + size > self._limit:
+                raise DeviceFullError
         self.reserved += size
         self._next += 1 << 50  # segments have no neighbours
         return _Block(pool, self._next, size)
 
 
-def reserved_bytes(
+@dataclass(frozen=True)
+class Replayed:
+    """What the allocator did in a number of equal steps."""
+
+    reserved: int
+    """Bytes that it has of the device in the end."""
+    allocated: int
+    """The most bytes that it handed out at a time."""
+    retries: int
+    """How often it gave free segments back in the last step."""
+    returned: int
+    """Bytes that it gave back in the last step, most of which it took again."""
+
+
+def replayed(
     allocations: Iterable[Allocation],
     *,
     expandable: bool = False,
     workspaces: Iterable[int] = (),
     state_from: int | None = None,
-) -> tuple[int, int]:
-    """Return the bytes that the allocator takes from the device, and the most that it hands out at a time. Pure.
+    limit: float = math.inf,
+    steps: int = 2,
+) -> Replayed:
+    """Replay a step: what is there before it is allocated first, in its order; then the step runs several times. Pure.
 
-    What is there before the step is allocated first, in its order; then the step runs twice, because the first one
-    leaves segments behind that the second one finds.
+    The first step leaves segments behind that the second one finds.
 
     Args:
         allocations: All allocations of a step.
@@ -164,13 +204,19 @@ def reserved_bytes(
         workspaces: Bytes of blocks that kernels keep from the first step on.
         state_from: The moment of the first step at which the optimizer's state is made, in the segments that
             activations leave; None if it is there before the step, as after loading a checkpoint.
+        limit: Bytes that the device has for the allocator, without expandable segments.
+        steps: How often the step runs.
+
+    Raises:
+        DeviceFullError: The limit is too low.
     """
-    allocator = CachingAllocator(expandable=expandable)
+    allocator = CachingAllocator(expandable=expandable, limit=limit)
     items = list(allocations)
     held = [place for place, item in enumerate(items) if not item.begin]
     late = {place for place in held if state_from is not None and items[place].kind == "optimizer state"}
-    steps = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
-    steps += [(item.end, False, place) for place, item in enumerate(items) if item.end is not None]
+    events = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
+    events += [(item.end, False, place) for place, item in enumerate(items) if item.end is not None]
+    events.sort()
     live: dict[int, _Block] = {}
 
     def allocate(place: int) -> None:
@@ -181,10 +227,11 @@ def reserved_bytes(
             allocate(place)
     for nbytes in workspaces:
         allocator.allocate(nbytes)
-    most = allocator.allocated
-    first = [*steps, *((state_from or 0, True, place) for place in late)]
-    for step in (first, steps):
-        for _, begins, place in sorted(step):
+    most, retries, returned = allocator.allocated, 0, 0
+    first = sorted([*events, *((state_from or 0, True, place) for place in late)])
+    for step in (first, *[events] * (steps - 1)):
+        retries, returned = allocator.retries, allocator.returned
+        for _, begins, place in step:
             if begins:
                 allocate(place)
                 most = max(most, allocator.allocated)
@@ -196,4 +243,4 @@ def reserved_bytes(
         for place in held:
             if place not in live:
                 allocate(place)
-    return allocator.reserved, most
+    return Replayed(allocator.reserved, most, allocator.retries - retries, allocator.returned - returned)

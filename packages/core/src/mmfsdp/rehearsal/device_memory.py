@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from mmfsdp.rehearsal.caching import reserved_bytes
+from mmfsdp.rehearsal.caching import replayed
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 
@@ -113,11 +113,11 @@ def taken_ranges(
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     found = [
-        reserved_bytes(allocations, expandable=expandable, workspaces=kept, state_from=moment)
+        replayed(allocations, expandable=expandable, workspaces=kept, state_from=moment)
         for kept in dict.fromkeys(map(tuple, workspaces))
         for moment in (None, state_from)
     ]
-    taken, held = zip(*found, strict=True)
+    taken, held = [item.reserved for item in found], [item.allocated for item in found]
     low, high = round(min(taken) * (1 - _UNCERTAIN)), round(max(taken) * (1 + _UNCERTAIN))
     return (max(low, min(held)), high), (min(held), max(held))
 

@@ -12,6 +12,7 @@ import torch
 
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
+from mmfsdp.rehearsal.kept import retries_said, retries_so_far
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
@@ -26,7 +27,7 @@ class FirstSteps:
 
     Call `step` after each optimizer step. The time of a step is the median from one call to the next, so it contains
     what the loop does in between, such as loading data. On CUDA the peaks are those of torch's allocator since the
-    process began; CPU memory is not measured.
+    process began; CPU memory is not measured. A full GPU is named, too.
 
     Args:
         rehearsal: The step as it was rehearsed.
@@ -53,10 +54,13 @@ class FirstSteps:
         known = device or rehearsal.device
         self._predicted = None if known is None else rehearsal.time(known).seconds
         self._marks: list[float] = []
+        self._retries = 0
 
     def step(self) -> str | None:
         """Note that a step has ended; return a line to log, once, after the last one that is timed."""
         self._marks.append(self._clock())
+        if len(self._marks) == _SKIPPED:
+            self._retries = retries_so_far()
         if len(self._marks) != _SKIPPED + self._steps:
             return None
         times = self._marks[_SKIPPED - 1 :]
@@ -71,7 +75,8 @@ class FirstSteps:
             )
         else:
             parts.append(f"peak {human_bytes(found.peak.nbytes)} predicted")
-        return f"Rehearsal of rank {found.rank} of {found.mesh}: {'; '.join(parts)}"
+        said = retries_said(retries_so_far() - self._retries, self._steps)
+        return f"Rehearsal of rank {found.rank} of {found.mesh}: {'; '.join(parts)}" + (f". {said}" if said else "")
 
 
 def _beside(name: str, predicted: float | None, measured: float, shown: Callable[[Any], str]) -> str:

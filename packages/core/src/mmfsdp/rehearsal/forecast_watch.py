@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.kept import kept_bytes
+from mmfsdp.rehearsal.kept import kept_bytes, retries_said, retries_so_far
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
@@ -40,6 +40,7 @@ class ForecastWatch:
 
     - a unit is gathered or reduced more or less often than in the forecast (engine ``fsdp2``),
     - the rank keeps other bytes of parameters, buffers or optimizer state (2 %), or on CUDA the peak is higher (5 %),
+    - torch gave cached memory back to a full GPU, which makes steps wait,
     - steps take longer than the forecast's interval, with the unit that computes or waits longest beyond its forecast,
     - ranks differ in the time that they compute: the slowest, and the unit in which it loses most.
 
@@ -83,13 +84,15 @@ class ForecastWatch:
         self._predicted = None if known is None else rehearsal.time(known)
         self._times: UnitTimes | None = None
         self._marks: list[float] = []
-        self._steps = -_SKIPPED
+        self._steps, self._retries = -_SKIPPED, 0
         self._said: set[str] = set()
 
     def step(self) -> list[str]:
         """Note that a step has ended, and return what has left the forecast since the last window. Collective."""
         self._marks.append(self._clock())
         self._steps += 1
+        if self._steps == 0:
+            self._retries = retries_so_far()
         place = self._steps % self._every
         if self._steps > 0 and place == self._every - 1:
             self._times = UnitTimes(self._state.mesh.device_type, self._clock)
@@ -112,6 +115,9 @@ class ForecastWatch:
         if self._state.groups:
             yield from _sent(self._rehearsal, times)
         yield from self._held()
+        before, self._retries = self._retries, retries_so_far()
+        if said := retries_said(self._retries - before, self._every):
+            yield "retries", said
         spent = times.seconds()
         if self._predicted is not None:
             yield from _slow(self._predicted, seconds, spent, self._tolerance)

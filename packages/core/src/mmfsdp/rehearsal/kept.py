@@ -1,4 +1,4 @@
-"""The bytes that a real rank keeps between steps, by the kinds of a rehearsal."""
+"""What a real rank holds: the bytes that it keeps between steps, by kind, and whether its GPU is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from mmfsdp.rehearsal.fake import local_of
 
-__all__ = ["kept_bytes"]
+__all__ = ["kept_bytes", "retries_said", "retries_so_far"]
 
 
 def kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
@@ -23,6 +23,22 @@ def kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
             value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)
         )
     return dict(counts)
+
+
+def retries_so_far() -> int:
+    """Return how often torch gave cached memory back to this process's GPU because it was full; 0 without a GPU."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_available() else 0
+
+
+def retries_said(number: int, steps: int) -> str:
+    """Return a sentence about what `retries_so_far` counted in a number of steps; empty if it counted nothing."""
+    if not number:
+        return ""
+    often = "once" if number == 1 else f"{number} times"
+    return (
+        f"The GPU is full: in {steps} steps torch gave cached memory back {often}, and waited. "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps, or smaller micro-batches."
+    )
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from mmfsdp.basics.text import parse_bytes
+from mmfsdp.errors import ConfigError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.compiling import compiles
 from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.result_table import table_of
+from mmfsdp.rehearsal.retries import Retries, retries_of, retries_text
 from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
@@ -158,6 +161,43 @@ class Rehearsal:
         reserved, beside = self.reserved(expandable=expandable), beside_allocator(self.collectives)
         return reserved[0] + beside[0], reserved[1] + beside[1]
 
+    def retries(self, memory: int | str | None = None) -> Retries:
+        """Return how often torch gives cached memory back in each step because the GPU is full, which makes steps slow.
+
+        The step is replayed as for `reserved`, with streams of their own, after a first step that makes the optimizer's
+        state, and with the room that `device_bytes` leaves. With expandable segments torch keeps less in its cache.
+        What waits for the GPU with FSDP1, see `active`, does not count.
+
+        Args:
+            memory: Memory of the GPU, as text such as ``'79.1GiB'`` or in bytes, as ``torch.cuda`` reports it.
+                Default: that of the device that was given to `mmfsdp.rehearse`.
+
+        Raises:
+            ConfigError: The memory is not known, or is no size.
+        """
+        size = parse_bytes(memory) if memory is not None else self.device.memory if self.device is not None else 0
+        if size <= 0:
+            raise ConfigError(
+                "How much memory the GPU has is not known. Give memory, such as '79.1GiB'.", config="memory"
+            )
+        if self.device_type != "cuda" or self.device_bytes()[1] <= size:
+            return Retries()
+        if size not in self._retried:
+            beside, workspaces = beside_allocator(self.collectives), workspaces_of(self.device)[1]
+            self._retried[size] = retries_of(self.allocations, self.phases, size, beside, workspaces)
+        return self._retried[size]
+
+    def short_of_memory(self) -> str:
+        """Return a sentence that says what happens if the device is too small; empty if it is not, or not known."""
+        if self.device is None or not self.device.memory:
+            return ""
+        found = self.retries()
+        return retries_text(found, self.device.memory, self.device_bytes(expandable=True)) if found else ""
+
+    @cached_property
+    def _retried(self) -> dict[int, Retries]:
+        return {}
+
     def held(self, moment: int | None = None) -> list[tuple[str, str, int, int]]:
         """Return what is held at a moment, by module and kind, the most first; by default at the peak.
 
@@ -176,6 +216,8 @@ class Rehearsal:
 
     def time(self, device: str | Device | None = None, links: str | Links | None = None) -> StepTime:
         """Return how long the step takes on a device, by its roofline, and with FSDP's streams replayed.
+
+        The time of `retries` is not in it.
 
         Args:
             device: One of `mmfsdp.rehearsal.devices`, or another `Device`. Default: the device that was rehearsed;
@@ -209,6 +251,7 @@ class Rehearsal:
             "peak": self.peak.describe(),
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),
+            "retries": None if self.device is None or not self.device.memory else self.retries().describe(),
             "static": dict(self.static),
             "cpu_bytes": self.cpu_bytes,
             "savings": [saving.describe() for saving in self.savings],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmfsdp.basics.tables import Column, format_table
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics.text import human_bytes, human_range
 from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.savings import savings_text
 
@@ -21,9 +21,11 @@ def table_of(step: Rehearsal, rows: int, width: int | None) -> str:
     where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
     lines = [f"Peak of rank {step.rank} of {step.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
     if step.device_type != "cpu":
-        lines.insert(1, f"With what the allocator keeps: {_range(step.reserved())}")
+        lines.insert(1, f"With what the allocator keeps: {human_range(step.reserved())}")
     if step.device_type == "cuda":
-        lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {_range(step.device_bytes())}")
+        lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {human_range(step.device_bytes())}")
+    if short := step.short_of_memory():
+        lines.insert(-1, short)
     if step.on_cpu:
         lines.insert(-1, f"In CPU memory, because the plan offloads: {human_bytes(step.cpu_bytes)}")
     if step.is_eager_instead:
@@ -47,8 +49,3 @@ def table_of(step: Rehearsal, rows: int, width: int | None) -> str:
         titles = [Column("collective"), *(Column(title, right=True) for title in ("ranks", "number", "bytes"))]
         lines += format_table(titles, messages, width)
     return "\n".join(lines)
-
-
-def _range(sizes: tuple[int, int]) -> str:
-    low, high = map(human_bytes, sizes)
-    return low if low == high else f"{low} to {high}"

@@ -31,9 +31,7 @@ __all__ = ["MARGINS", "fit"]
 _MARGIN = 0.05
 MARGINS = {"fsdp1": 0.12}
 """Shares of the memory that are left free by engine, where it is not 0.05. Published runs with FSDP2 took up to 1.4 %
-more than the forecast's upper end, with FSDP1 3.6 and 11.1 % (docs/published_runs.md). Drivers keep 1 to 2 % of what a
-data sheet states: torch finds 23.65 of 24 GiB (https://github.com/tloen/llama-int8/issues/7) and 31.37 of 32
-(https://github.com/Wan-Video/Wan2.1/issues/465)."""
+more than the forecast's upper end, with FSDP1 3.6 and 11.1 % (docs/published_runs.md)."""
 
 
 def fit(
@@ -72,7 +70,7 @@ def fit(
         model: The model, on any device; ``meta`` is enough.
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: that of ``device``.
-        margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off and the driver keeps.
+        margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off.
             Default: 0.05, with engine ``fsdp1`` 0.12; see `MARGINS`.
         ranks: Number of ranks.
         config: The settings that stay as they are.

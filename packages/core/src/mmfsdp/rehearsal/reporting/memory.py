@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics.text import human_range
 from mmfsdp.rehearsal.recording.step_records import KINDS
 from mmfsdp.rehearsal.reporting.axes import phase_marks, size_lines
 from mmfsdp.rehearsal.reporting.looks import key_of
@@ -160,7 +160,7 @@ def _caption(low: int, high: int, top: int) -> str:
 
 
 def _band_text(low: int, high: int, top: int) -> str:
-    span = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
+    span = human_range((low, high))
     beyond = ", above this chart" if low > top else ", which ends above this chart" if high > top else ""
     return f"what the caching allocator takes from the device, {span}{beyond}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mmfsdp.basics.pages import html_page
-from mmfsdp.basics.text import human_bytes
+from mmfsdp.basics.text import human_range
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
@@ -138,8 +138,7 @@ def _header(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
 
 
 def _cards(step: Rehearsal, time: StepTime) -> str:
-    low, high = step.device_bytes()
-    taken = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
+    taken = human_range(step.device_bytes())
     sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
     cards = [
         *([(taken, "taken of the GPU")] if step.device_type == "cuda" else []),
@@ -179,7 +178,8 @@ def _savings(step: Rehearsal) -> str:
 
 
 def _notes(step: Rehearsal) -> str:
-    notes = [note.text for note in step.plan.notes] + ([EAGER_INSTEAD] if step.is_eager_instead else [])
+    own = (step.short_of_memory(), EAGER_INSTEAD if step.is_eager_instead else "")
+    notes = [*(note.text for note in step.plan.notes), *filter(None, own)]
     if not notes:
         return "<p>None.</p>"
     return f"<ul>{''.join(f'<li>{text(note)}</li>' for note in notes)}</ul>"

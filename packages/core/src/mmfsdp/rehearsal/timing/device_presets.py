@@ -41,14 +41,14 @@ def _gpu(
     capability: tuple[int, int],
     peaks: tuple[float, float, float],
     bandwidth: float,
-    gib: int,
+    gib: float,
     links: Links,
     source: str,
     copies: Range = _PCIE_5,
 ) -> Device:
     half, rounded, single = (peak * _TERA for peak in peaks)
     by_dtype = {"float16": half, "bfloat16": half, "tfloat32": rounded, "float32": single, "float64": single / 2}
-    return Device(name, by_dtype, bandwidth * 1e9, gib * _GIB, links, source, capability=capability, copies=copies)
+    return Device(name, by_dtype, bandwidth * 1e9, int(gib * _GIB), links, source, capability=capability, copies=copies)
 
 
 def _card(pcie: float, net: float) -> Links:
@@ -77,18 +77,27 @@ def _around(usual: float) -> Range:
 
 
 _HOPPER, _AMPERE, _ADA = (9, 0), (8, 0), (8, 9)
-_A100 = _gpu("a100", _AMPERE, (312, 156, 19.5), 2039, 80, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet", _PCIE_4)
+_A100 = _gpu(
+    "a100", _AMPERE, (312, 156, 19.5), 2039, 79.14, _sxm(300e9, 25e9), "NVIDIA A100 80GB SXM data sheet", _PCIE_4
+)
 _A100 = _fitted(_A100, _A100_PRODUCTS, *_A100_FLASH)
-_H100 = _gpu("h100", _HOPPER, (989, 494, 67), 3350, 80, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100")
+_H100 = _gpu("h100", _HOPPER, (989, 494, 67), 3350, 79.1, _sxm(450e9, 50e9), "NVIDIA H100 SXM data sheet; DGX H100")
 _H100 = replace(_fitted(_H100, _H100_PRODUCTS, *_H100_FLASH, _CUDNN), alone=_H100_ALONE)
 _CONSUMER = Range(0.6, 0.8, 0.95)
 
 PRESETS = {
     device.name: device
     for device in (
-        # name, TFLOP/s dense of bf16, TF32 and FP32, GB/s, GiB, links per direction; NICs of 200 or 400 Gbit/s per GPU
+        # name, TFLOP/s dense of bf16, TF32 and FP32, GB/s, GiB as torch reports them (the least of several reports, as
+        # drivers keep 1 to 2 %, and error correction of an L40S 6), links per direction; NICs of 200 or 400 Gbit/s
         _A100,
-        replace(_A100, name="a100-40gb", bandwidth=1555e9, memory=40 * _GIB, source="NVIDIA A100 40GB SXM data sheet"),
+        replace(
+            _A100,
+            name="a100-40gb",
+            bandwidth=1555e9,
+            memory=int(39.38 * _GIB),
+            source="NVIDIA A100 40GB SXM data sheet",
+        ),
         _H100,
         replace(
             _H100,
@@ -102,7 +111,7 @@ PRESETS = {
             _HOPPER,
             (756, 378, 51),
             2000,
-            80,
+            79.1,
             _card(50e9, 25e9),
             "NVIDIA H100 PCIe data sheet, 350 W; without NVLink bridges",
         ),
@@ -110,17 +119,21 @@ PRESETS = {
             _H100,
             name="h200",
             bandwidth=4800e9,
-            memory=141 * _GIB,
+            memory=int(139.8 * _GIB),
             source="NVIDIA H200 SXM data sheet; DGX H200; shares are those of the H100",
         ),
-        _gpu("b200", (10, 0), (2250, 1100, 80), 8000, 180, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"),
-        _gpu("b300", (10, 3), (2250, 1100, 80), 8000, 270, _sxm(900e9, 100e9), "NVIDIA HGX B300 data sheet; DGX B300"),
+        _gpu(
+            "b200", (10, 0), (2250, 1100, 80), 8000, 178.35, _sxm(900e9, 50e9), "NVIDIA HGX B200 data sheet; DGX B200"
+        ),
+        _gpu(
+            "b300", (10, 3), (2250, 1100, 80), 8000, 267.69, _sxm(900e9, 100e9), "NVIDIA HGX B300 data sheet; DGX B300"
+        ),
         _gpu(
             "mi300x",
             UNKNOWN,
             (1307, 653, 163),
             5300,
-            192,
+            191.69,
             Links(Link(448e9, _NVLINK_LATENCY), Link(50e9, _NET_LATENCY), 8),
             "AMD Instinct MI300X data sheet; seven Infinity Fabric links of 64 GB/s each way",
         ),
@@ -129,7 +142,7 @@ PRESETS = {
             _ADA,
             (362, 183, 91.6),
             864,
-            48,
+            44.34,
             _card(20e9, 12.5e9),
             "NVIDIA L40S data sheet, without sparsity; PCIe 4.0 x16",
             _PCIE_4,
@@ -140,7 +153,7 @@ PRESETS = {
                 _ADA,
                 (165.2, 82.6, 82.6),
                 1008,
-                24,
+                23.52,
                 _card(20e9, 3e9),
                 "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
                 _PCIE_4,
@@ -153,7 +166,7 @@ PRESETS = {
                 (12, 0),
                 (209.5, 104.8, 104.8),
                 1792,
-                32,
+                31.36,
                 _card(40e9, 3e9),
                 "NVIDIA RTX Blackwell whitepaper (tensor cores that add in FP32); PCIe 5.0 x16, 25 Gbit/s Ethernet",
             ),

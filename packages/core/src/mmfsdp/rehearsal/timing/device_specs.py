@@ -32,7 +32,8 @@ class Device:
     bandwidth: float
     """Bytes per second of its memory."""
     memory: int
-    """Bytes of its memory; 0 if it is not known."""
+    """Bytes of its memory as ``torch.cuda.get_device_properties()`` reports them, which is 1 to 8 % less than its data
+    sheet states; 0 if it is not known."""
     links: Links
     """How it is connected to others, unless something else is said."""
     source: str
