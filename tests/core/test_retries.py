@@ -1,0 +1,136 @@
+"""Torch's allocator on a GPU that is too small for its cache: what it gives back, and what a rehearsal says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmfsdp
+from mmfsdp import errors
+from mmfsdp.rehearsal import Allocation, Rehearsal, Retries, report
+from mmfsdp.rehearsal.caching import CachingAllocator, DeviceFullError, replayed
+from mmfsdp.rehearsal.kept import retries_said
+from mmfsdp.rehearsal.retries import retries_of
+from mmfsdp.rehearsal.timing.device_names import device_of
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def test_only_segments_that_are_wholly_free_are_given_back() -> None:
+    allocator = CachingAllocator(limit=200 * MIB)
+    for block in [allocator.allocate(60 * MIB), allocator.allocate(100 * MIB)]:
+        allocator.release(block)
+    allocator.allocate(65 * MIB)  # cut from the second segment, of which 35 MiB are left
+    allocator.allocate(90 * MIB, "gathers")
+    assert (allocator.reserved, allocator.retries, allocator.returned) == (190 * MIB, 1, 60 * MIB)
+    allocator.allocate(30 * MIB)  # from what is left
+    with pytest.raises(DeviceFullError):
+        allocator.allocate(20 * MIB)
+    assert (allocator.reserved, allocator.retries) == (190 * MIB, 2)
+
+
+def test_no_more_than_the_limit_is_ever_taken() -> None:
+    random, live, limit = Random(2), list[Any](), 400 * MIB
+    allocator = CachingAllocator(limit=limit)
+    for _ in range(3_000):
+        if live and (random.random() < 0.5 or allocator.allocated > 0.7 * limit):
+            allocator.release(live.pop(random.randrange(len(live))))
+        else:
+            size = random.choice([100, 700_000, 3 * MIB, 12 * MIB, 64 * MIB + 5])
+            try:
+                live.append(allocator.allocate(size, random.choice(["", "gathers"])))
+            except DeviceFullError:  # pieces of cut segments are in the way
+                assert allocator.reserved > limit - size - 20 * MIB
+        assert sum(block.size for block in live) == allocator.allocated <= allocator.reserved <= limit
+    assert allocator.retries > 10
+
+
+def two_streams() -> list[Allocation]:
+    """Three activations of 60 MiB, and after them 100 MiB on another stream."""
+    activations = [Allocation(60 * MIB, "activation", "", 1 + place, 10) for place in range(3)]
+    return [*activations, Allocation(100 * MIB, "reduce buffer", "", 11, 12, stream="reduces")]
+
+
+@pytest.mark.parametrize(
+    ("limit", "retries", "returned"), [(280, 0, 0), (279, 2, 280), (180, 2, 280)], ids=["enough", "less", "least"]
+)
+def test_streams_take_turns_in_what_is_too_little_for_both(limit: int, retries: int, returned: int) -> None:
+    for steps in (3, 4):
+        step = replayed(two_streams(), limit=limit * MIB, steps=steps)
+        assert (step.retries, step.returned) == (retries, returned * MIB)
+        assert step.reserved <= limit * MIB
+    with pytest.raises(DeviceFullError):
+        replayed(two_streams(), limit=179 * MIB)
+
+
+def test_the_range_covers_what_is_taken_beside_the_allocator() -> None:
+    def found(memory: int) -> Retries:
+        return retries_of(two_streams(), [("forward", 1)], memory * MIB, (10 * MIB, 20 * MIB), ())
+
+    assert found(300) == Retries()
+    assert found(295) == Retries((0, 2), (0, 280 * MIB), (True, True))
+    assert found(285) == Retries((2, 2), (280 * MIB, 280 * MIB), (True, True))
+    assert found(195) == Retries((2, 2), (280 * MIB, 280 * MIB), (False, True))
+    assert found(180) == Retries(fits=(False, False))
+    assert [bool(found(memory)) for memory in (300, 295, 180)] == [False, True, True]
+
+
+class Block(nn.Module):
+    """Makes activations that are much larger than weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4096, 16_384), nn.Linear(16_384, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def rehearsed(gib: float | None) -> Rehearsal:
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*(Block() for _ in range(8))), torch.empty(16_384, 4096)
+    config = {"wrap": {"kind": "module_class", "classes": "Block"}, "precision": "bf16"}
+    device = replace(device_of("h100"), memory=int(gib * GIB)) if gib else None
+    return mmfsdp.rehearse(config, model, batch, mesh=2, device_type="cuda", device=device)
+
+
+def test_a_rehearsal_says_that_a_gpu_is_too_small() -> None:
+    large = rehearsed(80)
+    assert not large.retries()
+    assert large.short_of_memory() == ""
+    assert large.describe()["retries"]["number"] == {"low": 0, "high": 0}
+    small = rehearsed(16)
+    assert small.retries().number == (2, 2)
+    said = small.short_of_memory()
+    assert said in str(small).splitlines()
+    assert "cached memory back" in said
+    assert "expandable_segments:True takes" in said
+    assert said in report(small).replace("&#x27;", "'")
+    tiny = rehearsed(large.peak.nbytes / GIB)
+    assert tiny.retries().fits == (False, False)
+    assert "memory runs out" in tiny.short_of_memory()
+
+
+def test_the_memory_may_be_that_of_another_gpu() -> None:
+    step = rehearsed(None)
+    assert step.describe()["retries"] is None
+    assert step.short_of_memory() == ""
+    assert not step.retries("79.1GiB")
+    assert step.retries(step.peak.nbytes).fits == (False, False)
+    with pytest.raises(errors.ConfigError, match="How much memory the GPU has is not known"):
+        step.retries()
+    with pytest.raises(errors.ConfigError, match="has no unit"):
+        step.retries("80")
+    cpu = mmfsdp.rehearse(None, nn.Linear(8, 8), torch.ones(2, 8), device_type="cpu")
+    assert cpu.retries(1) == Retries()
+
+
+def test_what_a_run_counts_becomes_a_sentence() -> None:
+    assert retries_said(0, 5) == ""
+    assert "in 5 steps torch gave cached memory back once, and waited." in retries_said(1, 5)
+    assert "in 100 steps torch gave cached memory back 40 times, and waited." in retries_said(40, 100)
