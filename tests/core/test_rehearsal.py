@@ -19,9 +19,10 @@ from mmfsdp.errors import ConfigError, MeshError, PlanError, RehearsalError
 from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
-from mmfsdp.rehearsal.caching import CachingAllocator, Replayed, replayed
+from mmfsdp.rehearsal.caching import CachingAllocator
 from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL_ALONE, NCCL_LIBRARY, beside_allocator, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
+from mmfsdp.rehearsal.replaying import Replayed, replayed
 from mmfsdp.rehearsal.waiting import released_late
 from mmfsdp.testing import single_rank
 

@@ -13,8 +13,9 @@ from torch import nn
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.rehearsal import Allocation, Rehearsal, Retries, report
-from mmfsdp.rehearsal.caching import CachingAllocator, DeviceFullError, replayed
+from mmfsdp.rehearsal.caching import CachingAllocator, DeviceFullError
 from mmfsdp.rehearsal.kept import retries_said
+from mmfsdp.rehearsal.replaying import replayed
 from mmfsdp.rehearsal.retries import retries_of
 from mmfsdp.rehearsal.timing.device_names import device_of
 
@@ -68,9 +69,17 @@ def test_streams_take_turns_in_what_is_too_little_for_both(limit: int, retries: 
         replayed(two_streams(), limit=179 * MIB)
 
 
+def test_what_waits_for_the_gpu_is_free_once_torch_has_waited() -> None:
+    first, second = Allocation(60 * MIB, "gathered", "", 1, 5, "gathers"), Allocation(100 * MIB, "activation", "", 6, 9)
+    late = [replace(first, end=8), second]
+    enough, less = (replayed([first, second], limit=size * MIB, steps=3, late=late) for size in (160, 159))
+    assert (enough.retries, less.retries, less.returned) == (0, 2, 160 * MIB)
+
+
 def test_the_range_covers_what_is_taken_beside_the_allocator() -> None:
     def found(memory: int) -> Retries:
-        return retries_of(two_streams(), [("forward", 1)], memory * MIB, (10 * MIB, 20 * MIB), ())
+        step = two_streams()
+        return retries_of(step, step, [("forward", 1)], memory * MIB, (10 * MIB, 20 * MIB), ())
 
     assert found(300) == Retries()
     assert found(295) == Retries((0, 2), (0, 280 * MIB), (True, True))

@@ -83,7 +83,7 @@ def test_a_gpu_that_is_too_small_for_the_cache_is_forecast_and_named(device: tor
     forecast = mmfsdp.rehearse(CONFIG, copy.deepcopy(net), x, mesh=1, loss=loss, max_norm=1.0)
     limit = int(0.93 * forecast.reserved()[1])
     workspaces = workspaces_of(forecast.device)[1]
-    expected = retries_of(forecast.allocations, forecast.phases, limit, (0, 0), workspaces)
+    expected = retries_of(forecast.allocations, forecast.allocations, forecast.phases, limit, (0, 0), workspaces)
     model = mmfsdp.shard(net, CONFIG)
     optimizer = torch.optim.AdamW(model.parameters())
     watch, first, lines, found = ForecastWatch(forecast, model, optimizer, every=2), FirstSteps(forecast), [], None

@@ -1,4 +1,4 @@
-"""Replays allocations through a model of torch's caching allocator: how much memory it takes from the device.
+"""A model of torch's caching allocator: how much memory it takes from the device.
 
 Rules of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp), without ``max_split_size``: sizes are rounded
 up to 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and above they
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from mmfsdp.rehearsal.recording.step_records import Allocation
-
-__all__ = ["CachingAllocator", "DeviceFullError", "Replayed", "replayed"]
+__all__ = ["Block", "CachingAllocator", "DeviceFullError"]
 
 _MIB = 1 << 20
 _SMALLEST = 512
@@ -31,13 +29,15 @@ _Pool = tuple[Hashable, bool]
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
+    """A piece of a segment."""
+
     pool: _Pool
     address: int
     size: int
     is_free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
+    before: Block | None = None
+    after: Block | None = None
 
 
 @dataclass(slots=True)
@@ -45,17 +45,17 @@ class _Free:
     """The free blocks of a pool, ordered by size, then address."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, _Block] = field(default_factory=dict)
+    blocks: dict[int, Block] = field(default_factory=dict)
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: Block) -> None:
         insort(self.keys, (block.size, block.address))
         self.blocks[block.address] = block
 
-    def remove(self, block: _Block) -> None:
+    def remove(self, block: Block) -> None:
         del self.keys[bisect_left(self.keys, (block.size, block.address))]
         del self.blocks[block.address]
 
-    def smallest(self, size: int) -> _Block | None:
+    def smallest(self, size: int) -> Block | None:
         place = bisect_left(self.keys, (size, 0))
         return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
 
@@ -70,6 +70,8 @@ class CachingAllocator:
     Args:
         expandable: Use expandable segments.
         limit: Bytes that the device has for it, without expandable segments.
+        finish: Called when the device has no more memory, before free segments are given back: what waits for the
+            device is to be released, because torch waits, too.
 
     Attributes:
         reserved: Bytes of all segments.
@@ -79,15 +81,17 @@ class CachingAllocator:
         returned: Bytes that were given back.
     """
 
-    def __init__(self, *, expandable: bool = False, limit: float = math.inf) -> None:
+    def __init__(
+        self, *, expandable: bool = False, limit: float = math.inf, finish: Callable[[], None] | None = None
+    ) -> None:
         self.reserved = self.allocated = self.retries = self.returned = 0
-        self._limit = limit
+        self._limit, self._finish = limit, finish
         self._expandable = expandable
         self._free: dict[_Pool, _Free] = {}
-        self._last: dict[_Pool, _Block] = {}  # of expandable segments
+        self._last: dict[_Pool, Block] = {}  # of expandable segments
         self._next = 0
 
-    def allocate(self, nbytes: int, stream: Hashable = "") -> _Block:
+    def allocate(self, nbytes: int, stream: Hashable = "") -> Block:
         """Return a block of at least ``nbytes``, for `release`."""
         size = max(-(-nbytes // _SMALLEST), 1) * _SMALLEST
         pool = stream, size <= _SMALL
@@ -99,7 +103,7 @@ class CachingAllocator:
             free.remove(block)
         rest = block.size - size
         if rest >= _SMALLEST and (pool[1] or self._expandable or rest > _SMALL):
-            tail = _Block(pool, block.address + size, rest, True, block, block.after)
+            tail = Block(pool, block.address + size, rest, True, block, block.after)
             if block.after is not None:
                 block.after.before = tail
             elif self._last.get(pool) is block:
@@ -110,7 +114,7 @@ class CachingAllocator:
         self.allocated += block.size
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: Block) -> None:
         """Take back a block, and join it with free neighbours."""
         self.allocated -= block.size
         free = self._free[block.pool]
@@ -129,14 +133,14 @@ class CachingAllocator:
                     self._last[block.pool] = block
         free.add(block)
 
-    def _segment(self, pool: _Pool, size: int) -> _Block:
+    def _segment(self, pool: _Pool, size: int) -> Block:
         if pool[1]:
             taken = _SMALL_SEGMENT
         else:
             taken = _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
         return self._taken(pool, taken)
 
-    def _grown(self, pool: _Pool, size: int) -> _Block:
+    def _grown(self, pool: _Pool, size: int) -> Block:
         page = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
         last = self._last.get(pool)
         if last is not None and last.is_free:
@@ -154,6 +158,8 @@ class CachingAllocator:
     def _give_back(self) -> None:
         """Give free segments back to the device: blocks without neighbours."""
         self.retries += 1
+        if self._finish is not None:
+            self._finish()
         for free in self._free.values():
             for block in [*free.blocks.values()]:
                 if block.before is None and block.after is None:
@@ -161,86 +167,11 @@ class CachingAllocator:
                     self.reserved -= block.size
                     self.returned += block.size
 
-    def _taken(self, pool: _Pool, size: int) -> _Block:
+    def _taken(self, pool: _Pool, size: int) -> Block:
         if self.reserved + size > self._limit:
             self._give_back()
             if self.reserved + size > self._limit:
                 raise DeviceFullError
         self.reserved += size
         self._next += 1 << 50  # segments have no neighbours
-        return _Block(pool, self._next, size)
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What the allocator did in a number of equal steps."""
-
-    reserved: int
-    """Bytes that it has of the device in the end."""
-    allocated: int
-    """The most bytes that it handed out at a time."""
-    retries: int
-    """How often it gave free segments back in the last step."""
-    returned: int
-    """Bytes that it gave back in the last step, most of which it took again."""
-
-
-def replayed(
-    allocations: Iterable[Allocation],
-    *,
-    expandable: bool = False,
-    workspaces: Iterable[int] = (),
-    state_from: int | None = None,
-    limit: float = math.inf,
-    steps: int = 2,
-) -> Replayed:
-    """Replay a step: what is there before it is allocated first, in its order; then the step runs several times. Pure.
-
-    The first step leaves segments behind that the second one finds.
-
-    Args:
-        allocations: All allocations of a step.
-        expandable: Use expandable segments.
-        workspaces: Bytes of blocks that kernels keep from the first step on.
-        state_from: The moment of the first step at which the optimizer's state is made, in the segments that
-            activations leave; None if it is there before the step, as after loading a checkpoint.
-        limit: Bytes that the device has for the allocator, without expandable segments.
-        steps: How often the step runs.
-
-    Raises:
-        DeviceFullError: The limit is too low.
-    """
-    allocator = CachingAllocator(expandable=expandable, limit=limit)
-    items = list(allocations)
-    held = [place for place, item in enumerate(items) if not item.begin]
-    late = {place for place in held if state_from is not None and items[place].kind == "optimizer state"}
-    events = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
-    events += [(item.end, False, place) for place, item in enumerate(items) if item.end is not None]
-    events.sort()
-    live: dict[int, _Block] = {}
-
-    def allocate(place: int) -> None:
-        live[place] = allocator.allocate(items[place].nbytes, items[place].stream)
-
-    for place in held:
-        if place not in late:
-            allocate(place)
-    for nbytes in workspaces:
-        allocator.allocate(nbytes)
-    most, retries, returned = allocator.allocated, 0, 0
-    first = sorted([*events, *((state_from or 0, True, place) for place in late)])
-    for step in (first, *[events] * (steps - 1)):
-        retries, returned = allocator.retries, allocator.returned
-        for _, begins, place in step:
-            if begins:
-                allocate(place)
-                most = max(most, allocator.allocated)
-            elif place in live:
-                allocator.release(live.pop(place))
-        for place in [*live]:
-            if items[place].begin:
-                allocator.release(live.pop(place))  # the next step replaces what this one leaves
-        for place in held:
-            if place not in live:
-                allocate(place)
-    return Replayed(allocator.reserved, most, allocator.retries - retries, allocator.returned - returned)
+        return Block(pool, self._next, size)

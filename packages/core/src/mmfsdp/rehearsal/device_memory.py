@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from mmfsdp.rehearsal.caching import replayed
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
+from mmfsdp.rehearsal.replaying import replayed
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 
 __all__ = [

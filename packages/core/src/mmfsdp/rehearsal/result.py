@@ -166,7 +166,7 @@ class Rehearsal:
 
         The step is replayed as for `reserved`, with streams of their own, after a first step that makes the optimizer's
         state, and with the room that `device_bytes` leaves. With expandable segments torch keeps less in its cache.
-        What waits for the GPU with FSDP1, see `active`, does not count.
+        With FSDP1 the range covers what waits for the GPU, see `active`.
 
         Args:
             memory: Memory of the GPU, as text such as ``'79.1GiB'`` or in bytes, as ``torch.cuda`` reports it.
@@ -184,7 +184,7 @@ class Rehearsal:
             return Retries()
         if size not in self._retried:
             beside, workspaces = beside_allocator(self.collectives), workspaces_of(self.device)[1]
-            self._retried[size] = retries_of(self.allocations, self.phases, size, beside, workspaces)
+            self._retried[size] = retries_of(self.allocations, self._late, self.phases, size, beside, workspaces)
         return self._retried[size]
 
     def short_of_memory(self) -> str:

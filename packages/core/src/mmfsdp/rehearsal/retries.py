@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mmfsdp.basics.text import human_bytes, human_range
-from mmfsdp.rehearsal.caching import DeviceFullError, replayed
+from mmfsdp.rehearsal.caching import DeviceFullError
 from mmfsdp.rehearsal.recording.step_records import Allocation
+from mmfsdp.rehearsal.replaying import replayed
 
 __all__ = ["Retries", "retries_of", "retries_text"]
 
@@ -20,9 +22,10 @@ class Retries:
     """What the caching allocator does in each step because the GPU has no more memory: at least and at most.
 
     It asks the GPU for memory and gets none, waits until the GPU has finished, gives all free segments back, and asks
-    again. Steps become slower, by a time that depends on the machine: one of a 7B model on A100 took 7.3 s in place of
-    5.3 s (https://github.com/pytorch/pytorch/issues/104509). No forecast of time contains it. The range covers what of
-    the GPU is taken beside the allocator.
+    again; it does not look whether something that is free now is large enough
+    (https://github.com/pytorch/pytorch/issues/189504). Steps become slower, by a time that depends on the machine: one
+    of a 7B model on A100 took 7.3 s in place of 5.3 s (https://github.com/pytorch/pytorch/issues/104509). No forecast
+    of time contains it. The range covers what of the GPU is taken beside the allocator.
     """
 
     number: tuple[int, int] = (0, 0)
@@ -43,6 +46,7 @@ class Retries:
 
 def retries_of(
     allocations: Sequence[Allocation],
+    late: Sequence[Allocation],
     phases: Iterable[tuple[str, int]],
     memory: int,
     beside: tuple[int, int],
@@ -54,6 +58,7 @@ def retries_of(
 
     Args:
         allocations: All allocations of a step.
+        late: The same with the ends that they have if the GPU is behind the CPU; see `mmfsdp.rehearsal.waiting`.
         phases: Names of the step's phases, each with its first moment.
         memory: Bytes of the GPU.
         beside: The least and the most bytes that are taken beside the allocator.
@@ -61,16 +66,19 @@ def retries_of(
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     kept, found, fits = list(workspaces), [], []
-    for other in (beside[1], sum(beside) / 2, beside[0]):
+    ends = [None] if late is allocations else [None, late]
+    for other, after in product((beside[1], sum(beside) / 2, beside[0]), ends):
         try:
-            step = replayed(allocations, workspaces=kept, state_from=state_from, limit=memory - other, steps=_STEPS)
+            step = replayed(
+                allocations, workspaces=kept, state_from=state_from, limit=memory - other, steps=_STEPS, late=after
+            )
         except DeviceFullError:
             fits.append(False)
         else:
             fits.append(True)
             found.append((step.retries, step.returned))
     numbers, sizes = zip(*found, strict=True) if found else ((0,), (0,))
-    return Retries((min(numbers), max(numbers)), (min(sizes), max(sizes)), (fits[0], fits[-1]))
+    return Retries((min(numbers), max(numbers)), (min(sizes), max(sizes)), (all(fits), any(fits)))
 
 
 def retries_text(retries: Retries, memory: int, expandable: tuple[int, int]) -> str:
