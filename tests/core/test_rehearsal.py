@@ -20,9 +20,11 @@ from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Collective, Rehearsal
 from mmfsdp.rehearsal.accounting import highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator
-from mmfsdp.rehearsal.device_memory import CONTEXT, NCCL_ALONE, NCCL_LIBRARY, beside_allocator, communicator_bytes
+from mmfsdp.rehearsal.device_memory import CONTEXT, beside_allocator
+from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, alone_bytes, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.rehearsal.replaying import Replayed, replayed
+from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.waiting import released_late
 from mmfsdp.testing import single_rank
 
@@ -476,11 +478,11 @@ def test_state_that_the_first_step_makes_lies_in_what_activations_leave() -> Non
 
 
 def test_what_a_gpu_needs_besides_the_allocator(step: Rehearsal) -> None:
-    alone = CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]  # a loop on one rank may have a communicator
+    alone = CONTEXT[1] + NCCL_LIBRARY[0] + alone_bytes()[1]  # a loop on one rank may have a communicator
     assert beside_allocator([]) == (CONTEXT[0], alone)
     library = [CONTEXT[place] + NCCL_LIBRARY[place] for place in (0, 1)]
     each = communicator_bytes()
-    assert each == (16 << 20, 640 << 20)
+    assert each == (16 << 20, (32 * 24 + 256) << 20)
     beside = [library[place] + each[place] for place in (0, 1)]  # all messages go through one group
     assert [a - b for a, b in zip(step.device_bytes(), step.reserved(), strict=True)] == beside
     hybrid = rehearse({"sharding": {"strategy": "HYBRID_SHARD"}}, mesh=(2, 4))
@@ -493,9 +495,29 @@ def test_settings_of_nccl_change_what_a_communicator_takes(monkeypatch: pytest.M
     assert communicator_bytes()[0] == 100 << 20  # 101 MiB were measured
     monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
     monkeypatch.setenv("NCCL_BUFFSIZE", str(2 << 20))
-    assert communicator_bytes() == (52 << 20, 128 << 20)
+    assert communicator_bytes() == (52 << 20, 8 * (2 * 10 + 8) << 20)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert communicator_bytes()[1] == 8 * 2 * 10 << 20
     monkeypatch.setenv("NCCL_BUFFSIZE", "2M")  # which NCCL does not read either
-    assert communicator_bytes()[1] == 160 << 20
+    assert communicator_bytes()[1] == 8 * 2 * 12 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "several"),  # MiB that were measured or published, and at most
+    [
+        ("a100", (0, 388), (688, 768)),
+        ("h100", (388, 388), (101, 1024)),
+        ("b300", (512, 772), (0, 2048)),
+        ("rtx5090", (0, 772), (0, 1536)),
+        ("l40s", (0, 388), (0, 768)),
+        ("mi300x", (0, 388), (0, 1024)),
+    ],
+)
+def test_buffers_of_nccl_by_architecture(name: str, alone: tuple[int, int], several: tuple[int, int]) -> None:
+    for (known, most), found in ((alone, alone_bytes), (several, communicator_bytes)):
+        low, high = found(device_of(name))
+        assert low <= known << 20 <= high or not known
+        assert high == most << 20
 
 
 def test_what_is_reserved_is_more_than_the_peak(step: Rehearsal) -> None:

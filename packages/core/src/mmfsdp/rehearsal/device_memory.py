@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
+from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, alone_bytes, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
 from mmfsdp.rehearsal.replaying import replayed
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
@@ -14,10 +15,7 @@ __all__ = [
     "CONTEXT",
     "CUBLAS_LARGE",
     "CUBLAS_SMALL",
-    "NCCL_ALONE",
-    "NCCL_LIBRARY",
     "beside_allocator",
-    "communicator_bytes",
     "taken_ranges",
     "workspaces_of",
 ]
@@ -34,16 +32,6 @@ CONTEXT = (287_047_680 + 232 * _MIB, 666_632_192)
 https://github.com/pytorch/pytorch/pull/86509. Steps load kernels of 232 to 310 MiB, as measured with nine models on an
 H100 and an H200."""
 
-NCCL_LIBRARY = (170 * _MIB, 356 * _MIB)
-"""Least and most bytes that a process takes for its first communicator beside the communicator's buffers: NCCL 2.28 on
-an H200, with one rank, which computes nothing, and with two."""
-
-_CHANNELS = 2, 32  # of a communicator, at least and at most
-_CHANNEL, _BUFFER, _NO_CHANNEL = 6 * _MIB, 4 * _MIB, 4 * _MIB  # of a channel, its buffer, and beside all of them
-
-NCCL_ALONE = (0, 4 * _MIB + 32 * 12 * _MIB)
-"""The same of one of a single rank: none if the loop makes none, and 32 channels of 12 MiB, as NCCL 2.28 took."""
-
 CUBLAS_SMALL = (2 * 4096 * 1024 + 8 * 16 * 1024,) * 2
 """Workspaces of cuBLAS, one for the thread of forward and one for that of backward, each of 4096 KiB x 2 + 16 KiB x 8:
 torch's default before Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp). The caching allocator hands them out."""
@@ -56,24 +44,6 @@ CUBLAS_LARGE = (*CUBLAS_HOPPER, _MIB)
 releases that share it with cuBLAS do not allocate it (https://github.com/pytorch/pytorch/pull/181944)."""
 
 _SETTING = "CUBLAS_WORKSPACE_CONFIG"
-
-
-def communicator_bytes() -> tuple[int, int]:
-    """Return the least and the most bytes of a communicator of several ranks.
-
-    The least are two channels of 6 MiB, as NCCL 2.28 took for two ranks that were connected through sockets, whose
-    buffers lie in CPU memory; with 16 channels it took 101 MiB. The most are 32 channels, a ring's two connections, 10
-    MiB for each, as counted in https://github.com/NVIDIA/nccl/issues/1685, of which the buffer is 4.
-    ``NCCL_MIN_NCHANNELS``, ``NCCL_MAX_NCHANNELS`` and ``NCCL_BUFFSIZE`` change these, as in training.
-    """
-    most = max(_number("NCCL_MAX_NCHANNELS", _CHANNELS[1]), 1)
-    fewest = min(max(_number("NCCL_MIN_NCHANNELS", _CHANNELS[0]), 1), most)
-    return _NO_CHANNEL + fewest * _CHANNEL, most * 2 * (_CHANNEL + _number("NCCL_BUFFSIZE", _BUFFER))
-
-
-def _number(name: str, usual: int) -> int:
-    given = os.environ.get(name, "")
-    return int(given) if given.isdecimal() else usual
 
 
 def workspaces_of(device: Device | None) -> tuple[Sequence[int], Sequence[int]]:
@@ -122,15 +92,19 @@ def taken_ranges(
     return (max(low, min(held)), high), (min(held), max(held))
 
 
-def beside_allocator(collectives: Iterable[Collective]) -> tuple[int, int]:
+def beside_allocator(collectives: Iterable[Collective], device: Device | None = None) -> tuple[int, int]:
     """Return the least and the most bytes of the CUDA context, of NCCL, and of its communicators.
 
     Each group of several ranks that the step sends in has a communicator; torch makes it with the first message. With
     one rank there is a communicator if the training loop makes one.
+
+    Args:
+        collectives: The collectives of a step.
+        device: The device; None if it is not known.
     """
     groups = len({(item.ranks, item.stride) for item in collectives if item.ranks > 1})
     if not groups:
-        return CONTEXT[0] + NCCL_ALONE[0], CONTEXT[1] + NCCL_LIBRARY[0] + NCCL_ALONE[1]
-    each = communicator_bytes()
+        return CONTEXT[0], CONTEXT[1] + NCCL_LIBRARY[0] + alone_bytes(device)[1]
+    each = communicator_bytes(device)
     low, high = (CONTEXT[case] + NCCL_LIBRARY[case] + groups * each[case] for case in range(2))
     return low, high

@@ -158,7 +158,7 @@ class Rehearsal:
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         """
-        reserved, beside = self.reserved(expandable=expandable), beside_allocator(self.collectives)
+        reserved, beside = self.reserved(expandable=expandable), beside_allocator(self.collectives, self.device)
         return reserved[0] + beside[0], reserved[1] + beside[1]
 
     def retries(self, memory: int | str | None = None) -> Retries:
@@ -183,7 +183,7 @@ class Rehearsal:
         if self.device_type != "cuda" or self.device_bytes()[1] <= size:
             return Retries()
         if size not in self._retried:
-            beside, workspaces = beside_allocator(self.collectives), workspaces_of(self.device)[1]
+            beside, workspaces = beside_allocator(self.collectives, self.device), workspaces_of(self.device)[1]
             self._retried[size] = retries_of(self.allocations, self._late, self.phases, size, beside, workspaces)
         return self._retried[size]
 

@@ -8,10 +8,11 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, NCCL_LIBRARY, communicator_bytes
+from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
+from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import Collective
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds
@@ -91,7 +92,8 @@ class Known:
         if self._device.type == "cpu":
             return 0
         groups = sum(ranks > 1 for ranks in (plan.mesh.shard, plan.mesh.replicate))
-        return CONTEXT[1] + sum(CUBLAS_LARGE) + (NCCL_LIBRARY[1] + groups * communicator_bytes()[1] if groups else 0)
+        sent = NCCL_LIBRARY[1] + groups * communicator_bytes(self._device)[1] if groups else 0
+        return CONTEXT[1] + sum(CUBLAS_LARGE) + sent
 
     def seconds(self, choice: Choice, plan: ShardPlan) -> float:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
