@@ -18,6 +18,7 @@ from mmfsdp.rehearsal.kept import retries_said
 from mmfsdp.rehearsal.replaying import replayed
 from mmfsdp.rehearsal.retries import retries_of
 from mmfsdp.rehearsal.timing.device_names import device_of
+from mmfsdp.rehearsal.wrapping import Wrapped, wrapped_units
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -143,3 +144,40 @@ def test_what_a_run_counts_becomes_a_sentence() -> None:
     assert retries_said(0, 5) == ""
     assert "in 5 steps torch gave cached memory back once, and waited." in retries_said(1, 5)
     assert "in 100 steps torch gave cached memory back 40 times, and waited." in retries_said(40, 100)
+
+
+def test_wrapping_with_fsdp1_leaves_segments_that_training_finds() -> None:
+    # Two parameters of 30 MiB become a flat one of 60, and a shard of 30 in the segment of the first.
+    unit = Wrapped((30 * MIB, 30 * MIB), 60 * MIB, 30 * MIB)
+    step = [Allocation(30 * MIB, "parameter", "", 0, None), Allocation(20 * MIB, "activation", "", 1, 2)]
+    assert replayed(step).reserved == (30 + 20) * MIB
+    assert replayed(step, wrapped=[unit]).reserved == (30 + 30 + 60) * MIB
+    whole = Wrapped((60 * MIB,), 60 * MIB, 60 * MIB)
+    assert replayed(step, wrapped=[whole]).reserved == 2 * 60 * MIB
+    assert replayed(step, wrapped=[unit], limit=120 * MIB).retries == 0
+    with pytest.raises(DeviceFullError):
+        replayed(step, wrapped=[unit], limit=119 * MIB)
+
+
+def test_units_are_wrapped_as_planned() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)), nn.LayerNorm(64))
+    config = {"engine": "fsdp1", "wrap": {"kind": "module_class", "classes": "Linear"}}
+    plan = mmfsdp.plan(model, config, 4)
+    linear, norm = 64 * 64 * 4, 64 * 4
+    assert wrapped_units(plan) == (
+        *[Wrapped((linear,), linear, linear // 4)] * 3,
+        Wrapped((norm,) * 2, 2 * norm, norm // 2),
+    )
+    assert sum(unit.shard for unit in wrapped_units(plan)) == plan.param_bytes()
+    assert wrapped_units(mmfsdp.plan(model, {**config, "cpu_offload": {"enabled": True}}, 4)) == ()
+    assert wrapped_units(mmfsdp.plan(model, {**config, "engine": "fsdp2"}, 4)) == ()
+
+
+def test_a_small_gpu_gets_less_from_the_allocator_than_a_large_one() -> None:
+    step = rehearsed(80)
+    low, high = step.reserved()
+    assert step.reserved(memory="80GiB") == (low, high)
+    less = step.reserved(memory=16 * GIB)
+    assert step.peak.nbytes < less[0] < low
+    assert less[1] <= high
+    assert step.reserved(memory=step.peak.nbytes) == (low, high)  # where memory runs out, this is what was wanted

@@ -75,6 +75,7 @@ class CachingAllocator:
 
     Attributes:
         reserved: Bytes of all segments.
+        most: The most that these have been.
         allocated: Bytes of all blocks in use, rounded as the allocator rounds them.
         retries: How often free segments were given back because the device had no more memory; torch counts these as
             ``num_alloc_retries``.
@@ -84,7 +85,7 @@ class CachingAllocator:
     def __init__(
         self, *, expandable: bool = False, limit: float = math.inf, finish: Callable[[], None] | None = None
     ) -> None:
-        self.reserved = self.allocated = self.retries = self.returned = 0
+        self.reserved = self.most = self.allocated = self.retries = self.returned = 0
         self._limit, self._finish = limit, finish
         self._expandable = expandable
         self._free: dict[_Pool, _Free] = {}
@@ -147,13 +148,17 @@ class CachingAllocator:
             self._free[pool].remove(last)
             more = -(-(size - last.size) // page) * page
             last.size += more
-            self.reserved += more
+            self._add(more)
             return last
         block = self._taken(pool, -(-size // page) * page)
         if last is not None:
             block.address, block.before, last.after = last.address + last.size, last, block
         self._last[pool] = block
         return block
+
+    def _add(self, size: int) -> None:
+        self.reserved += size
+        self.most = max(self.most, self.reserved)
 
     def _give_back(self) -> None:
         """Give free segments back to the device: blocks without neighbours."""
@@ -172,6 +177,6 @@ class CachingAllocator:
             self._give_back()
             if self.reserved + size > self._limit:
                 raise DeviceFullError
-        self.reserved += size
+        self._add(size)
         self._next += 1 << 50  # segments have no neighbours
         return Block(pool, self._next, size)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import product
 
+from mmfsdp.rehearsal.caching import DeviceFullError
 from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, alone_bytes, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
-from mmfsdp.rehearsal.replaying import replayed
+from mmfsdp.rehearsal.replaying import Replayed, replayed
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
+from mmfsdp.rehearsal.wrapping import Wrapped
 
 __all__ = [
     "CONTEXT",
@@ -69,27 +74,45 @@ def taken_ranges(
     *,
     expandable: bool = False,
     workspaces: tuple[Sequence[int], Sequence[int]] = (CUBLAS_SMALL, CUBLAS_LARGE),
+    wrapped: Sequence[Wrapped] = (),
+    limits: Sequence[int] = (),
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the least and the most bytes that the caching allocator takes from the device, and that it hands out.
 
-    Replays vary what cannot be known here: the workspaces of cuBLAS, and whether the optimizer's state is there before
-    the first step or is made in it. To what is taken comes an uncertainty of 2 % in both directions.
+    Replays vary what cannot be known here: the workspaces of cuBLAS, whether the optimizer's state is there before the
+    first step or is made in it, and whether what wrapping left is still there. To what is taken comes an uncertainty of
+    2 % in both directions.
 
     Args:
         allocations: All allocations of a step.
         phases: Names of the step's phases, each with its first moment.
         expandable: Use expandable segments.
         workspaces: See `workspaces_of`.
+        wrapped: See `mmfsdp.rehearsal.wrapping`.
+        limits: The least and the most that the device has for the allocator; empty if there is no limit.
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
-    found = [
-        replayed(allocations, expandable=expandable, workspaces=kept, state_from=moment)
-        for kept in dict.fromkeys(map(tuple, workspaces))
-        for moment in (None, state_from)
-    ]
+    found = []
+    every = dict.fromkeys(map(tuple, workspaces)), (None, state_from), dict.fromkeys([(), tuple(wrapped)])
+    for kept, moment, units in product(*every):
+        run = partial(replayed, allocations, expandable=expandable, workspaces=kept, state_from=moment, wrapped=units)
+        found += _limited(run, () if expandable else limits)
     taken, held = [item.reserved for item in found], [item.allocated for item in found]
     low, high = round(min(taken) * (1 - _UNCERTAIN)), round(max(taken) * (1 + _UNCERTAIN))
     return (max(low, min(held)), high), (min(held), max(held))
+
+
+def _limited(run: Callable[..., Replayed], limits: Sequence[int]) -> list[Replayed]:
+    """Return the results with limits if these are reached, and memory suffices; and else without."""
+    free = run()
+    found = []
+    for limit in limits:
+        if free.reserved <= limit:
+            found.append(free)
+        else:
+            with suppress(DeviceFullError):
+                found.append(run(limit=limit))
+    return found or [free]
 
 
 def beside_allocator(collectives: Iterable[Collective], device: Device | None = None) -> tuple[int, int]:

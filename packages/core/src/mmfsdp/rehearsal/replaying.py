@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mmfsdp.rehearsal.caching import Block, CachingAllocator
 from mmfsdp.rehearsal.recording.step_records import Allocation
+from mmfsdp.rehearsal.wrapping import Wrapped
 
 __all__ = ["Replayed", "replayed"]
 
@@ -20,7 +21,7 @@ class Replayed:
     """What the allocator did in a number of equal steps."""
 
     reserved: int
-    """Bytes that it has of the device in the end."""
+    """The most bytes that it had of the device at a time."""
     allocated: int
     """The most bytes that it handed out at a time."""
     retries: int
@@ -38,6 +39,7 @@ def replayed(
     limit: float = math.inf,
     steps: int = 2,
     late: Sequence[Allocation] | None = None,
+    wrapped: Iterable[Wrapped] = (),
 ) -> Replayed:
     """Replay a step: what is there before it is allocated first, in its order; then the step runs several times.
 
@@ -53,16 +55,26 @@ def replayed(
         steps: How often the step runs.
         late: The same allocations with later ends, if what is freed waits for the device, see
             `mmfsdp.rehearsal.waiting`.
+        wrapped: What wrapping allocates, in place of the parameters that are there before the step.
 
     Raises:
         DeviceFullError: The limit is too low.
     """
-    items = list(allocations)
+    units = tuple(wrapped)
+
+    def own(found: Iterable[Allocation]) -> list[Allocation]:
+        return [item for item in found if item.begin or not units or item.kind != "parameter"]
+
+    items = own(allocations)
     held = [place for place, item in enumerate(items) if not item.begin]
     made = {place for place in held if state_from is not None and items[place].kind == "optimizer state"}
     events = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
-    events += [(item.end, False, place) for place, item in enumerate(late or items) if item.end is not None]
+    events += [
+        (item.end, False, place) for place, item in enumerate(own(late) if late else items) if item.end is not None
+    ]
     replay = _Replay(items, expandable, limit)
+    for unit in units:
+        replay.wrap(unit)
     for place in held:
         if place not in made:
             replay.allocate(place)
@@ -72,7 +84,7 @@ def replayed(
     for _ in range(steps - 1):
         replay.run(events)
     most = max(replay.most, replay.allocator.allocated)
-    return Replayed(replay.allocator.reserved, most, *replay.counted)
+    return Replayed(replay.allocator.most, most, *replay.counted)
 
 
 class _Replay:
@@ -87,6 +99,16 @@ class _Replay:
         item = self._items[place]
         self._live[place] = self.allocator.allocate(item.nbytes, item.stream)
         self.most = max(self.most, self.allocator.allocated)
+
+    def wrap(self, unit: Wrapped) -> None:
+        """Allocate what wrapping a unit allocates, and keep the shard."""
+        params = [self.allocator.allocate(size) for size in unit.params]
+        flat = self.allocator.allocate(unit.flat)
+        for block in params:
+            self.allocator.release(block)
+        if unit.shard < unit.flat:
+            self.allocator.allocate(unit.shard)
+            self.allocator.release(flat)
 
     def run(self, events: Sequence[_Event]) -> None:
         """Run a step. The next one replaces what it leaves, and finds what it found."""

@@ -23,6 +23,7 @@ from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 from mmfsdp.rehearsal.waiting import released_late
+from mmfsdp.rehearsal.wrapping import wrapped_units
 
 __all__ = ["Rehearsal"]
 
@@ -100,20 +101,26 @@ class Rehearsal:
             ordered(counts),
         )
 
-    def reserved(self, *, expandable: bool = False) -> tuple[int, int]:
+    def reserved(self, *, expandable: bool = False, memory: int | str | None = None) -> tuple[int, int]:
         """Return the least and the most bytes that torch's caching allocator is expected to take from the device.
 
-        The allocations are replayed through a model of the allocator, four times: with all memory on one stream, or
-        with what is gathered and reduced on streams of their own, whose freed memory others cannot use; with small or
-        large workspaces of cuBLAS, unless the device is known; and with the optimizer's state made before or in the
-        first step. With FSDP1 the most includes what waits for the GPU, see `active`. The interval covers these. Not
+        The allocations are replayed through a model of the allocator, several times: with small or large workspaces of
+        cuBLAS, unless the device is known; with the optimizer's state made before or in the first step; and with FSDP1
+        with and without the segments that wrapping left, and what waits for the GPU, see `active`. The interval covers
+        these. What is gathered and reduced is on streams of its own, whose freed memory others cannot use. Not
         included: workspaces of convolutions, and what `device_bytes` adds.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+            memory: Memory of the GPU, as for `retries`: on one that is smaller than what is wanted the allocator takes
+                less, by giving back what it keeps. Default: as on a GPU that is large enough, which tells what to rent.
+
+        Raises:
+            ConfigError: The memory is no size.
         """
-        low, high = self._taken(expandable, self.allocations)[0]
-        return low, max(high, self._taken(expandable, self._late)[0][1])
+        size = None if memory is None else parse_bytes(memory)
+        low, high = self._taken(expandable, self.allocations, size)[0]
+        return low, max(high, self._taken(expandable, self._late, size)[0][1])
 
     def allocated(self) -> tuple[int, int]:
         """Return the least and the most that ``torch.cuda.max_memory_allocated()`` is expected to show.
@@ -137,16 +144,24 @@ class Rehearsal:
             return self.allocations
         return released_late(self.allocations, self.collectives, self.phases)
 
-    def _taken(self, expandable: bool, allocations: tuple[Allocation, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        key = expandable, allocations is self.allocations
+    def _taken(
+        self, expandable: bool, allocations: tuple[Allocation, ...], memory: int | None = None
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        key = expandable, allocations is self.allocations, memory
         if key not in self._replayed:
+            beside = beside_allocator(self.collectives, self.device)
             self._replayed[key] = taken_ranges(
-                allocations, self.phases, expandable=expandable, workspaces=workspaces_of(self.device)
+                allocations,
+                self.phases,
+                expandable=expandable,
+                workspaces=workspaces_of(self.device),
+                wrapped=wrapped_units(self.plan, self.rank),
+                limits=() if memory is None else (memory - beside[1], memory - beside[0]),
             )
         return self._replayed[key]
 
     @cached_property
-    def _replayed(self) -> dict[tuple[bool, bool], tuple[tuple[int, int], tuple[int, int]]]:
+    def _replayed(self) -> dict[tuple[bool, bool, int | None], tuple[tuple[int, int], tuple[int, int]]]:
         return {}
 
     def device_bytes(self, *, expandable: bool = False) -> tuple[int, int]:
@@ -184,7 +199,9 @@ class Rehearsal:
             return Retries()
         if size not in self._retried:
             beside, workspaces = beside_allocator(self.collectives, self.device), workspaces_of(self.device)[1]
-            self._retried[size] = retries_of(self.allocations, self._late, self.phases, size, beside, workspaces)
+            self._retried[size] = retries_of(
+                self.allocations, self._late, self.phases, size, beside, workspaces, wrapped_units(self.plan, self.rank)
+            )
         return self._retried[size]
 
     def short_of_memory(self) -> str:

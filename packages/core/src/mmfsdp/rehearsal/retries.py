@@ -11,6 +11,7 @@ from mmfsdp.basics.text import human_bytes, human_range
 from mmfsdp.rehearsal.caching import DeviceFullError
 from mmfsdp.rehearsal.recording.step_records import Allocation
 from mmfsdp.rehearsal.replaying import replayed
+from mmfsdp.rehearsal.wrapping import Wrapped
 
 __all__ = ["Retries", "retries_of", "retries_text"]
 
@@ -51,6 +52,7 @@ def retries_of(
     memory: int,
     beside: tuple[int, int],
     workspaces: Iterable[int],
+    wrapped: Sequence[Wrapped] = (),
 ) -> Retries:
     """Return what happens in a step of a run that has just begun: its first step makes the optimizer's state.
 
@@ -63,6 +65,7 @@ def retries_of(
         memory: Bytes of the GPU.
         beside: The least and the most bytes that are taken beside the allocator.
         workspaces: Bytes of blocks that kernels keep.
+        wrapped: See `mmfsdp.rehearsal.wrapping`.
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     kept, found, fits = list(workspaces), [], []
@@ -70,7 +73,13 @@ def retries_of(
     for other, after in product((beside[1], sum(beside) / 2, beside[0]), ends):
         try:
             step = replayed(
-                allocations, workspaces=kept, state_from=state_from, limit=memory - other, steps=_STEPS, late=after
+                allocations,
+                workspaces=kept,
+                state_from=state_from,
+                limit=memory - other,
+                steps=_STEPS,
+                late=after,
+                wrapped=wrapped,
             )
         except DeviceFullError:
             fits.append(False)
