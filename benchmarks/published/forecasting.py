@@ -17,6 +17,7 @@ import mmfsdp
 from benchmarks.published.hf_models import HfDecoder, HfShape
 from benchmarks.published.lit_models import LitDecoder, LitShape, lit_loss
 from benchmarks.published.models import Decoder, Shape
+from benchmarks.published.qlora_models import QloraDecoder, QloraShape
 from benchmarks.published.rebuilding import Rebuilt
 from mmfsdp.rehearsal import Collective, Operator, Range, Rehearsal
 from mmfsdp.rehearsal.accounting import highest
@@ -84,8 +85,10 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
         )
 
 
-def _made(run: Rebuilt, shape: Shape | LitShape | HfShape) -> tuple[Any, Callable[..., torch.Tensor]]:
+def _made(run: Rebuilt, shape: Shape | LitShape | HfShape | QloraShape) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Return a run's model, and what computes its loss."""
+    if isinstance(shape, QloraShape):
+        return QloraDecoder(shape), call_with
     if isinstance(shape, HfShape):
         return HfDecoder(shape, run.rows), call_with
     if isinstance(shape, LitShape):
@@ -112,7 +115,8 @@ def memory_of(run: Rebuilt, cache: Path | None = None) -> Memory:
             second = [begin for name, begin in step.phases if name == "forward"][1]
             first = highest(item for item in step.allocations if item.begin < second)[0]
             allocated = allocated[0] - step.peak.nbytes + first, allocated[1]
-        reserved, expandable = step.reserved(), step.reserved(expandable=True)
+        memory = device_of(run.device).memory
+        reserved, expandable = step.reserved(memory=memory), step.reserved(expandable=True)
         return Memory(
             step.peak.nbytes / _GIB,
             (allocated[0] / _GIB, allocated[1] / _GIB),

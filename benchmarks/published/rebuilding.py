@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.published.hf_models import HfShape
 from benchmarks.published.lit_models import LitShape
 from benchmarks.published.models import Shape
+from benchmarks.published.qlora_models import QloraShape
 
 __all__ = ["RUNS", "Rebuilt", "UnknownRunError", "published_memory", "rebuild", "runs"]
 
@@ -61,6 +62,11 @@ HUGGING_FACES = {  # config.json of each on the hub
     "SantaCoder": HfShape(2048, 24, 16, 1, 49280, 8192, is_llama=False, positions=2048, is_tied=True),
 }
 
+QLORAS = {  # config.json of each on the hub
+    "Llama 2 7B": QloraShape(4096, 32, 32, 32, 32000, 11008),
+    "Yi 34B": QloraShape(7168, 60, 56, 8, 64000, 20480),
+}
+
 
 class UnknownRunError(ValueError):
     """A record cannot be rebuilt; the message says why."""
@@ -70,7 +76,7 @@ class UnknownRunError(ValueError):
 class Rebuilt:
     """A published run as `benchmarks.published.forecasting` rehearses it."""
 
-    shape: Shape | LitShape | HfShape
+    shape: Shape | LitShape | HfShape | QloraShape
     rows: int
     samples: int
     ranks: int
@@ -151,6 +157,9 @@ def _device(run: Mapping[str, Any]) -> str:
         return "h100-96gb-500w" if "96gb" in text else "h100"
     if "a100" in text:
         return "a100-40gb" if "40" in text else "a100"
+    for name in ("rtx 3090", "rtx 4090"):
+        if name in text:
+            return name.replace(" ", "")
     raise UnknownRunError(f"GPU {run['gpu']}")
 
 
@@ -240,8 +249,21 @@ def _hugging_face(run: Mapping[str, Any]) -> Rebuilt:
     return _rebuilt(run, replace(shape, widens=widens, rank=rank), config)
 
 
+def _qlora(run: Mapping[str, Any]) -> Rebuilt:
+    if "offload" in run["sharding"]:
+        raise UnknownRunError("shards in CPU memory with FSDP1")
+    config = {
+        "engine": "fsdp1",
+        "sharding": run["sharding"],
+        "wrap": {"kind": "module_class", "classes": ["QloraBlock", "Factor"]},
+        "activation_checkpointing": _checkpointing(run),
+    }
+    shape = _shape(QLORAS, run)
+    return _rebuilt(run, replace(shape, is_quantized="QLoRA" in run["model"]), config, max_norm=None)
+
+
 def _rebuilt(
-    run: Mapping[str, Any], shape: Shape | LitShape | HfShape, config: Mapping[str, Any], **settings: Any
+    run: Mapping[str, Any], shape: Shape | LitShape | HfShape | QloraShape, config: Mapping[str, Any], **settings: Any
 ) -> Rebuilt:
     """Return a run of which a record states batch, ranks and device."""
     return Rebuilt(shape, run["seq_len"], run["micro_batch"], run["num_gpus"], config, _device(run), **settings)
@@ -253,4 +275,5 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Rebuilt]] = {
     "fms-fsdp": _fms,
     "LitGPT": _litgpt,
     "fms-acceleration": _hugging_face,
+    "fsdp_qlora": _qlora,
 }

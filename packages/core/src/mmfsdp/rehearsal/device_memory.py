@@ -74,13 +74,13 @@ def taken_ranges(
     *,
     expandable: bool = False,
     workspaces: tuple[Sequence[int], Sequence[int]] = (CUBLAS_SMALL, CUBLAS_LARGE),
-    wrapped: Sequence[Wrapped] = (),
+    wrapped: Iterable[Sequence[Wrapped]] = (),
     limits: Sequence[int] = (),
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the least and the most bytes that the caching allocator takes from the device, and that it hands out.
 
     Replays vary what cannot be known here: the workspaces of cuBLAS, whether the optimizer's state is there before the
-    first step or is made in it, and whether what wrapping left is still there. To what is taken comes an uncertainty of
+    first step or is made in it, and what wrapping left. To what is taken comes an uncertainty of
     2 % in both directions.
 
     Args:
@@ -88,12 +88,12 @@ def taken_ranges(
         phases: Names of the step's phases, each with its first moment.
         expandable: Use expandable segments.
         workspaces: See `workspaces_of`.
-        wrapped: See `mmfsdp.rehearsal.wrapping`.
+        wrapped: How the model may have been wrapped, see `mmfsdp.rehearsal.wrapping`.
         limits: The least and the most that the device has for the allocator; empty if there is no limit.
     """
     state_from = next((begin for name, begin in phases if name == "optimizer"), None)
     found = []
-    every = dict.fromkeys(map(tuple, workspaces)), (None, state_from), dict.fromkeys([(), tuple(wrapped)])
+    every = dict.fromkeys(map(tuple, workspaces)), (None, state_from), dict.fromkeys([(), *map(tuple, wrapped)])
     for kept, moment, units in product(*every):
         run = partial(replayed, allocations, expandable=expandable, workspaces=kept, state_from=moment, wrapped=units)
         found += _limited(run, () if expandable else limits)

@@ -12,6 +12,8 @@ from mmfsdp.rehearsal.wrapping import Wrapped
 
 __all__ = ["Replayed", "replayed"]
 
+_IN_FLIGHT = 2  # buckets of a broadcast
+
 _Event = tuple[int, bool, int]
 """A moment, whether something is allocated rather than released, and its place."""
 
@@ -103,6 +105,13 @@ class _Replay:
     def wrap(self, unit: Wrapped) -> None:
         """Allocate what wrapping a unit allocates, and keep the shard."""
         params = [self.allocator.allocate(size) for size in unit.params]
+        sent: list[Block] = []
+        for size in unit.sent:
+            if len(sent) == _IN_FLIGHT:
+                self.allocator.release(sent.pop(0))
+            sent.append(self.allocator.allocate(size))
+        for block in sent:
+            self.allocator.release(block)
         flat = self.allocator.allocate(unit.flat)
         for block in params:
             self.allocator.release(block)

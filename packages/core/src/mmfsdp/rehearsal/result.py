@@ -155,7 +155,7 @@ class Rehearsal:
                 self.phases,
                 expandable=expandable,
                 workspaces=workspaces_of(self.device),
-                wrapped=wrapped_units(self.plan, self.rank),
+                wrapped=[wrapped_units(self.plan, self.rank, synced=synced) for synced in (False, True)],
                 limits=() if memory is None else (memory - beside[1], memory - beside[0]),
             )
         return self._replayed[key]

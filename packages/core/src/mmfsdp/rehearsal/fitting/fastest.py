@@ -26,12 +26,11 @@ from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 
-__all__ = ["MARGINS", "fit"]
+__all__ = ["fit"]
 
 _MARGIN = 0.05
-MARGINS = {"fsdp1": 0.12}
-"""Shares of the memory that are left free by engine, where it is not 0.05. Published runs with FSDP2 took up to 1.4 %
-more than the forecast's upper end, with FSDP1 3.6 and 11.1 % (docs/published_runs.md)."""
+"""Share of the memory that is left free. Published runs took up to 2.4 % more than the forecast's upper end with FSDP2,
+and 2.6 % with FSDP1 (docs/published_runs.md)."""
 
 
 def fit(
@@ -71,7 +70,7 @@ def fit(
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: that of ``device``.
         margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off.
-            Default: 0.05, with engine ``fsdp1`` 0.12; see `MARGINS`.
+            Default: 0.05.
         ranks: Number of ranks.
         config: The settings that stay as they are.
         policy: A wrapping policy in place of ``config.wrap``.
@@ -101,7 +100,7 @@ def fit(
     chosen = device_of(device)
     chosen = replace(chosen, links=links_of(links, chosen.links))
     settings = plain_settings(config)
-    whole, kept = _memory_of(memory, chosen), _margin_of(margin, settings)
+    whole, kept = _memory_of(memory, chosen), _margin_of(margin)
     room = round(whole * (1 - kept))
     if price is not None and not price > 0:
         raise ConfigError(f"price is what a device costs for an hour, more than 0, got {price!r}.", config="price")
@@ -166,9 +165,9 @@ def fit(
     )
 
 
-def _margin_of(margin: float | None, settings: Mapping[str, Any]) -> float:
+def _margin_of(margin: float | None) -> float:
     if margin is None:
-        return MARGINS.get(settings.get("engine", ""), _MARGIN)
+        return _MARGIN
     if not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ConfigError(f"margin is a share of the memory, from 0 up to 1, got {margin!r}.", config="margin")
     return float(margin)

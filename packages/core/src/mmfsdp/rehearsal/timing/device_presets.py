@@ -27,6 +27,7 @@ _ISSUE_FITTED = Range(50 * _MICRO, 20 * _MICRO, 6 * _MICRO)
 # https://arxiv.org/abs/2307.08691 in forward, and below it in backward, an assumption.
 _A100_FLASH, _H100_FLASH = (0.55, 0.45), (0.33, 0.185)
 _CUDNN = 1.8
+_ADA_PRODUCTS, _ADA_STREAMED = 1.05, 0.9  # an RTX 4090's clock is above the one that its peak is stated for
 
 _NVLINK_LATENCY, _NET_LATENCY = 1.9 * _MICRO, 4 * _MICRO
 """Of one step of a ring; NCCL's own model of its protocol LL128 (``src/graph/tuning.cc``, ``hwLat``)."""
@@ -149,16 +150,33 @@ PRESETS = {
         ),
         replace(
             _gpu(
-                "rtx4090",
-                _ADA,
-                (165.2, 82.6, 82.6),
-                1008,
-                23.52,
+                "rtx3090",
+                (8, 6),
+                (71.2, 35.6, 35.6),
+                936,
+                23.69,
                 _card(20e9, 3e9),
-                "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
+                "NVIDIA GA102 whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
                 _PCIE_4,
             ),
             products=_CONSUMER,
+        ),
+        replace(
+            _fitted(
+                _gpu(
+                    "rtx4090",
+                    _ADA,
+                    (165.2, 82.6, 82.6),
+                    1008,
+                    23.52,
+                    _card(20e9, 3e9),
+                    "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
+                    _PCIE_4,
+                ),
+                _ADA_PRODUCTS,
+                *_A100_FLASH,
+            ),
+            streaming=_around(_ADA_STREAMED),
         ),
         replace(
             _gpu(
