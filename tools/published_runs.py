@@ -36,7 +36,7 @@ over low.
 """
 
 KERNELS = """
-Ten figures were fitted: products of matrices reach 0.72 of the peak on A100 and 0.556 on H100, less if a side is
+Eleven figures were fitted: products of matrices reach 0.72 of the peak on A100 and 0.556 on H100, less if a side is
 short (half at 220 rows or columns); other operators reach 0.7 of the bandwidth, which was chosen among four values by
 both halves; the attention kernels of 2023 that llm-foundry calls reach 0.46 in forward and 0.27 in backward on A100,
 0.21 and 0.168 on H100. Those of torch's flash attention are from its issues and its paper.
@@ -45,7 +45,7 @@ kernels reach must be known. The steps of fms-acceleration were added when all o
 were 20 to 53 % too slow then, as products in float32 were taken to need sides as long as those of tensor cores; a
 length that follows from the dtype's peak mended it, and was fitted to nothing.
 On the RTX 4090 products reach 1.05 of the peak, as its clock is above the one that this is stated for, and other
-operators 0.9 of the bandwidth; two of its five steps are those that fit.
+operators 0.9 of the bandwidth, and messages 0.8 of PCIe's 25 GB/s; two of its five steps are those that fit.
 
 The two steps that are most off are those of MPT-30b with 8,192 tokens on 8 GPUs of 80 GB, 60 of which hold
 parameters, gradients and optimizer state. They seem to be short of memory: with FSDP1, and with the metrics that

@@ -28,6 +28,7 @@ _ISSUE_FITTED = Range(50 * _MICRO, 20 * _MICRO, 6 * _MICRO)
 _A100_FLASH, _H100_FLASH = (0.55, 0.45), (0.33, 0.185)
 _CUDNN = 1.8
 _ADA_PRODUCTS, _ADA_STREAMED = 1.05, 0.9  # an RTX 4090's clock is above the one that its peak is stated for
+_ADA_REACHED = Range(0.7, 0.8, 0.9)  # of PCIe 4.0 with all lanes
 
 _NVLINK_LATENCY, _NET_LATENCY = 1.9 * _MICRO, 4 * _MICRO
 """Of one step of a ring; NCCL's own model of its protocol LL128 (``src/graph/tuning.cc``, ``hwLat``)."""
@@ -169,7 +170,7 @@ PRESETS = {
                     (165.2, 82.6, 82.6),
                     1008,
                     23.52,
-                    _card(20e9, 3e9),
+                    replace(_card(25e9, 3e9), reached=_ADA_REACHED),
                     "NVIDIA Ada whitepaper (tensor cores that add in FP32); PCIe 4.0 x16, 25 Gbit/s Ethernet",
                     _PCIE_4,
                 ),
