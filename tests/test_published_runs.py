@@ -16,6 +16,8 @@ SMALL = 69, 159
 """MPT-125m on A100, for its time; LitGPT's StableLM of 16 layers, for its memory."""
 RECOMPUTED_FROM_OUTSIDE = 181
 """SantaCoder of transformers, with FSDP1."""
+PACKED = 205
+"""Llama 2 7B with weights of 4 bits and adapters, wrapped by FSDP1."""
 
 
 def test_the_pages_are_up_to_date() -> None:
@@ -50,6 +52,12 @@ def test_memory_with_caches_and_with_recomputation_around_units_is_that_of_the_c
     assert memory_of(rebuild(runs()[RECOMPUTED_FROM_OUTSIDE])).allocated == pytest.approx(before[1:], rel=0.005)
 
 
+@pytest.mark.slow
+def test_memory_of_packed_weights_that_fsdp1_wraps_is_that_of_the_code() -> None:
+    before = next(row for row in FOUND["runs"] if row["run"] == PACKED)["reserved"]
+    assert memory_of(rebuild(runs()[PACKED])).reserved == pytest.approx(before[1:], rel=0.005)
+
+
 def test_steps_of_the_half_that_fitted_nothing_are_forecast_well() -> None:
     found = summary(FOUND["runs"])["seconds, test"]
     assert found["count"] >= 30
@@ -60,8 +68,15 @@ def test_steps_of_the_half_that_fitted_nothing_are_forecast_well() -> None:
 
 
 def test_memory_is_forecast_well() -> None:
+    sources = {
+        runs()[row["run"]]["source"].partition(":")[0] for row in FOUND["runs"] if "allocated" in row or "active" in row
+    }
+    assert len(sources) >= 4
     kinds = [(kind, row) for row in FOUND["runs"] for kind in ("allocated", "active") if kind in row]
     errors = [abs(error_of(kind, row[kind])) for kind, row in kinds]
     assert len(errors) >= 40
     assert statistics.median(errors) <= 0.02
     assert max(errors) <= 0.05
+    taken = [row["reserved"] for row in FOUND["runs"] if "reserved" in row]
+    assert len(taken) >= 16
+    assert max(abs(error_of("reserved", figure)) for figure in taken) <= 0.03  # of the nearest end of the interval
