@@ -169,6 +169,11 @@ def test_units_are_wrapped_as_planned() -> None:
         Wrapped((norm,) * 2, 2 * norm, norm // 2),
     )
     assert sum(unit.shard for unit in wrapped_units(plan)) == plan.param_bytes()
+    ignoring = mmfsdp.plan(model, {**config, "sharding": {"ignored_parameters": ["3.*"]}}, 4)
+    assert [(unit.flat, unit.shard) for unit in wrapped_units(ignoring)][:2] == [(norm, norm)] * 2
+    sent = mmfsdp.plan(nn.Sequential(*(nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(3))), config, 4)
+    assert [unit.sent for unit in wrapped_units(sent, synced=True)[:3]] == [(256 * MIB,)] * 3
+    assert [unit.sent for unit in wrapped_units(plan, synced=True)] == [(linear,)] * 3 + [(2 * norm,)]
     assert wrapped_units(mmfsdp.plan(model, {**config, "cpu_offload": {"enabled": True}}, 4)) == ()
     assert wrapped_units(mmfsdp.plan(model, {**config, "engine": "fsdp2"}, 4)) == ()
 
@@ -181,3 +186,17 @@ def test_a_small_gpu_gets_less_from_the_allocator_than_a_large_one() -> None:
     assert step.peak.nbytes < less[0] < low
     assert less[1] <= high
     assert step.reserved(memory=step.peak.nbytes) == (low, high)  # where memory runs out, this is what was wanted
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [(4, "FULL_SHARD"), ((2, 2), "HYBRID_SHARD"), (2, "NO_SHARD")])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore:When using ``NO_SHARD``")
+def test_what_wrapping_keeps_is_what_a_step_finds(mesh: Any, strategy: str) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.LayerNorm(64)), torch.empty(2, 64)
+    config = {
+        "engine": "fsdp1",
+        "wrap": {"kind": "module_class", "classes": "Linear"},
+        "sharding": {"strategy": strategy, "ignored_parameters": ["2.bias"]},
+    }
+    step = mmfsdp.rehearse(config, model, batch, mesh=mesh, device_type="cuda")
+    assert sum(unit.shard for unit in wrapped_units(step.plan)) == step.static["parameter"]
+    assert step.reserved()[0] <= step.reserved()[1]

@@ -38,7 +38,7 @@ def wrapped_units(plan: ShardPlan, rank: int = 0, *, synced: bool = False) -> tu
     """
     if plan.engine != "fsdp1" or plan.cpu_offload:
         return ()
-    found = []
+    found = [Wrapped((), param.nbytes, param.nbytes) for param in plan.ignored_params]  # which stay as they are
     for unit in plan.units:
         shard, params = plan.unit_param_bytes(unit, rank), tuple(param.nbytes for param in unit.params)
         found.append(Wrapped(params, shard * plan.mesh.shard, shard, _buckets(params) if synced else ()))
