@@ -51,8 +51,9 @@ The two steps that are most off are those of MPT-30b with 8,192 tokens on 8 GPUs
 parameters, gradients and optimizer state. They seem to be short of memory: with FSDP1, and with the metrics that
 llm-foundry computes after each backward, `step.retries()` has torch give back its cache in every micro-batch there, and
 two or three times in the whole step with 6,144 tokens, whose time is as forecast. What that takes is not in the
-forecast. The interval is the usual forecast with shares 11 %
-lower or higher, and with slower and faster links.
+forecast.
+
+The interval is the usual forecast with shares 11 % lower or higher, and with slower and faster links.
 
 Of {all} records, {refused} are left out: {reasons}.
 

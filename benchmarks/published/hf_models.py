@@ -9,21 +9,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.published.models import Norm
+from benchmarks.published.models import HubShape, Norm
 
-__all__ = ["Factor", "HfBlock", "HfDecoder", "HfShape"]
+__all__ = ["Factor", "HfBlock", "HfDecoder", "HfShape", "turned"]
 
 
 @dataclass(frozen=True)
-class HfShape:
-    """The sizes of a model's ``config.json``, and what its class and its version of transformers compute."""
+class HfShape(HubShape):
+    """The sizes of a model, and what its class and its version of transformers compute."""
 
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    hidden: int
     is_llama: bool = True
     """RMSNorm, rotary positions and a gated network; otherwise as GPTBigCode: LayerNorm, GELU, dropout and biases."""
     positions: int = 0
@@ -84,7 +78,7 @@ class Attention(nn.Module):
             query, key, value = (self._heads(part) for part in (first, *cached.chunk(2, dim=2)))
             dropout = 0.1
         if cosine is not None and sine is not None:
-            query, key = _turned(query, cosine, sine), _turned(key, cosine, sine)
+            query, key = turned(query, cosine, sine), turned(key, cosine, sine)
         grouped = key.shape[1] != query.shape[1]
         found = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         return F.dropout(self.out(found.transpose(1, 2).reshape(batch, rows, dim)), dropout), cached
@@ -196,7 +190,7 @@ def _product(shape: HfShape, inputs: int, outputs: int) -> nn.Module:
     return Adapted(inputs, outputs, shape.rank) if shape.rank else nn.Linear(inputs, outputs, bias=False)
 
 
-def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Turn columns with those half a head away."""
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return x * cosine + torch.cat((-second, first), dim=-1) * sine

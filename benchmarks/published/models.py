@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["Block", "Decoder", "Shape"]
+__all__ = ["Block", "Decoder", "HubShape", "Norm", "Shape"]
 
 _KEPT = (
     torch.ops.aten.mm.default,
@@ -46,6 +46,18 @@ class Shape:
     """Whether keys and values are repeated for each head of the query before attention."""
     keeps_products: bool = False
     """Whether a block is recomputed but for attention and every other product, as torchtitan's ``op`` says."""
+
+
+@dataclass(frozen=True)
+class HubShape:
+    """The sizes that the ``config.json`` of a model on the hub states."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    hidden: int
 
 
 class Norm(nn.Module):

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.published.hf_models import Factor
-from benchmarks.published.models import Norm
+from benchmarks.published.hf_models import Factor, turned
+from benchmarks.published.models import HubShape, Norm
 
 __all__ = ["QloraBlock", "QloraDecoder", "QloraShape"]
 
@@ -21,15 +21,9 @@ _BLOCK, _NESTED = 64, 256  # weights that share a scale, and scales that share o
 
 
 @dataclass(frozen=True)
-class QloraShape:
+class QloraShape(HubShape):
     """The sizes of a Llama, and how its frozen products are stored."""
 
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    hidden: int
     is_quantized: bool = False
     """Whether products have weights of 4 bits, in bfloat16 memory; otherwise they are in bfloat16."""
 
@@ -94,7 +88,7 @@ class Attention(nn.Module):
         query, key, value = (
             part(x).view(batch, rows, -1, self.size).transpose(1, 2) for part in (self.q, self.k, self.v)
         )
-        query, key = (part * cosine + _half_turned(part) * sine for part in (query, key))
+        query, key = turned(query, cosine, sine), turned(key, cosine, sine)
         if self.repeats > 1:
             key, value = (
                 part[:, :, None].expand(-1, -1, self.repeats, -1, -1).reshape(query.shape) for part in (key, value)
@@ -153,8 +147,3 @@ def _adapted(shape: QloraShape, inputs: int, outputs: int) -> Adapted:
 def _unpacked(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return a weight of two dimensions: what is allocated and read, not the values."""
     return weight.view(-1, 1).expand(-1, _PACKED).reshape(rows, columns)
-
-
-def _half_turned(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)

@@ -70,8 +70,8 @@ class CachingAllocator:
     Args:
         expandable: Use expandable segments.
         limit: Bytes that the device has for it, without expandable segments.
-        finish: Called when the device has no more memory, before free segments are given back: what waits for the
-            device is to be released, because torch waits, too.
+        finish: Called when the device has no more memory, before free segments are given back. Torch waits for the
+            device at this point, so blocks that wait for it can be released.
 
     Attributes:
         reserved: Bytes of all segments.

@@ -27,7 +27,7 @@ class FirstSteps:
 
     Call `step` after each optimizer step. The time of a step is the median from one call to the next, so it contains
     what the loop does in between, such as loading data. On CUDA the peaks are those of torch's allocator since the
-    process began; CPU memory is not measured. A full GPU is named, too.
+    process began; CPU memory is not measured. If the GPU was full in these steps, the line says so.
 
     Args:
         rehearsal: The step as it was rehearsed.

@@ -190,8 +190,8 @@ class Rehearsal:
         Raises:
             ConfigError: The memory is not known, or is no size.
         """
-        size = parse_bytes(memory) if memory is not None else self.device.memory if self.device is not None else 0
-        if size <= 0:
+        size = self._memory if memory is None else parse_bytes(memory)
+        if not size:
             raise ConfigError(
                 "How much memory the GPU has is not known. Give memory, such as '79.1GiB'.", config="memory"
             )
@@ -206,10 +206,13 @@ class Rehearsal:
 
     def short_of_memory(self) -> str:
         """Return a sentence that says what happens if the device is too small; empty if it is not, or not known."""
-        if self.device is None or not self.device.memory:
-            return ""
-        found = self.retries()
-        return retries_text(found, self.device.memory, self.device_bytes(expandable=True)) if found else ""
+        found = self.retries() if self._memory else None
+        return retries_text(found, self._memory, self.device_bytes(expandable=True)) if found else ""
+
+    @property
+    def _memory(self) -> int:
+        """Bytes of the device that was given; 0 if they are not known."""
+        return 0 if self.device is None else self.device.memory
 
     @cached_property
     def _retried(self) -> dict[int, Retries]:
@@ -268,7 +271,7 @@ class Rehearsal:
             "peak": self.peak.describe(),
             "reserved": dict(zip(("low", "high"), self.reserved(), strict=True)),
             "device_bytes": dict(zip(("low", "high"), self.device_bytes(), strict=True)),
-            "retries": None if self.device is None or not self.device.memory else self.retries().describe(),
+            "retries": self.retries().describe() if self._memory else None,
             "static": dict(self.static),
             "cpu_bytes": self.cpu_bytes,
             "savings": [saving.describe() for saving in self.savings],

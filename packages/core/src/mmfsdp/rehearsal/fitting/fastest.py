@@ -30,7 +30,7 @@ __all__ = ["fit"]
 
 _MARGIN = 0.05
 """Share of the memory that is left free. Published runs took up to 2.4 % more than the forecast's upper end with FSDP2,
-and 2.6 % with FSDP1 (docs/published_runs.md)."""
+and 2.5 % with FSDP1 (docs/published_runs.md)."""
 
 
 def fit(
