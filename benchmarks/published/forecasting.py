@@ -73,7 +73,7 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
 
     # The runs are older than the releases that prefer cuDNN, or pinned flash attention.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return mmfsdp.rehearse(
+        step = mmfsdp.rehearse(
             plan,
             model,
             (tokens, tokens),
@@ -83,6 +83,13 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
             accumulate=2 if run.keeps_gradients else 1,
             device=run.device,
         )
+    return _reducing_apart(step) if run.reduces_apart else step
+
+
+def _reducing_apart(step: Rehearsal) -> Rehearsal:
+    """Return a step with what it reduces on the stream that reduces."""
+    moved = (replace(item, stream="reduces") if item.kind == "reduce buffer" else item for item in step.allocations)
+    return replace(step, allocations=tuple(moved))
 
 
 def _made(run: Rebuilt, shape: Shape | LitShape | HfShape | QloraShape) -> tuple[Any, Callable[..., torch.Tensor]]:

@@ -91,6 +91,8 @@ class Rebuilt:
     """Whether the training loop holds the logits during backward."""
     keeps_last: bool = False
     """Whether the last block stays gathered after forward."""
+    reduces_apart: bool = False
+    """Whether FSDP2 allocates what it reduces on the stream that reduces, as it did until torch 2.4."""
     attention: tuple[float, float] | None = None
     """Shares of the peak that an attention kernel of its own reaches, forward and backward; None: torch's flash."""
     casts: bool = False
@@ -189,7 +191,10 @@ def _torchtitan(run: Mapping[str, Any]) -> Rebuilt:
         "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
         "activation_checkpointing": _checkpointing(run),
     }
-    return _rebuilt(run, shape, config, keeps_logits=is_early, keeps_last=engine == "fsdp2")
+    is_fsdp2 = engine == "fsdp2"
+    return _rebuilt(
+        run, shape, config, keeps_logits=is_early, keeps_last=is_fsdp2, reduces_apart=is_early and is_fsdp2
+    )
 
 
 def _foundry(run: Mapping[str, Any]) -> Rebuilt:

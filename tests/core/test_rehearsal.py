@@ -438,22 +438,41 @@ def test_buffers_of_messages_are_on_streams_of_their_own() -> None:
     assert by_stream == {"gathers": {("gathered", whole)}, "reduces": {("gradient", shard)}}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "reduced"),
-    [(1, {("gradient", 64 * 64 * 4)}), (4, {("activation gradient", 64 * 64 * 4), ("gradient", 64 * 64)})],
-)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("mesh", [1, 4])
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-def test_fsdp1_casts_gradients_on_the_stream_that_reduces_them(mesh: int, reduced: set[tuple[str, int]]) -> None:
+def test_streams_of_fsdp1_are_those_that_a_gpu_shows(mesh: int, precision: str) -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), torch.empty(2, 64)
-    config = {"engine": "fsdp1", "precision": "bf16", "wrap": {"kind": "module_class", "classes": "Linear"}}
+    config = {"engine": "fsdp1", "precision": precision, "wrap": {"kind": "module_class", "classes": "Linear"}}
     step = mmfsdp.rehearse(config, model, batch, mesh=mesh)
-    assert {(item.kind, item.nbytes) for item in step.allocations if item.stream == "reduces" and item.begin} == reduced
-    assert 64 * 64 * 2 in {item.nbytes for item in step.allocations if item.stream == "gathers"}  # weights in bfloat16
+    whole = 64 * 64 * 4
+    half, shard = whole // 2, whole // mesh
+    joined = half if precision == "bf16" else whole  # the gradient of a flat parameter
+    expected: dict[str, set[tuple[str, int]]] = {"gathers": {("activation gradient", joined)}}
+    if precision == "bf16":
+        expected["casts"] = {("gathered", half // mesh)}
+        expected["reduces"] = {("gradient", shard)}
+        if mesh > 1:
+            expected["reduces"] |= {("activation gradient", whole)}
+    elif mesh == 1:
+        expected = {"gathers": {("gradient", whole)}}  # which is the one that autograd has joined
+    else:
+        expected["reduces"] = {("gradient", shard)}
+    if mesh > 1:
+        expected["gathers"] |= {("gathered", joined)}
+    found: dict[str, set[tuple[str, int]]] = {}
+    for item in step.allocations:
+        if item.stream:
+            found.setdefault(item.stream, set()).add((item.kind, item.nbytes))
+    assert found == expected
+    parts = [item for item in step.allocations if item.waits and not item.stream]  # what autograd has joined
+    assert {(item.kind, item.nbytes) for item in parts} == {("activation gradient", joined)}
 
 
 def test_units_of_fsdp1_wait_until_the_second_gather_after_them() -> None:
     gathers = [Collective("all_gather", 30 * MIB, 2, 1, "unit", "forward", moment) for moment in (1, 3, 5, 7)]
-    found = [allocation(30 * MIB, moment, moment + 1, kind="gathered") for moment in (1, 3, 5, 7)]
+    units = [allocation(30 * MIB, moment, moment + 1, kind="gathered") for moment in (1, 3, 5, 7)]
+    found = [dataclasses.replace(unit, waits=True) for unit in units]
     late = released_late([*found, allocation(1, 2, 3)], gathers, [("forward", 1), ("optimizer", 9)])
     assert [item.end for item in late] == [5, 7, 9, 9, 3]
     model, batch = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.empty(2, 512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def measured(plan: mmfsdp.ShardPlan) -> tuple[int, int]:
-    """Return the most bytes that the GPU's allocator handed out, and took, in two steps."""
+def measured(plan: mmfsdp.ShardPlan) -> tuple[int, int, int]:
+    """Return the most bytes that the GPU's allocator handed out, and took, in two steps, and those that it had free.
+
+    Segments that earlier tests left have room that is used first.
+    """
     torch.cuda.set_device(0)
     gc.collect()
     torch.cuda.empty_cache()
@@ -49,7 +53,8 @@ def measured(plan: mmfsdp.ShardPlan) -> tuple[int, int]:
         loss(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated() - before[0], torch.cuda.max_memory_reserved() - before[1]
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return most[0] - before[0], most[1] - before[1], before[1] - before[0]
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -63,10 +68,55 @@ def test_peaks(name: str, backend: str, ranks: int, tmp_path: Path) -> None:
     dist.init_process_group(backend, rank=0, world_size=ranks, store=store)
     try:
         with unwatched():  # shard() and the guards need other ranks
-            allocated, reserved = measured(step.plan)
+            allocated, reserved, free = measured(step.plan)
     finally:
         dist.destroy_process_group()
     # The allocator hands out cuBLAS's workspaces, too.
     assert 0.95 * (step.peak.nbytes + sum(CUBLAS_SMALL)) <= allocated <= 1.05 * (step.peak.nbytes + sum(CUBLAS_LARGE))
     low, high = step.reserved()
-    assert low <= reserved <= high
+    assert low - free <= reserved <= high
+
+
+def allocated_by_stream(plan: mmfsdp.ShardPlan) -> list[Counter[int]]:
+    """Return the bytes of what the third step allocates on each stream but that of training."""
+    torch.cuda.set_device(0)
+    model = shard_in_place(Net(WIDTH, DEPTH), plan, build_mesh(plan.mesh, "cuda")).module
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(ROWS, 16, device="cuda")
+    torch.cuda.memory._record_memory_history(context=None, stacks="python")
+    try:
+        for _ in range(3):
+            begin = len(torch.cuda.memory._snapshot()["device_traces"][0])
+            loss(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        events = torch.cuda.memory._snapshot()["device_traces"][0][begin:]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    found: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for event in events:
+        if event["action"] == "alloc" and event["size"] >= LARGE and event["stream"]:
+            found[event["stream"]][event["size"]] += 1
+    return [*found.values()]
+
+
+LARGE = 1 << 20  # what is smaller may be a kernel's own
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_streams_are_those_of_the_allocator(engine: str, precision: str) -> None:
+    config = {"engine": engine, "wrap": WRAP, "precision": precision}
+    step = mmfsdp.rehearse(config, Net(WIDTH, DEPTH), torch.empty(ROWS, 16), mesh=8, loss=loss)
+    expected: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for item in step.allocations:
+        if item.stream and item.begin and item.nbytes >= LARGE:
+            expected[item.stream][-(-item.nbytes // 512) * 512] += 1
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        with unwatched():
+            found = allocated_by_stream(step.plan)
+    finally:
+        dist.destroy_process_group()
+    assert sorted(map(sorted, map(Counter.items, found))) == sorted(map(sorted, map(Counter.items, expected.values())))

@@ -18,10 +18,11 @@ it waits until the GPU has passed the end of the last but one (``_FreeEventQueue
 def released_late(
     allocations: Iterable[Allocation], collectives: Iterable[Collective], phases: Sequence[tuple[str, int]]
 ) -> tuple[Allocation, ...]:
-    """Return the allocations with gathered parameters held for as long as they wait for the GPU, with FSDP1.
+    """Return the allocations with those that other streams use held for as long as they wait for the GPU, with FSDP1.
 
-    They are gathered on a stream of their own and used on that of training, so the caching allocator hands their memory
-    out again only when the GPU has come as far as the CPU was when it freed them. FSDP2 frees nothing across streams.
+    Parameters are gathered on a stream of their own and used on that of training, gradients are made there, joined on
+    the one that gathers, and reduced on a third. The caching allocator hands such memory out again only when the GPU
+    has come as far as the CPU was when it freed it. FSDP2 frees nothing across streams.
 
     Args:
         allocations: All allocations of a step.
@@ -32,7 +33,7 @@ def released_late(
     last = phases[-1][1] if phases else 0
 
     def moved(item: Allocation) -> Allocation:
-        if item.kind != "gathered" or item.end is None:
+        if not item.waits or item.end is None:
             return item
         place = bisect_right(gathers, item.end) + _AHEAD - 1
         return replace(item, end=gathers[place] if place < len(gathers) else max(item.end, last))

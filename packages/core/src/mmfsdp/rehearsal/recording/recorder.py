@@ -26,10 +26,12 @@ from mmfsdp.rehearsal.recording.step_records import (
     Collective,
     Operator,
 )
+from mmfsdp.runtime.backward import is_backward
 
 __all__ = ["Recorder"]
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_BUFFERS = ("gathered", "reduce buffer")
 _OF_OPTIMIZER = ("optimizer state", "optimizer temporary", "ema")
 
 
@@ -47,6 +49,7 @@ class _Live:
     is_constant: bool = False
     """Whether it was found with values that nobody has seen being made."""
     stream: str = ""
+    waits: bool = False
 
 
 class Recorder(TorchDispatchMode):
@@ -65,7 +68,7 @@ class Recorder(TorchDispatchMode):
             what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
         whole: Bytes of the units' whole parameters in the dtypes that they compute in, if shards are whole: nothing is
             sent then, and parameters are copied one by one.
-        is_fsdp1: Whether FSDP1 trains, which gathers into memory of another stream.
+        is_fsdp1: Whether FSDP1 trains, which frees memory that other streams use.
 
     Attributes:
         ended: The allocations that have ended.
@@ -142,7 +145,7 @@ class Recorder(TorchDispatchMode):
             else:
                 # Even on a single rank, FSDP1 casts gradients on the stream on which it reduces them.
                 if kind == "gradient" and (known.kind == "reduce buffer" or self._is_fsdp1):
-                    known.stream = "reduces"
+                    known.stream = known.stream or "reduces"
                 known.kind, known.module = kind, module or known.module
 
     def adopt_new(self, begin: int, kind: str) -> None:
@@ -208,7 +211,8 @@ class Recorder(TorchDispatchMode):
             known.nbytes, known.begin = storage.nbytes(), self.moment
             # Only FSDP resizes, and before torch 2.15 outside of what gathers.
             known.kind, known.module = "gathered", self.places.module
-            known.stream = "gathers" if self._is_fsdp1 else ""
+            if self._is_fsdp1:  # the shard is cast first, on a stream of its own; see `_put` for what is gathered
+                known.stream, known.waits = "casts", True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -241,6 +245,8 @@ class Recorder(TorchDispatchMode):
             storage = value.untyped_storage()
             if id(storage) not in self._live:
                 self._add(storage, self.places.kind, self.places.module)
+        if self._is_fsdp1 and func is torch.ops.aten.cat.default and outputs[0].dim() == 1 and is_backward():
+            self._join_gradients(inputs, outputs[0])
         self._added = (id(args[0].untyped_storage()), self.moment) if adds else None
         if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
             begin, self.moment = self.moment + 1, self.moment + 2
@@ -279,7 +285,7 @@ class Recorder(TorchDispatchMode):
             self._note_end(live, self.moment)
 
     def _note_end(self, live: _Live, end: int | None) -> None:
-        held = Allocation(live.nbytes, live.kind, live.module, live.begin, end, live.stream)
+        held = Allocation(live.nbytes, live.kind, live.module, live.begin, end, live.stream, live.waits)
         moved = live.offloaded
         if self.offloads is not None and live.kind in _OF_OPTIMIZER:
             moved = live.begin
@@ -331,10 +337,12 @@ class Recorder(TorchDispatchMode):
             self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
-            self._put([*tensors[0], *tensors[1]], "gathers")
+            if self._is_fsdp1:
+                self._put(tensors[0], "gathers")
+            else:
+                self._put_gathered(unit)
         if name == "reduce_scatter" and not functional:
-            # FSDP1 casts gradients on the stream that reduces them, and FSDP2 casts them on the stream of training.
-            # Gradients in float32 are not cast. For FSDP1 the forecast assigns them to the reducing stream as well.
+            # FSDP1 casts and pads gradients on the stream that reduces them, FSDP2 casts on that of training.
             self._put([*tensors[0], *tensors[1]] if self._is_fsdp1 else tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))
@@ -343,8 +351,27 @@ class Recorder(TorchDispatchMode):
         """Say on which stream FSDP allocates the buffers of a message, if it has made them for it."""
         for tensor in tensors:
             known = self._live.get(id(tensor.untyped_storage()))
-            if known is not None and (self._is_fsdp1 or known.kind in ("gathered", "reduce buffer")):
+            if known is not None and (known.kind in _BUFFERS or (self._is_fsdp1 and not known.stream)):
                 known.stream = stream
+
+    def _put_gathered(self, unit: str | None) -> None:
+        """Say on which stream FSDP2 has just cast the shards of a unit, and made the buffer to gather them into."""
+        for live in reversed(self._live.values()):
+            if live.kind != "gathered" or live.module != unit:
+                break
+            live.stream = "gathers"
+
+    def _join_gradients(self, parts: Iterable[torch.Tensor], whole: torch.Tensor) -> None:
+        """Say what streams use the gradients that become the one of FSDP1's flat parameter.
+
+        FSDP1 splits the flat parameter while it gathers it, so autograd joins the gradients on that stream, and reduces
+        the result on another one.
+        """
+        for part in parts:
+            if known := self._live.get(id(part.untyped_storage())):
+                known.waits = True
+        known = self._live[id(whole.untyped_storage())]
+        known.stream, known.waits = "gathers", True
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
         """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
