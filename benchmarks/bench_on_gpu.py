@@ -17,6 +17,7 @@ from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, KINDS, error_of, mea
 
 import mmfsdp
 from benchmarks.measuring import sized
+from benchmarks.on_gpu import short_of_memory
 from benchmarks.on_gpu.cases import CASES, Case
 from mmfsdp.rehearsal import Rehearsal
 
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
                 summary[f"{kind} {device}"] = figures
                 print(f"{kind}, {device}: median {figures['median']:.1%}, worst {max(sizes):.1%} of {len(sizes)}")
     if not options.only:
-        (DATA / FORECASTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        every = {**found, "short_of_memory": short_of_memory.forecasts()}
+        (DATA / FORECASTS).write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
     return summary
 
 

@@ -18,7 +18,7 @@ import torch
 from tools.published_runs import error_of
 
 from benchmarks.measuring import sized
-from benchmarks.published.forecasting import memory_of, seconds_of
+from benchmarks.published.forecasting import memory_of, retries_of, seconds_of
 from benchmarks.published.rebuilding import Rebuilt, UnknownRunError, published_memory, rebuild, runs
 
 __all__ = ["FORECASTS", "forecast", "half_of", "main"]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def forecast(number: int, run: Mapping[str, Any], built: Rebuilt, cache: Path | None = None) -> dict[str, Any]:
-    """Return the figures of a record with their forecasts: bytes in GiB, and seconds of a step."""
+    """Return the figures of a record with their forecasts: bytes in GiB, seconds of a step, and `retries_of`."""
     row: dict[str, Any] = {"run": number, "half": half_of(run)}
     published = published_memory(run)
     if published:
@@ -66,6 +66,8 @@ def forecast(number: int, run: Mapping[str, Any], built: Rebuilt, cache: Path | 
         seconds = seconds_of(built, cache)
         real = built.samples * built.rows * built.accumulate / run["tokens_per_s_per_gpu"]
         row["seconds"] = [float(f"{value:.4g}") for value in (real, seconds.low, seconds.high, seconds.usual)]
+        if not published and (retries := retries_of(built, cache)):
+            row["retries"] = retries
     return row
 
 

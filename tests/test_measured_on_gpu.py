@@ -8,9 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.bench_on_gpu import figures_of, forecast
+from benchmarks.on_gpu import short_of_memory
 from benchmarks.on_gpu.cases import CASES
-from tools.measured_on_gpu import DATA, DEVICES, FORECASTS, PAGE, error_of, measured, page, real_of
+from benchmarks.published.models import Shape
+from tools.measured_on_gpu import (
+    DATA,
+    DEVICES,
+    FORECASTS,
+    PAGE,
+    error_of,
+    measured,
+    measured_with_little_memory,
+    page,
+    real_of,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
 from mmfsdp.rehearsal.recording.recurrent import NETWORKS, RECURRENT, run_recurrent
@@ -41,6 +55,23 @@ def test_forecasts_are_those_of_the_code(device: str, name: str) -> None:
     again = figures_of(forecast(CASES[name], device))
     for kind, figures in FOUND[device][name].items():
         assert again[kind] == pytest.approx(figures, rel=0.005), "run: python -m benchmarks.bench_on_gpu"
+
+
+def test_what_was_trained_with_little_memory_trains() -> None:
+    shape = Shape(64, 2, 4, 1000, 256, norm="layer", is_gated=False, positions=64, is_tied=True, packed=True)
+    dist.init_process_group("fake", rank=0, world_size=short_of_memory.RANKS, store=FakeStore())
+    try:
+        found = short_of_memory.train(shape, torch.device("cpu"), 1)
+    finally:
+        dist.destroy_process_group()
+    assert [retries for _, retries in found[0]] == [0, 0, 0]
+    assert short_of_memory.forecasts(shape) == [(0, 0)] * len(measured_with_little_memory())
+
+
+def test_retries_are_forecast() -> None:
+    for line, (_, high) in zip(measured_with_little_memory(), FOUND["short_of_memory"], strict=True):
+        most = max(sum(retries for _, retries in step) for step in line["steps"][1:])
+        assert 0.3 * high <= most <= 2 * high
 
 
 @pytest.mark.parametrize("device", DEVICES)

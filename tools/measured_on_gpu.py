@@ -12,7 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DATA", "DEVICES", "FORECASTS", "KINDS", "PAGE", "error_of", "measured", "page"]
+__all__ = [
+    "DATA",
+    "DEVICES",
+    "FORECASTS",
+    "KINDS",
+    "PAGE",
+    "error_of",
+    "measured",
+    "measured_with_little_memory",
+    "page",
+]
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "on_gpu"
@@ -65,11 +75,28 @@ A step of an LSTM is left out, as its weights lay elsewhere then: see [guards](g
 
 """
 
+FULL = """
+## A GPU that is too small for the cache
+
+One rank of 8 of MPT-30b with 8,192 tokens and FSDP1, without the others, on the H100, whose allocator was given less
+than it wants: how often it gave back what was free, in a step of three micro-batches, beside `retries()`. Each time
+took {least:.0f} to {most:.0f} ms beside the {plain:.2f} s of a micro-batch; with other ranks, which wait for each
+other, it may be more. `python -m benchmarks.on_gpu.short_of_memory GIB` measures, `python -m benchmarks.bench_on_gpu`
+forecasts.
+
+"""
+
 
 def measured(device: str) -> dict[str, dict[str, Any]]:
     """Return what was measured on a device, by case."""
     lines = (DATA / f"steps_{device}.jsonl").read_text(encoding="utf-8").splitlines()
     return {line["name"]: line for line in map(json.loads, lines)}
+
+
+def measured_with_little_memory() -> list[dict[str, Any]]:
+    """Return GiB, device, torch, and seconds and retries of each micro-batch as ``steps``, by limit."""
+    lines = (DATA / "short_of_memory.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def real_of(kind: str, line: Mapping[str, Any]) -> float | None:
@@ -115,7 +142,26 @@ def page() -> str:
             if real_of("seconds", line)
         )
         text += _table(("step", "measured", "until all was issued", "forecast", "error"), timed)
-    return text
+    return text + _full(found["short_of_memory"])
+
+
+def _full(found: Sequence[Sequence[int]]) -> str:
+    """Return the section about a GPU that is too small for the cache."""
+    lines = measured_with_little_memory()
+    every = [item for line in lines for step in line["steps"] for item in step[1:]]  # the first one also warms up
+    plain = statistics.median(seconds for seconds, retries in every if not retries)
+    each = [1000 * (seconds - plain) / retries for seconds, retries in every if retries]
+    rows = (
+        (
+            f"{line['gib']}",
+            ", ".join(str(sum(retries for _, retries in step)) for step in line["steps"][1:]),
+            f"{low} to {high}" if low < high else str(high),
+            ", ".join(f"{seconds:.2f}" for seconds, _ in line["steps"][-1]),
+        )
+        for line, (low, high) in zip(lines, found, strict=True)
+    )
+    head = ("GiB", "retries in the second step, and later ones", "forecast", "seconds of the last micro-batches")
+    return FULL.format(least=min(each), most=max(each), plain=plain) + _table(head, rows)
 
 
 def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

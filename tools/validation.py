@@ -63,7 +63,7 @@ NEVER = """## What never ran
 - **Several GPUs.** One H100, and for a third of them an H200, ran the tests of `pytest -m gpu` that one GPU can run,
   with NCCL on one rank and on two that shared it, with torch 2.11; [what was measured there](measured_on_gpu.md) is
   beside its forecasts. Forecasts for many GPUs are compared with [figures that others published](published_runs.md);
-  how often torch empties its cache on a full GPU, with one of these only.
+  how often torch empties its cache on a full GPU, with one of these, and with a step on the H100.
 - **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
   (`nox -s bench -- ranks`).
 - **Several physical machines.** Two hosts were processes of one machine.

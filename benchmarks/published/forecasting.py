@@ -26,11 +26,12 @@ from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.links import links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
-__all__ = ["Memory", "Seconds", "memory_of", "seconds_of", "step_of"]
+__all__ = ["Memory", "Seconds", "memory_of", "retries_of", "seconds_of", "step_of"]
 
 _NODE = 8  # ranks
 _FEW = 4, 6  # layers of the copies
 _GIB = 1 << 30
+_TRAINED = 16  # bytes of a parameter with its gradient and the state of AdamW
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Seconds:
     flops: float
 
 
-def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
-    """Rehearse a micro-batch of a run, with fewer layers if a number is given."""
+def step_of(run: Rebuilt, layers: int | None = None, *, twice: bool = False) -> Rehearsal:
+    """Rehearse a micro-batch of a run, or two that both reduce gradients; with fewer layers if a number is given."""
     shape = run.shape if layers is None else replace(run.shape, layers=layers)
     with torch.device("meta"):
         model, loss = _made(run, shape)
@@ -80,7 +81,8 @@ def step_of(run: Rebuilt, layers: int | None = None) -> Rehearsal:
             loss=loss,
             optimizer=run.optimizer,
             max_norm=run.max_norm,
-            accumulate=2 if run.keeps_gradients else 1,
+            accumulate=2 if run.keeps_gradients or twice else 1,
+            reduce_each=twice,
             device=run.device,
         )
     return _reducing_apart(step) if run.reduces_apart else step
@@ -133,6 +135,26 @@ def memory_of(run: Rebuilt, cache: Path | None = None) -> Memory:
         )
 
     found: Memory = _cached(make, ("memory of two" if run.keeps_gradients else "memory", run), cache)
+    return found
+
+
+def retries_of(run: Rebuilt, cache: Path | None = None) -> float:
+    """Return how often a micro-batch of a run makes torch give cached memory back at most.
+
+    Only steps are rehearsed whose parameters, gradients and optimizer's state take more than half of the GPU, with
+    FSDP1 if the run has no other engine, as the projects that these are of.
+    """
+    with torch.device("meta"):
+        model, _ = _made(run, run.shape)
+    if _TRAINED * sum(param.numel() for param in model.parameters()) / run.ranks <= device_of(run.device).memory / 2:
+        return 0.0
+    twice = run.accumulate > 1
+
+    def make() -> float:
+        config = {"engine": "fsdp1", **run.config}
+        return step_of(replace(run, config=config), twice=twice).retries().number[1] / (2 if twice else 1)
+
+    found: float = _cached(make, ("retries", run), cache)
     return found
 
 

@@ -192,9 +192,7 @@ def _torchtitan(run: Mapping[str, Any]) -> Rebuilt:
         "activation_checkpointing": _checkpointing(run),
     }
     is_fsdp2 = engine == "fsdp2"
-    return _rebuilt(
-        run, shape, config, keeps_logits=is_early, keeps_last=is_fsdp2, reduces_apart=is_early and is_fsdp2
-    )
+    return _rebuilt(run, shape, config, keeps_logits=is_early, keeps_last=is_fsdp2, reduces_apart=is_early and is_fsdp2)
 
 
 def _foundry(run: Mapping[str, Any]) -> Rebuilt:

@@ -30,7 +30,7 @@ __all__ = ["fit_command"]
     section="Step",
     metavar="SHARE",
     type=click.FloatRange(0, 1, max_open=True),
-    help="Share of the memory to leave free; by default 0.05.",
+    help="Share of the memory to leave free; by default 0.03.",
 )
 @device("The device to train on, by default h100:")
 @option(

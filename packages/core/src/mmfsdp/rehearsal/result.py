@@ -107,7 +107,7 @@ class Rehearsal:
         The allocations are replayed through a model of the allocator, several times: with small or large workspaces of
         cuBLAS, unless the device is known; with the optimizer's state made before or in the first step; and with FSDP1
         with and without the segments that wrapping left, and what waits for the GPU, see `active`. The interval covers
-        these. What is gathered and reduced is on streams of its own, whose freed memory others cannot use. Not
+        these. What is gathered, cast and reduced is on streams of its own, whose freed memory others cannot use. Not
         included: workspaces of convolutions, and what `device_bytes` adds.
 
         Args:
@@ -133,7 +133,8 @@ class Rehearsal:
         """Return the least and the most of ``active_bytes.all.peak`` in ``torch.cuda.memory_stats()``.
 
         It counts what cannot be handed out again yet. That is more than `allocated` with FSDP1, whose gathered units
-        wait until the GPU has used them: none if the CPU is never ahead, and as many as FSDP1 lets it be ahead.
+        and whole gradients wait until the GPU has used them: none if the CPU is never ahead, and as many as FSDP1 lets
+        it be ahead.
         """
         low, high = self.allocated()
         return low, high + highest(self._late)[0] - highest(self.allocations)[0]
@@ -142,7 +143,7 @@ class Rehearsal:
     def _late(self) -> tuple[Allocation, ...]:
         if self.engine != "fsdp1" or self.device_type == "cpu":
             return self.allocations
-        return released_late(self.allocations, self.collectives, self.phases)
+        return released_late(self.allocations, self.phases)
 
     def _taken(
         self, expandable: bool, allocations: tuple[Allocation, ...], memory: int | None = None

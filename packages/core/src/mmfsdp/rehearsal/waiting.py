@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mmfsdp.rehearsal.recording.step_records import Allocation, Collective
+from mmfsdp.rehearsal.recording.step_records import Allocation
 
 __all__ = ["released_late"]
 
 _AHEAD = 2
-"""Gathered units that FSDP1 lets the CPU be ahead of the GPU with ``limit_all_gathers``: before it gathers another one
-it waits until the GPU has passed the end of the last but one (``_FreeEventQueue`` in torch/distributed/fsdp)."""
+"""Units that FSDP1 has freed without the GPU before it waits for one, with ``limit_all_gathers``
+(``_FreeEventQueue`` in torch/distributed/fsdp/_limiter_utils.py)."""
 
 
-def released_late(
-    allocations: Iterable[Allocation], collectives: Iterable[Collective], phases: Sequence[tuple[str, int]]
-) -> tuple[Allocation, ...]:
+def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str, int]]) -> tuple[Allocation, ...]:
     """Return the allocations with those that other streams use held for as long as they wait for the GPU, with FSDP1.
 
     Parameters are gathered on a stream of their own and used on that of training, gradients are made there, joined on
     the one that gathers, and reduced on a third. The caching allocator hands such memory out again only when the GPU
-    has come as far as the CPU was when it freed it. FSDP2 frees nothing across streams.
+    has come as far as the CPU was when it freed it. The CPU runs ahead until FSDP1 makes it wait: before it gathers a
+    unit, until the GPU has passed the oldest place in a queue at which a unit was freed, if there are two or more.
+    FSDP2 frees nothing across streams.
 
     Args:
         allocations: All allocations of a step.
-        collectives: All collectives of the step.
         phases: Names of the step's phases, each with its first moment.
     """
-    gathers = sorted(item.moment for item in collectives if item.name == "all_gather")
+    items = tuple(allocations)
+    passed = _passed(items, phases)
     last = phases[-1][1] if phases else 0
 
     def moved(item: Allocation) -> Allocation:
         if not item.waits or item.end is None:
             return item
-        place = bisect_right(gathers, item.end) + _AHEAD - 1
-        return replace(item, end=gathers[place] if place < len(gathers) else max(item.end, last))
+        place = bisect_left(passed, (item.end, 0))
+        return replace(item, end=passed[place][1] if place < len(passed) else max(item.end, last))
 
-    return tuple(map(moved, allocations))
+    return tuple(map(moved, items)) if passed else items
+
+
+def _passed(items: Sequence[Allocation], phases: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
+    """Return what the GPU has passed for certain, in order: a moment of the step, and from when on that is so."""
+    units = [item for item in items if item.kind == "gathered" and item.waits]
+    gathered = [item for item in units if item.stream == "gathers"] or units  # nothing is sent on a single rank
+    asks = sorted(item.begin for item in gathered if item.begin)
+    # The whole model asks for its own parameters, which it still has, when its backward begins.
+    places = (bisect_left(asks, moment) for name, moment in phases if name == "backward")
+    asks += [asks[place] for place in places if place < len(asks)]
+    frees = [item.end for item in gathered if item.end is not None]
+    events = sorted([*((moment, True) for moment in asks), *((moment, False) for moment in frees)])
+    queue: deque[int] = deque()
+    found: list[tuple[int, int]] = []
+    for step in range(2):  # the first one leaves a queue to the second
+        for moment, is_asked in events:
+            if not is_asked:
+                queue.append(moment if step else -1)
+            elif len(queue) >= _AHEAD:
+                place = queue.popleft()
+                if step:
+                    found.append((place, moment))
+    return sorted(item for item in found if item[0] >= 0)

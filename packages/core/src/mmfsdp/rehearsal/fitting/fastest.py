@@ -28,9 +28,9 @@ from mmfsdp.rehearsal.timing.links import Links, links_of
 
 __all__ = ["fit"]
 
-_MARGIN = 0.05
-"""Share of the memory that is left free. Published runs took up to 2.4 % more than the forecast's upper end with FSDP2,
-and 2.5 % with FSDP1 (docs/published_runs.md)."""
+_MARGIN = 0.03
+"""Share of the memory that is left free, beside the uncertainty of the forecast's upper end, which none of the
+published runs exceeded (docs/published_runs.md)."""
 
 
 def fit(
