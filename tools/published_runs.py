@@ -47,7 +47,7 @@ length that follows from the dtype's peak mended it, and was fitted to nothing.
 On the RTX 4090 products reach 1.05 of the peak, as its clock is above the one that this is stated for, and other
 operators 0.9 of the bandwidth, and messages 0.8 of PCIe's 25 GB/s; two of its five steps are those that fit.
 
-{short} of the steps are short of memory: `step.retries()`, with FSDP1 and two micro-batches, has torch give back what
+{short} steps are short of memory: `step.retries()`, with FSDP1 and two micro-batches, has torch give back what
 it keeps in its cache while they train. The two that are most off are those in which it does so most often, MPT-30b with
 8,192 tokens on 8 GPUs of 80 GB, 60 of which hold parameters, gradients and optimizer state. How long that takes [is not
 in the forecast](measured_on_gpu.md). Of the other steps none is off by more than {others}.
@@ -63,7 +63,10 @@ MEMORY = """## Memory
 
 In GiB. *Allocated* is compared with `step.allocated()`, *active* with `step.active()`, which counts what waits for
 another stream before it is free, and *reserved* with `step.reserved(memory=...)` of the GPU; errors are those of the
-nearest end of the interval. No figure of memory was fitted.
+nearest end of the interval. One figure was fitted: 4 % of uncertainty of what is reserved.
+
+torchtitan's runs of March 2024 are rebuilt with FSDP2 as it was until torch 2.4, which allocated what it reduces on the
+stream that reduces.
 
 The models of fms-acceleration are rebuilt as transformers and peft computed them: logits twice in float32, adapters in
 float32, GPTBigCode's caches kept while it trains, and blocks recomputed from outside of what shards them, where FSDP1

@@ -245,7 +245,7 @@ def fitted() -> Fit:
     model, batch = on_meta()
     wanted = {"activation_checkpointing": [None, FULL], "accumulate": [1]}
     config = {"precision": "bf16", "sharding": {"strategy": "FULL_SHARD"}}
-    found = {"memory": 4800 << 20, "margin": 0.25, "price": 3.6}
+    found = {"memory": 4900 << 20, "margin": 0.25, "price": 3.6}
     return mmfsdp.fit(model, batch, **found, ranks=RANKS, config=config, choices=wanted, count=1)
 
 
@@ -264,7 +264,7 @@ def test_what_is_printed_can_be_pasted(fitted: Fit, tmp_path: Path) -> None:
     assert again.peak == option.rehearsal.peak
     assert fitted.faster is not None
     assert fitted.faster.seconds < option.seconds
-    assert option.nbytes <= fitted.room == 3600 << 20 < fitted.faster.nbytes
+    assert option.nbytes <= fitted.room == 3675 << 20 < fitted.faster.nbytes
     assert "1.25 GiB of activations" in text
     assert "of activations of blocks.{0..7}.up" in fitted.faster.reason()
     assert "of the CUDA context and NCCL" in fitted.faster.reason()
