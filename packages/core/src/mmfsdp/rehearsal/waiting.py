@@ -12,8 +12,8 @@ from mmfsdp.rehearsal.recording.step_records import Allocation
 __all__ = ["released_late"]
 
 _AHEAD = 2
-"""Units that FSDP1 has freed without the GPU before it waits for one, with ``limit_all_gathers``
-(``_FreeEventQueue`` in torch/distributed/fsdp/_limiter_utils.py)."""
+"""Units that FSDP1 frees ahead of the GPU before it waits for one, with ``limit_all_gathers`` (``_FreeEventQueue`` in
+torch/distributed/fsdp/_limiter_utils.py)."""
 
 
 def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str, int]]) -> tuple[Allocation, ...]:

@@ -367,11 +367,11 @@ class Recorder(TorchDispatchMode):
         FSDP1 splits the flat parameter while it gathers it, so autograd joins the gradients on that stream, and reduces
         the result on another one.
         """
-        for part in parts:
-            if known := self._live.get(id(part.untyped_storage())):
+        for tensor in (*parts, whole):
+            if known := self._live.get(id(tensor.untyped_storage())):
                 known.waits = True
-        known = self._live[id(whole.untyped_storage())]
-        known.stream, known.waits = "gathers", True
+                if tensor is whole:
+                    known.stream = "gathers"
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
         """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
