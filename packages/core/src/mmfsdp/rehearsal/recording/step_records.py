@@ -72,8 +72,8 @@ class Allocation:
     end: int | None
     """The moment from which it no longer is; None if it outlives the step."""
     stream: str = ""
-    """The stream of a GPU on which it is allocated: ``gathers``, ``reduces`` or ``casts``, FSDP's own; ``''`` is that of
-    training. The caching allocator hands its memory out again on that stream only."""
+    """The stream of a GPU on which it is allocated: ``gathers``, ``reduces`` or ``casts``, FSDP's own; ``''`` is that
+    of training. The caching allocator hands its memory out again on that stream only."""
     waits: bool = False
     """Whether another stream uses it, too, so that its memory is handed out again only when the GPU has done so."""
 
