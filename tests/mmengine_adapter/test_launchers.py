@@ -67,7 +67,7 @@ for folder, variables in json.loads(sys.argv[1]).items():
                      os.environ['MASTER_ADDR'], history.losses]
             open(f'{folder}/rank{rank}.json', 'w').write(json.dumps(found))
             sys.exit()
-    print([os.waitpid(pid, 0)[1] for pid in ranks])
+    print([os.waitpid(pid, 0)[1] for pid in ranks], flush=True)  # what is left to write would be forked, too
 """
 
 
