@@ -81,6 +81,7 @@ def test_memory_is_forecast_well() -> None:
     assert max(errors) <= 0.05
     taken = [row["reserved"] for row in FOUND["runs"] if "reserved" in row]
     assert len(taken) >= 16
+    assert max(abs(error_of("reserved", figure)) for figure in taken) <= 0.03  # of the nearest end of the interval
     assert sum(low <= real <= high for real, low, high in taken) >= 0.9 * len(taken)
 
 

@@ -89,14 +89,16 @@ forecasts.
 
 def measured(device: str) -> dict[str, dict[str, Any]]:
     """Return what was measured on a device, by case."""
-    lines = (DATA / f"steps_{device}.jsonl").read_text(encoding="utf-8").splitlines()
-    return {line["name"]: line for line in map(json.loads, lines)}
+    return {line["name"]: line for line in _lines(f"steps_{device}.jsonl")}
 
 
 def measured_with_little_memory() -> list[dict[str, Any]]:
     """Return GiB, device, torch, and seconds and retries of each micro-batch as ``steps``, by limit."""
-    lines = (DATA / "short_of_memory.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return _lines("short_of_memory.jsonl")
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 def real_of(kind: str, line: Mapping[str, Any]) -> float | None:

@@ -367,11 +367,10 @@ class Recorder(TorchDispatchMode):
         FSDP1 splits the flat parameter while it gathers it, so autograd joins the gradients on that stream, and reduces
         the result on another one.
         """
+        self._put([whole], "gathers")
         for tensor in (*parts, whole):
             if known := self._live.get(id(tensor.untyped_storage())):
                 known.waits = True
-                if tensor is whole:
-                    known.stream = "gathers"
 
     def _copy(self, unit: str | None, name: str, count: int) -> None:
         """Record what a rank copies from CPU memory before it gathers a unit, and to it after it has reduced one."""
