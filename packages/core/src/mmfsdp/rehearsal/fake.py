@@ -22,24 +22,24 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from mmfsdp.runtime.backward import is_backward
 
 __all__ = [
     "CANNOT_BE_FAKED",
-    "FewChunks",
     "allocated_by_size",
     "assumed_arrays",
     "backward_place",
     "below_autograd",
     "cloned_by_deepcopy",
     "compiler_of",
+    "fake_like",
     "fake_tensors",
     "forward_place",
     "group_of",
@@ -47,6 +47,7 @@ __all__ = [
     "is_fake",
     "is_made_in",
     "is_traced",
+    "layout_of",
     "local_of",
     "plain_params",
     "quiet",
@@ -146,6 +147,38 @@ def is_made_in(mode: Any, tensor: torch.Tensor) -> bool:
     torch 2.9 computes shapes of DTensors on fake tensors of a context of its own; see `unseen_shapes` for 2.10.
     """
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
+
+
+def layout_of(tensor: torch.Tensor, mode: Any) -> tuple[Any, ...] | None:
+    """Return what operators on a fake tensor of a context can depend on; None if there may be more, such as its values.
+
+    Its shape, strides, dtype, offset (in elements), whether gradients are wanted, device, and the bytes of its storage.
+    """
+    if type(tensor) is not FakeTensor or tensor.fake_mode is not mode or tensor.constant is not None:
+        return None
+    dtype = tensor.dtype
+    if tensor.layout is not torch.strided or dtype.is_complex:  # these may be conjugate views
+        return None
+    nbytes = tensor.untyped_storage().nbytes()
+    wanted = tensor.requires_grad
+    return tensor.shape, tensor.stride(), dtype, tensor.storage_offset(), wanted, tensor.fake_device, nbytes
+
+
+def fake_like(layout: tuple[Any, ...], mode: Any, base: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a fake tensor of a layout, see `layout_of`.
+
+    Args:
+        layout: The layout.
+        mode: The context of `fake_tensors`.
+        base: The tensor that it is a view of; None for one with a storage of its own.
+    """
+    shape, stride, dtype, offset, _, device, _ = layout
+    with in_kernel_invocation_manager(mode), below_autograd():  # which holds a lock while it makes a view again
+        if base is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            made = torch.as_strided(base, shape, stride, offset)
+    return FakeTensor(mode, made, device)
 
 
 def without_fakes() -> AbstractContextManager[Any]:
@@ -306,27 +339,3 @@ def backward_place() -> int | None:
     """Return the number of the operator whose backward runs; None if it is not that of an operator."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
-
-
-class FewChunks(TorchFunctionMode):
-    """Makes ``torch.chunk`` return one fake view for all chunks of equal size.
-
-    ``fully_shard`` divides every parameter into as many chunks as there are ranks and keeps one. For a 7 B model on
-    1,024 ranks, views for all of them take 18 of 25 seconds.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.chunk or len(args) < 2 or not is_fake(args[0]):
-            return func(*args, **kwargs)
-        tensor, count = args[:2]
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-        size = tensor.size(dim)
-        step = -(-size // count)
-        whole, rest = divmod(size, step) if step else (0, 0)
-        if whole + bool(rest) < 3:
-            return func(*args, **kwargs)
-        chunks = [tensor.narrow(dim, 0, step)] * whole
-        if rest:
-            chunks.append(tensor.narrow(dim, whole * step, rest))
-        return (*chunks, *[tensor.narrow(dim, size, 0)] * (count - len(chunks)))

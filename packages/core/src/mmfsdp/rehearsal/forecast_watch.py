@@ -25,7 +25,7 @@ __all__ = ["ForecastWatch"]
 
 _SKIPPED = 2  # steps that make the optimizer's state, and fill caches
 _DIFFERENT = 0.02  # share by which bytes that are kept must differ
-_HIGHER = 0.05  # share by which the peak of a GPU must be higher: as much as `fit` leaves free
+_HIGHER = 0.05  # share by which the peak of a GPU must be higher: a little more than forecasts are uncertain
 _SHORTEST = 1e-4  # seconds: what takes less is not worth a sentence
 _MICRO = 1e-6
 _NOBODY = 1 << 40

@@ -10,13 +10,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from mmfsdp.basics.collecting import collecting_young
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.adopting import adopt, adopt_gradients, adopt_model, beginning, counts_on_host, state_of
 from mmfsdp.rehearsal.averaged_weights import Averages, EmaFn
 from mmfsdp.rehearsal.explaining import explained
 from mmfsdp.rehearsal.fake import (
-    FewChunks,
     allocated_by_size,
     assumed_arrays,
     fake_tensors,
@@ -26,6 +26,7 @@ from mmfsdp.rehearsal.fake import (
     watched_resizes,
 )
 from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
+from mmfsdp.rehearsal.few_chunks import FewChunks
 from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
@@ -33,6 +34,7 @@ from mmfsdp.rehearsal.recording.compiled_graphs import compiled_graphs
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 from mmfsdp.rehearsal.recording.device_operators import device_operators
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
+from mmfsdp.rehearsal.recording.known_results import KnownResults
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
@@ -86,7 +88,7 @@ def run_fake(
     known, device_type = target_of(device, device_type)
     capability = None if known is None or known.capability == UNKNOWN else known.capability
     places = Places()
-    with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
+    with collecting_young(), fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(unwatched())
@@ -95,9 +97,11 @@ def run_fake(
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         stack.enter_context(allocated_by_size())
-        copied = fake_model(model)
+        results = KnownResults(mode)
+        with results:
+            copied = fake_model(model)
         graphs = stack.enter_context(compiled_graphs(plan, copied))
-        with FewChunks():
+        with results, FewChunks():
             state = shard_in_place(copied, plan if graphs else plan.model_copy(update={"compile": None}), ranks)
         module = state.module  # the state alone would not keep it
         offloads = whole = None
@@ -116,9 +120,9 @@ def run_fake(
             stack.enter_context(device_operators(mode, capability))
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
-        values = Values(places, assume, keeps=not state.is_fsdp1)
+        values = Values(places, results, assume, keeps=not state.is_fsdp1)
         scratch = convolution_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
-        recorder = Recorder(mode, places, scratch, costs, values, offloads, whole, state.is_fsdp1)
+        recorder = Recorder(mode, places, values, scratch, costs, offloads, whole, state.is_fsdp1)
         if graphs is not None:
             graphs.watch(module, recorder)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):

@@ -63,11 +63,9 @@ def highest_by_place(
                 events.append((item.end, -item.nbytes, item.kind, item.module))
     events.sort(key=lambda event: event[:2])  # what is released at a moment comes first
     names = _Names(depths)
-    counts: Counter[str] = Counter()
     held, phase, layer = 0, -1, ""
-    tops: dict[Place, tuple[int, dict[str, int], str]] = {}
-    for moment, change, kind, module in events:
-        counts[kind] += change
+    tops: dict[Place, tuple[int, int]] = {}  # the most, and the number of the event that leads to it
+    for number, (moment, change, kind, module) in enumerate(events):
         held += change
         if change < 0:
             continue
@@ -77,8 +75,14 @@ def highest_by_place(
         layer = found or layer
         key = (phase, "before" if phase < 0 else rehearsal.phases[phase][0], layer, name, kind)
         if key not in tops or held > tops[key][0]:
-            tops[key] = held, dict(counts), module
-    return {key: Highest(key[1], module, counts) for key, (_, counts, module) in tops.items()}
+            tops[key] = held, number
+    highest, counts, done = {}, Counter[str](), 0
+    for key, (_, number) in sorted(tops.items(), key=lambda item: item[1][1]):
+        for _, change, kind, _ in events[done : number + 1]:
+            counts[kind] += change
+        done = number + 1
+        highest[key] = Highest(key[1], events[number][3], dict(counts))
+    return highest
 
 
 def combined(parts: Sequence[tuple[float, Mapping[Place, Highest]]]) -> Highest:

@@ -70,7 +70,7 @@ def fit(
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: that of ``device``.
         margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off.
-            Default: 0.05.
+            Default: 0.03.
         ranks: Number of ranks.
         config: The settings that stay as they are.
         policy: A wrapping policy in place of ``config.wrap``.

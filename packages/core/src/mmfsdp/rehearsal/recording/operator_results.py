@@ -10,6 +10,7 @@ import torch
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
 from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD, run_fused_norm
+from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
 from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
 from mmfsdp.rehearsal.recording.phases import Places
@@ -34,54 +35,62 @@ class Values:
 
     Args:
         places: Where the step is.
+        results: What runs operators on shapes.
         assume: The share of elements that masks of unknown values select; None to raise where they are needed.
         keeps: Whether constants keep their values. FSDP1 makes its buffers in forward, and they must have none.
     """
 
-    def __init__(self, places: Places, assume: float | None = None, *, keeps: bool = True) -> None:
+    def __init__(
+        self, places: Places, results: KnownResults, assume: float | None = None, *, keeps: bool = True
+    ) -> None:
         self._places, self._assume, self._keeps = places, assume, keeps
+        self._results = results
         # Storages of real tensors into which values were written that a rehearsal does not have.
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, bool]:
-        """Return an operator's result, and whether it ran for real; ``inputs`` are the tensors among its arguments."""
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, bool, Recipe | None]:
+        """Return an operator's result, whether it ran for real, and the recipe of the result, if there is one.
+
+        ``inputs`` are the tensors among its arguments.
+        """
         lifts = func._schema.name in _LIFTS
         if lifts or not inputs:
             # Before torch 2.12 DTensor makes tensors of its own while averages look at shards.
             is_own = self._places.phase == _AVERAGES and not lifts
             if not self._keeps or is_own or not self._is_users() or _is_random(func):
-                return func(*args, **kwargs), False
+                result, recipe = self._results.run(func, args, kwargs)
+                return result, False, recipe
         elif not all(map(self._is_known, inputs)):
             sure = finite(func, args)
             if sure is not None and args[0].numel() <= _MOST:
                 with without_fakes():
-                    return torch.full(args[0].shape, sure), True
-            result = self._run_on_shapes(func, args, kwargs)
+                    return torch.full(args[0].shape, sure), True, None
+            result, recipe = self._run_on_shapes(func, args, kwargs)
             self._forget(func, args, kwargs)
-            return result, False
+            return result, False, recipe
         if self._is_users() and not func._schema.is_mutable and not lifts:
             try:
                 shaped = func(*args, **kwargs)
             except CANNOT_BE_FAKED:  # its values are known
                 shaped = None
             if any(value.numel() > _MOST or value.device.type != "cpu" for value in tensors_in((shaped,))):
-                return shaped, False
+                return shaped, False, None
         with without_fakes():
-            return func(*args, **kwargs), True
+            return func(*args, **kwargs), True, None
 
     def _is_users(self) -> bool:
         return self._places.kind in _USERS or self._places.phase == _AVERAGES
 
-    def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Recipe | None]:
         if func._schema.name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
-            return _grouped_product(*args, **kwargs)
+            return _grouped_product(*args, **kwargs), None
         if func._schema.name in (FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD):
-            return run_fused_norm(func._schema.name, args)
+            return run_fused_norm(func._schema.name, args), None
         if func._schema.name in RECURRENT:
-            return run_recurrent(func._schema.name, args)
+            return run_recurrent(func._schema.name, args), None
         check_dtypes(func._schema.name, args)
         try:
-            return func(*args, **kwargs)
+            return self._results.run(func, args, kwargs)
         except CANNOT_BE_FAKED:
             result: Any = NotImplemented
             if self._assume is not None:
@@ -90,7 +99,7 @@ class Values:
                 result = scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
             if result is NotImplemented:
                 raise
-            return result
+            return result, None
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return not is_fake(tensor) and id(local_of(tensor).untyped_storage()) not in self._unknown

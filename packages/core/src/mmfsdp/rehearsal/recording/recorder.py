@@ -12,8 +12,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.rehearsal.fake import group_of, is_accumulating, is_fake, is_made_in, local_of, skipped, tensors_in
+from mmfsdp.rehearsal.fake import (
+    group_of,
+    is_accumulating,
+    is_fake,
+    is_made_in,
+    local_of,
+    skipped,
+    tensors_in,
+    without_fakes,
+)
 from mmfsdp.rehearsal.recording.foreach import as_shards, on_shards
+from mmfsdp.rehearsal.recording.known_results import DEVICE
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
@@ -25,6 +35,7 @@ from mmfsdp.rehearsal.recording.step_records import (
     Allocation,
     Collective,
     Operator,
+    signature_of,
 )
 from mmfsdp.runtime.backward import is_backward
 
@@ -61,9 +72,9 @@ class Recorder(TorchDispatchMode):
     Args:
         mode: The context of `fake_tensors` that the step runs in.
         places: Where the step is.
-        scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
-        costs: What operators compute, read and write; None records no operators.
         values: Runs the operators.
+        scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
+        costs: What operators compute, read and write.
         offloads: Bytes of the rank's shards by unit, if they are in CPU memory between uses, with their gradients and
             what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
         whole: Bytes of the units' whole parameters in the dtypes that they compute in, if shards are whole: nothing is
@@ -86,16 +97,16 @@ class Recorder(TorchDispatchMode):
         self,
         mode: Any,
         places: Places,
-        scratch: Callable[[str, Any, Any], int] | None = None,
-        costs: Costs | None = None,
-        values: Values | None = None,
+        values: Values,
+        scratch: Callable[[str, Any, Any], int],
+        costs: Costs,
         offloads: Mapping[str, int] | None = None,
         whole: Mapping[str, int] | None = None,
         is_fsdp1: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
-        self.places, self.values, self.offloads = places, values or Values(places), offloads
+        self.places, self.values, self.offloads = places, values, offloads
         self._whole, self._is_fsdp1 = whole or {}, is_fsdp1
         self.ended: list[Allocation] = []
         self.on_cpu: list[Allocation] = []
@@ -104,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self.phases: list[tuple[str, int]] = []
         self.moment = 0
         self._live: dict[int, _Live] = {}
+        self._counted: dict[Any, tuple[str, int, int, str, tuple[tuple[int, ...], ...]]] = {}
         self.is_paused = False
         self._added: tuple[int, int] | None = None
 
@@ -124,8 +136,8 @@ class Recorder(TorchDispatchMode):
     def restart(self) -> None:
         """Forget what has happened; what exists now was there before the step."""
         self.ended, self.on_cpu, self.collectives, self.operators, self.phases, self.moment = [], [], [], [], [], 0
-        if self.costs is not None:
-            self.costs.calls.clear()
+        self.costs.calls.clear()
+        self._counted.clear()
         for live in self._live.values():
             live.begin = 0
             live.offloaded = None if live.offloaded is None else 0
@@ -177,8 +189,7 @@ class Recorder(TorchDispatchMode):
             nbytes: What it reads and writes.
             outputs: Its results.
         """
-        if self.costs is not None:
-            self._note_operator(FUSED, 0, nbytes, self.costs.dtype_of(outputs), tuple(map(_shape, outputs[:3])))
+        self._note_operator(FUSED, 0, nbytes, self.costs.dtype_of(outputs), tuple(map(_shape, outputs[:3])))
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors lie in other memory than the device's."""
@@ -227,20 +238,30 @@ class Recorder(TorchDispatchMode):
             if local is None:
                 return NotImplemented  # its own operators on local tensors follow
             return as_shards(func, args, self.__torch_dispatch__(func, (), local, kwargs))
+        if func is DEVICE and is_fake(args[0]):
+            return args[0].device
         if func.namespace == "prim":
-            return func(*args, **kwargs)  # half of all calls only ask a fake tensor for its device
+            return func(*args, **kwargs)
+        if func.namespace == "profiler":  # a name for a profile, in which no tensor takes part
+            with without_fakes():
+                return func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
             self._note(func, args, kwargs)
             if func.namespace == "c10d":
                 return skipped(func, args)
         inputs = tensors_in((args, kwargs))
         self._adopt_constants(inputs)
-        result, is_real = self.values.run(func, args, kwargs, inputs)
+        result, is_real, recipe = self.values.run(func, args, kwargs, inputs)
         outputs = tensors_in((result,))
         made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
         adds = bool(made) and func is torch.ops.aten.add.Tensor and is_accumulating() and _is_whole(args[0])
-        if self.costs is not None and (made or any(is_made_in(self.mode, value) for value in inputs)):
-            self._count(func, args, kwargs, result, inputs, outputs)
+        if func.namespace not in _NAMESPACES and (made or any(is_made_in(self.mode, value) for value in inputs)):
+            counted = self._counted.get(recipe)  # operators with the same recipe do the same
+            if counted is None:
+                counted = self._count(func, args, kwargs, result, inputs, outputs)
+                if recipe is not None:
+                    self._counted[recipe] = counted
+            self._note_operator(*counted)
         for value in made:
             storage = value.untyped_storage()
             if id(storage) not in self._live:
@@ -248,10 +269,10 @@ class Recorder(TorchDispatchMode):
         if self._is_fsdp1 and func is torch.ops.aten.cat.default and outputs[0].dim() == 1 and is_backward():
             self._join_gradients(inputs, outputs[0])
         self._added = (id(args[0].untyped_storage()), self.moment) if adds else None
-        if self.scratch is not None and (count := self.scratch(func._schema.name, args, result)):
+        if count := self.scratch(func._schema.name, args, result):
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
-            if self.costs is not None and self.costs.reorders(func):
+            if self.costs.reorders(func):
                 self._note_operator(REORDERED, 0, 2 * count, self.costs.dtype_of(inputs), ())
         return result
 
@@ -296,16 +317,17 @@ class Recorder(TorchDispatchMode):
             self.ended.append(replace(held, end=moved))
         self.on_cpu.append(replace(held, begin=max(live.begin, moved)))
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        if self.costs is None or func.namespace in _NAMESPACES:
-            return
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]
+    ) -> tuple[str, int, int, str, tuple[tuple[int, ...], ...]]:
+        """Return an operator's name, FLOPs, bytes, dtype and shapes, and remember how it is called."""
         flops, nbytes, dtype, shapes = self.costs.of(func, args, kwargs, result, inputs, outputs)
-        made = self._note_operator(self.costs.name_of(func, inputs), flops, nbytes, dtype, shapes)
+        name = self.costs.name_of(func, inputs)
         if nbytes:
-            self.costs.note(made.signature, func, args, kwargs)
+            self.costs.note(signature_of(name, shapes, dtype, nbytes), func, args, kwargs)
+        return name, flops, nbytes, dtype, shapes
 
-    def _note_operator(self, name: str, flops: int, nbytes: int, dtype: str, shapes: Any) -> Operator:
-        assert self.costs is not None
+    def _note_operator(self, name: str, flops: int, nbytes: int, dtype: str, shapes: Any) -> None:
         places = self.places
         module, role = places.module, places.role
         unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
@@ -314,7 +336,6 @@ class Recorder(TorchDispatchMode):
         again = places.kind == "recomputed"
         made = Operator(name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes, again)
         self.operators.append(made)
-        return made
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         name = _spelt(func._schema.name.partition("::")[2])
@@ -331,10 +352,9 @@ class Recorder(TorchDispatchMode):
         if name == "all_gather":
             self._copy(unit, TO_DEVICE, (self.offloads or {}).get(unit or "", 0))
         self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
-        if self.costs is not None:
-            dtype = self.costs.dtype_of(tensors[0] + tensors[1])
-            module, role = self.places.module, self.places.role
-            self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
+        dtype = self.costs.dtype_of(tensors[0] + tensors[1])
+        module, role = self.places.module, self.places.role
+        self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
             if self._is_fsdp1:
@@ -379,9 +399,8 @@ class Recorder(TorchDispatchMode):
         if name == TO_DEVICE:  # the copy is gone when it is in the buffer
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, "gathered", unit, begin, self.moment, "gathers"))
-        if self.costs is not None:
-            phase, role = self.places.phase, self.places.role
-            self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
+        phase, role = self.places.phase, self.places.role
+        self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "Collective",
     "Moment",
     "Operator",
+    "signature_of",
 ]
 
 KINDS = (
@@ -135,7 +136,7 @@ class Operator:
     @property
     def signature(self) -> str:
         """Text that operators share which take equally long: ``aten::mm 512x96,96x96 float32 417792``."""
-        return f"{self.name} {','.join('x'.join(map(str, shape)) for shape in self.shapes)} {self.dtype} {self.nbytes}"
+        return signature_of(self.name, self.shapes, self.dtype, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +154,8 @@ class Moment:
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
         return asdict(self)
+
+
+def signature_of(name: str, shapes: Iterable[Iterable[int]], dtype: str, nbytes: int) -> str:
+    """Return `Operator.signature`, from an operator's parts."""
+    return f"{name} {','.join('x'.join(map(str, shape)) for shape in shapes)} {dtype} {nbytes}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["STREAMS", "Replay", "Span", "Work", "replay"]
 
@@ -12,8 +13,7 @@ STREAMS = ("compute", "gather", "reduce", "replicate")
 """``replicate`` is where HYBRID_SHARD averages gradients over its replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One piece of work, in the order in which the CPU issues it."""
 
     name: str
@@ -59,7 +59,6 @@ class Replay:
         cpu: When the CPU has issued what it had to.
         exposed: Seconds for which computing waits for a unit's communication.
         spent: Seconds by what computing spends them on.
-        spans: The work, as far as it takes time.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class Replay:
         self.cpu = 0.0
         self.exposed: dict[str | None, float] = defaultdict(float)
         self.spent: dict[str, float] = defaultdict(float)
-        self.spans: list[Span] = []
+        self._spans: list[tuple[tuple[str, str, str | None, str], float, float]] = []
         self._pending: dict[str | None, float] = {}  # units that are gathered, and when that ends
         self._copied: set[str | None] = set()  # units that are being copied out of the buffer
         self._copied_out = 0.0  # when the last one is
@@ -80,16 +79,23 @@ class Replay:
         """When everything is done."""
         return max(self.cpu, *self.free.values())
 
+    @property
+    def spans(self) -> list[Span]:
+        """The work, as far as it takes time."""
+        return [Span(*place, begin, end) for place, begin, end in self._spans]
+
     def run(self, stream: str, work: Work, after: float = 0.0) -> float:
         """Put work on a stream, and return when it ends."""
         begin = max(self.free[stream], self.cpu, after)
         end = self.free[stream] = begin + work.seconds
         if work.seconds:
             place = stream, work.name if work.is_sent else "compute", work.unit, work.phase
-            last = self.spans[-1] if self.spans else None
-            if last is not None and not work.is_sent and last.place == place and begin <= last.end + work.issue:
-                begin = self.spans.pop().begin
-            self.spans.append(Span(*place, begin, end))
+            if self._spans and not work.is_sent:
+                last, began, ended = self._spans[-1]
+                if last == place and begin <= ended + work.issue:
+                    self._spans[-1] = place, began, end
+                    return end
+            self._spans.append((place, begin, end))
         return end
 
     def wait(self, until: float, unit: str | None) -> None:
