@@ -21,6 +21,7 @@ __all__ = [
     "HAS_SEVERAL_GROUPS",
     "RESETS_ITERATIONS",
     "RUNS_UNITS_IN_PARTS",
+    "SHARDS_INTEGERS",
     "STARTS_ADAGRAD_IN_STEP",
     "counted_groups",
     "counts_every_group",
@@ -34,6 +35,10 @@ STARTS_ADAGRAD_IN_STEP = (2, 12)
 
 HAS_SEVERAL_GROUPS = (2, 12)
 """A module that was sharded can have several parameter groups."""
+
+SHARDS_INTEGERS = (2, 12)
+"""``fully_shard`` shards parameters of integers, such as packed weights of 4 bits, on which older releases raise
+(https://github.com/pytorch/pytorch/issues/177844)."""
 
 COMPILES_FAKE_TENSORS = (2, 13)
 """``torch.compile`` takes fake tensors as inputs; 2.9 raises an error, and 2.10 to 2.12 were not tried."""

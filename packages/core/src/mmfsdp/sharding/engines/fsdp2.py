@@ -13,7 +13,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from mmfsdp.basics.dtypes import to_torch
+from mmfsdp.basics.dtypes import is_floating_point, to_torch
+from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
 from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.casting import compute_in_full_precision
@@ -38,6 +39,14 @@ class Fsdp2Engine:
             problems.append("use_orig_params=False needs engine 'fsdp1'.")
         if plan.keep_low_precision_grads:
             problems.append("keep_low_precision_grads=True needs engine 'fsdp1'.")
+        if not torch_has(SHARDS_INTEGERS):
+            params = (param for unit in plan.units for param in unit.params)
+            if first := next((param for param in params if not is_floating_point(param.dtype)), None):
+                problems.append(
+                    f"{first.fqn} has dtype {first.dtype}, and torch before 2.12 shards floating point only. Install a "
+                    "newer torch, store packed weights as bfloat16 (bnb_4bit_quant_storage), or list the parameter in "
+                    "sharding.ignored_parameters."
+                )
         return problems
 
     def apply(
