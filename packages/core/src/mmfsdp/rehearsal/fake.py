@@ -173,7 +173,8 @@ def fake_like(layout: tuple[Any, ...], mode: Any, base: torch.Tensor | None = No
         base: The tensor that it is a view of; None for one with a storage of its own.
     """
     shape, stride, dtype, offset, _, device, _ = layout
-    with in_kernel_invocation_manager(mode), below_autograd():  # which holds a lock while it makes a view again
+    # With autograd, a view that a compiled graph makes waits forever (torch 2.13).
+    with in_kernel_invocation_manager(mode), below_autograd():
         if base is None:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
