@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from mmfsdp.basics.collecting import collecting_young
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.adopting import adopt, adopt_gradients, adopt_model, beginning, counts_on_host, state_of
@@ -88,7 +87,7 @@ def run_fake(
     known, device_type = target_of(device, device_type)
     capability = None if known is None or known.capability == UNKNOWN else known.capability
     places = Places()
-    with collecting_young(), fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
+    with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(unwatched())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.collecting import collecting_off
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.files.disk import nearest, of_file, place
 from mmfsdp.checkpoint.files.siblings import interrupted
@@ -73,8 +75,7 @@ def open_layout(
         refuse_special(path)
         if not path.exists():
             raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.{nearest(path)}", file=str(path))
-        # A large checkpoint is read into a hundred thousand objects: docs/adr/0006-mechanisms-removed-and-kept.md.
-        with collecting_off():
+        with _garbage_collection_off():
             layout = (_recognised(source) if format is None else _chosen(format, path)).read(source)
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return replace(layout, weights_beside=partial(weights_beside, path))
@@ -96,6 +97,19 @@ def open_layout(
 def opened(given: str | os.PathLike[str] | Layout, **options: Any) -> Layout:
     """Return a layout that is given as it is, or what `open_layout` returns for a path; ``options`` are its own."""
     return given if isinstance(given, Layout) else open_layout(given, **options)
+
+
+@contextlib.contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    # The collector looks at all objects each time their number has grown by some. A large checkpoint is read into a
+    # hundred thousand objects and more, none of them garbage: docs/adr/0006-mechanisms-removed-and-kept.md.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _recognised(source: Source) -> Format:

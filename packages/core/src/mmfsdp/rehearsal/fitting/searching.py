@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from mmfsdp.basics.collecting import collecting_young
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.rehearsal.fitting.bounds import Known, sending_seconds
 from mmfsdp.rehearsal.fitting.candidates import Choice
@@ -84,13 +83,12 @@ def search(prober: Prober, choices: Sequence[Choice], memory: int, count: int) -
     left = [*_possible(prober, choices, result)]
     if not left:
         raise result.invalid[0][1]
-    with collecting_young():  # the records of steps are many objects, and stay
-        try:
-            _fill(result, prober, left, memory, count)
-        except _MisledError:
-            prober.distrust()
-            result.fits.clear()
-            _fill(result, prober, left, memory, count)
+    try:
+        _fill(result, prober, left, memory, count)
+    except _MisledError:
+        prober.distrust()
+        result.fits.clear()
+        _fill(result, prober, left, memory, count)
     return result
 
 
