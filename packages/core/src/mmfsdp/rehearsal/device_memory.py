@@ -20,6 +20,7 @@ __all__ = [
     "CONTEXT",
     "CUBLAS_LARGE",
     "CUBLAS_SMALL",
+    "UNCERTAIN",
     "beside_allocator",
     "taken_ranges",
     "workspaces_of",
@@ -28,7 +29,7 @@ __all__ = [
 _MIB = 1 << 20
 _HOPPER = 9  # major number of its compute capability
 _PAIRS = re.compile(r":(\d+):(\d+)")
-_UNCERTAIN = 0.04
+UNCERTAIN = 0.04
 """How far published steps are from the nearest replay at most, in the half that fits (docs/published_runs.md): the
 order of releases on a GPU, fragments that were there before, workspaces that are not modelled."""
 
@@ -98,7 +99,7 @@ def taken_ranges(
         run = partial(replayed, allocations, expandable=expandable, workspaces=kept, state_from=moment, wrapped=units)
         found += _limited(run, () if expandable else limits)
     taken, held = [item.reserved for item in found], [item.allocated for item in found]
-    low, high = round(min(taken) * (1 - _UNCERTAIN)), round(max(taken) * (1 + _UNCERTAIN))
+    low, high = round(min(taken) * (1 - UNCERTAIN)), round(max(taken) * (1 + UNCERTAIN))
     return (max(low, min(held)), high), (min(held), max(held))
 
 

@@ -8,7 +8,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE
+from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, UNCERTAIN
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
@@ -33,8 +33,9 @@ class Known:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._uncertain = 1.0 if device.type == "cpu" else 1 + UNCERTAIN  # part of what a GPU needs at most
         self._derived: dict[tuple[str, MeshSpec, bool], float] = {}
-        self._held: dict[str, tuple[int, int]] = {}
+        self._held: dict[str, tuple[int, dict[tuple[str, ...], int]]] = {}
         self._seen: list[tuple[Choice, ShardPlan, Estimate]] = []
 
     def learn(self, choice: Choice, plan: ShardPlan, estimate: Estimate) -> None:
@@ -45,29 +46,31 @@ class Known:
         """Return bytes that a step needs at least.
 
         Activations of half as many samples are at least half as large. Gradients that earlier micro-batches leave are
-        whole, and equally large however many there are. A step that keeps what it gathers has all of it when forward
-        ends. Of two steps that gather the same, the one with larger shards needs at least as much more as it keeps
-        between steps, and the allocator leaves nearly as much unused.
+        whole, and equally large however many there are. A step that keeps what it gathers has all of it when its last
+        unit begins forward. Of two steps that gather the same, the one with larger shards needs at least as much more
+        as it keeps between steps, and the allocator leaves nearly as much unused.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
         shards, gathered = self._sizes(choice, plan)
         kept = 0.0 if plan.cpu_offload else shards * (1 + state)
         carried = self._carried(choice, plan)
-        least = kept + carried + gathered
+        least = kept + carried + sum(gathered.values())
         for known, before, estimate in self._seen:
             if known.forward_settings != choice.forward_settings:
                 continue
             part = min(known.accumulate / choice.accumulate, 1.0)
-            in_forward = max(estimate.forward_activations * part, gathered + estimate.kept_activations * part)
+            together = sum(gathered.get(unit.fqns, 0) for unit in before.units) if gathered else 0
+            in_forward = max(estimate.forward_activations * part, together + estimate.kept_activations * part)
             least = max(least, kept + estimate.activations * part, kept + carried + in_forward)
             if known.loop == choice.loop and _gathers(before) == _gathers(plan):
                 more = kept - self._sizes(known, before)[0] * (1 + state)
-                unused = estimate.nbytes - self._beside(before) - estimate.peak.nbytes
-                least = max(least, estimate.peak.nbytes + _UNUSED * max(unused, 0) + more if more > 0 else 0.0)
-        return least + self._beside(plan)
+                taken = (estimate.nbytes - self._beside(before)) / self._uncertain
+                unused = max(taken - estimate.peak.nbytes, 0)
+                least = max(least, estimate.peak.nbytes + _UNUSED * unused + more if more > 0 else 0.0)
+        return least * self._uncertain + self._beside(plan)
 
-    def _sizes(self, choice: Choice, plan: ShardPlan) -> tuple[int, int]:
-        """Return the bytes of a rank's shards, and of the gathered parameters that are there when forward ends."""
+    def _sizes(self, choice: Choice, plan: ShardPlan) -> tuple[int, dict[tuple[str, ...], int]]:
+        """Return the bytes of a rank's shards, and of what each unit has gathered when forward ends."""
         if choice.plan_key not in self._held:
             self._held[choice.plan_key] = plan.param_bytes(), _gathered(plan)
         return self._held[choice.plan_key]
@@ -99,23 +102,22 @@ class Known:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
         if (derived := self.derived_seconds(choice, plan)) is not None:
             return derived
-        alike = [
-            seen
-            for seen in self._seen
-            if (seen[0].accumulate, seen[0].forward_settings) == (choice.accumulate, choice.forward_settings)
-        ]
-        if alike:
-            return min(estimate.computing for _, _, estimate in alike)
         mode = str((choice.settings.get("activation_checkpointing") or {}).get("mode"))
         slower = _SLOWER if choice.settings.get("precision") == "fp32" else 1.0
-        others = [
-            slower * (estimate.computing + _RECOMPUTED.get(mode, 0.0) * estimate.forward)
-            for known, _, estimate in self._seen
-            if not known.settings.get("activation_checkpointing")
-            and known.settings.get("precision") != "fp32"
-            and known.accumulate <= choice.accumulate
-        ]
-        return min(others, default=0.0)
+        least: dict[tuple[int, bool], float] = {}  # by micro-batches, and whether the settings are the same
+        for known, _, estimate in self._seen:
+            if known.accumulate > choice.accumulate:
+                continue  # as many samples in fewer micro-batches may take less
+            is_same = known.forward_settings == choice.forward_settings
+            if is_same:
+                seconds = estimate.computing
+            elif known.settings.get("activation_checkpointing") or known.settings.get("precision") == "fp32":
+                continue
+            else:
+                seconds = slower * (estimate.computing + _RECOMPUTED.get(mode, 0.0) * estimate.forward)
+            key = known.accumulate, is_same
+            least[key] = min(seconds, least.get(key, seconds))
+        return max(least.values(), default=0.0)
 
     def derived_seconds(self, choice: Choice, plan: ShardPlan) -> float | None:
         """Return the seconds of a step, as they follow from one that differs in the shape of its mesh; None without."""
@@ -132,11 +134,11 @@ class Known:
         return None
 
 
-def _gathered(plan: ShardPlan) -> int:
-    """Return the bytes of gathered parameters that are there when forward ends, but for those of the root."""
+def _gathered(plan: ShardPlan) -> dict[tuple[str, ...], int]:
+    """Return the bytes of gathered parameters that are there when forward ends, by unit, but for those of the root."""
     if plan.mesh.shard == 1 or plan.engine == "replicate":
-        return 0
-    return sum(whole_bytes(unit) for unit in plan.units[:-1] if unit.reshard_after_forward is False)
+        return {}
+    return {unit.fqns: whole_bytes(unit) for unit in plan.units[:-1] if unit.reshard_after_forward is False}
 
 
 def _gathers(plan: ShardPlan) -> tuple[object, ...]:

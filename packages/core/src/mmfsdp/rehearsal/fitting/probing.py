@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.accounting import held_at
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
+from mmfsdp.rehearsal.fitting.last_forward import carried_bytes, kept_bytes
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
@@ -40,7 +40,7 @@ class Estimate:
     forward_activations: float
     """The same while the last forward runs."""
     kept_activations: float
-    """The bytes of these kinds that are there when the last forward ends."""
+    """The most bytes of these kinds while the last forward runs, when every unit has begun its own."""
     carried: float
     """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
     state: float
@@ -180,8 +180,8 @@ class Prober:
             nbytes=max(round(needed), peak.nbytes),
             activations=activations.nbytes + inputs,
             forward_activations=in_forward.nbytes + inputs,
-            kept_activations=total(lambda step: _kept_activations(step, 2 * last)) + inputs,
-            carried=total(lambda step: _carried(step, 2 * last)) if last and not choice.reduces else 0.0,
+            kept_activations=total(lambda step: kept_bytes(step, 2 * last)) + inputs,
+            carried=total(lambda step: carried_bytes(step, 2 * last)) if last and not choice.reduces else 0.0,
             state=total(lambda step: step.static.get("optimizer state", 0))
             / max(total(lambda step: step.static.get("parameter", 0)), 1),
             seconds=timed(lambda time: time.seconds) + more * timed(_first_micro_batch),
@@ -259,19 +259,6 @@ def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:
 def _needed(step: Rehearsal) -> int:
     """Return the bytes that a step takes of its device at most."""
     return step.peak.nbytes if step.device_type == "cpu" else step.device_bytes()[1]
-
-
-def _carried(step: Rehearsal, phase: int) -> int:
-    """Return the bytes of gradients that are held from the beginning of a phase to its end."""
-    begin, end = step.phases[phase][1], step.phases[phase + 1][1]
-    held = (item for item in step.allocations if item.kind == "gradient" and item.begin < begin)
-    return sum(item.nbytes for item in held if item.end is None or item.end >= end)
-
-
-def _kept_activations(step: Rehearsal, phase: int) -> int:
-    """Return the bytes of activations that are held when a phase ends."""
-    held = held_at(step.allocations, step.phases[phase + 1][1] - 1)
-    return sum(item.nbytes for item in held if item.kind in ACTIVATIONS)
 
 
 def _computing(time: StepTime, phases: tuple[str, ...]) -> float:

@@ -1,0 +1,50 @@
+"""What the last forward of a step finds, and what it keeps. Pure and torch-free."""
+
+from __future__ import annotations
+
+from mmfsdp.rehearsal.accounting import changes
+from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS
+from mmfsdp.rehearsal.result import Rehearsal
+
+__all__ = ["carried_bytes", "kept_bytes"]
+
+
+def carried_bytes(step: Rehearsal, phase: int) -> int:
+    """Return the bytes of gradients that are held from the beginning of a phase to its end.
+
+    Args:
+        step: The step.
+        phase: The number of the phase, which is not the last one.
+    """
+    begin, end = _span(step, phase)
+    held = (item for item in step.allocations if item.kind == "gradient" and item.begin < begin)
+    return sum(item.nbytes for item in held if item.end is None or item.end >= end)
+
+
+def kept_bytes(step: Rehearsal, phase: int) -> int:
+    """Return the most bytes of activations that are held when every unit has begun its forward.
+
+    A step that keeps what it gathers has all of it then.
+
+    Args:
+        step: The step.
+        phase: The number of the forward among the step's phases.
+    """
+    begin, end = _span(step, phase)
+    begun: dict[str, int] = {}
+    for item in step.operators:
+        if item.unit and begin <= item.moment < end:  # the root is there before
+            begun.setdefault(item.unit, item.moment)
+    last = max(begun.values(), default=end - 1)
+    held = most = 0
+    for moment, change, _ in changes(item for item in step.allocations if item.kind in ACTIVATIONS):
+        if moment >= end:
+            break
+        if moment > last:
+            most = max(most, held)
+        held += change
+    return max(most, held)
+
+
+def _span(step: Rehearsal, phase: int) -> tuple[int, int]:
+    return step.phases[phase][1], step.phases[phase + 1][1]
