@@ -43,6 +43,7 @@ __all__ = [
     "fake_tensors",
     "forward_place",
     "group_of",
+    "has_constant",
     "is_accumulating",
     "is_fake",
     "is_made_in",
@@ -126,6 +127,11 @@ def plain_params() -> Iterator[None]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_constant(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may have a value after all: a real one, or a fake one that torch knows it of."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.averaged_weights import EmaFn
 from mmfsdp.rehearsal.optimizers import OptimizerFn
+from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.running import IdleError, run_fake
 from mmfsdp.rehearsal.step import LossFn
@@ -118,7 +119,9 @@ def rehearse(
     )
 
 
-def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> Rehearsal:
+def rehearse_once(
+    plan: ShardPlan, model: nn.Module, batch: Any, *, recipes: Recipes | None = None, **options: Any
+) -> Rehearsal:
     """Run one step instead of two: the optimizer makes its state from gradients of zeros.
 
     Takes little more than half the time of `rehearse`, and records the same, unless the model or averaged weights do
@@ -128,10 +131,11 @@ def rehearse_once(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any)
         plan: The plan.
         model: See `rehearse`.
         batch: See `rehearse`.
+        recipes: What other rehearsals for the same device know of operators; this one uses it, and adds to it.
         **options: The other arguments of `rehearse` but ``mesh``, with the same defaults.
     """
     settings = {name: value for name, value in (rehearse.__kwdefaults__ or {}).items() if name != "mesh"} | options
     try:
-        return run_fake(plan, model, batch, **settings, once=True)
+        return run_fake(plan, model, batch, **settings, recipes=recipes, once=True)
     except IdleError:
-        return run_fake(plan, model, batch, **settings)
+        return run_fake(plan, model, batch, **settings, recipes=recipes)

@@ -33,7 +33,7 @@ from mmfsdp.rehearsal.recording.compiled_graphs import compiled_graphs
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 from mmfsdp.rehearsal.recording.device_operators import device_operators
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
-from mmfsdp.rehearsal.recording.known_results import KnownResults
+from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipes
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
@@ -73,11 +73,13 @@ def run_fake(
     reduce_each: bool,
     train: bool,
     once: bool = False,
+    recipes: Recipes | None = None,
 ) -> Rehearsal:
     """Run a step, by default the second of two, and return its record.
 
     The arguments are those of `mmfsdp.rehearse`; with ``once``, one step is run, for which the optimizer makes its
-    state from gradients of zeros. It does so, too, for a step that does not train.
+    state from gradients of zeros. It does so, too, for a step that does not train. ``recipes`` are what other
+    rehearsals for the same device know of operators, and learn from this one.
 
     Raises:
         IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
@@ -96,7 +98,7 @@ def run_fake(
         if device_type != "cpu":
             stack.enter_context(sync_norms())  # before the model is sharded, which binds its forwards
         stack.enter_context(allocated_by_size())
-        results = KnownResults(mode)
+        results = KnownResults(mode, recipes)
         with results:
             copied = fake_model(model)
         graphs = stack.enter_context(compiled_graphs(plan, copied))

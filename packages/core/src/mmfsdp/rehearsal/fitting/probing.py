@@ -17,6 +17,7 @@ from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
 from mmfsdp.rehearsal.fitting.last_forward import carried_bytes, kept_bytes
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
+from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
@@ -96,6 +97,7 @@ class Prober:
         self._short = [*short_models(model, self.stacks)] if self.stacks else []
         self._known: dict[str, Estimate] = {}
         self._plans: dict[str, ShardPlan] = {}
+        self._recipes: Recipes = {}
 
     def plan(self, choice: Choice) -> ShardPlan:
         """Return the plan of the whole model, or one with equal units."""
@@ -204,7 +206,7 @@ class Prober:
         }
         if options.get("ema") is not None:  # averaged weights compute something else in their first step
             return rehearse(plan, model, batch, **options)
-        return rehearse_once(plan, model, batch, **options)
+        return rehearse_once(plan, model, batch, recipes=self._recipes, **options)
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:

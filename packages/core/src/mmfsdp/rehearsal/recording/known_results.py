@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.rehearsal.fake import fake_like, is_fake, layout_of
 
-__all__ = ["DEVICE", "KnownResults", "Recipe"]
+__all__ = ["DEVICE", "KnownResults", "Recipe", "Recipes"]
 
 DEVICE = torch.ops.prim.device.default
 """What asks a tensor for its device: half of all calls, which torch takes long for if the tensor is fake."""
@@ -33,6 +33,10 @@ Recipe = Callable[[Any, Sequence[torch.Tensor]], Any]
 """Makes a result in a context of fake tensors, from those among the arguments."""
 
 
+Recipes = dict[tuple[Any, ...], Recipe | None]
+"""Recipes by what results depend on; None where that may be more."""
+
+
 class _UnsureError(Exception):
     """A result may depend on more than layouts."""
 
@@ -42,13 +46,14 @@ class KnownResults(TorchDispatchMode):
 
     Args:
         mode: The context of `fake_tensors`.
+        recipes: What is known from other contexts, with operators of the same device; it is added to.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, recipes: Recipes | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._is_sure: dict[Any, bool] = {}
-        self._recipes: dict[tuple[Any, ...], Recipe | None] = {}
+        self._recipes: Recipes = {} if recipes is None else recipes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and is_fake(args[0]):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, is_fake, local_of, tensors_in, without_fakes
+from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, has_constant, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
 from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD, run_fused_norm
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
@@ -23,6 +23,7 @@ _LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of a new real tensor, 
 _USERS = ("activation", "recomputed")  # kinds of what a model's own code allocates
 _AVERAGES = "ema"  # a phase whose code counts its steps
 _WITHOUT_MODEL = ("clipping", "optimizer")
+_ITEM = "aten::_local_scalar_dense"  # which torch takes long to refuse
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial")
 
 
@@ -88,18 +89,26 @@ class Values:
             return run_fused_norm(func._schema.name, args), None
         if func._schema.name in RECURRENT:
             return run_recurrent(func._schema.name, args), None
+        if func._schema.name == _ITEM and not has_constant(args[0]):
+            result = self._assumed(func, args, kwargs)
+            if result is not NotImplemented:
+                return result, None
         check_dtypes(func._schema.name, args)
         try:
             return self._results.run(func, args, kwargs)
         except CANNOT_BE_FAKED:
-            result: Any = NotImplemented
-            if self._assume is not None:
-                result = answer(func, args, kwargs, self._assume)
-            elif self._places.phase in _WITHOUT_MODEL and func._schema.name == "aten::_local_scalar_dense":
-                result = scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
+            result = self._assumed(func, args, kwargs)
             if result is NotImplemented:
                 raise
             return result, None
+
+    def _assumed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator that cannot run without values; ``NotImplemented`` if it has none."""
+        if self._assume is not None:
+            return answer(func, args, kwargs, self._assume)
+        if self._places.phase in _WITHOUT_MODEL and func._schema.name == _ITEM:
+            return scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
+        return NotImplemented
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return not is_fake(tensor) and id(local_of(tensor).untyped_storage()) not in self._unknown

@@ -226,6 +226,8 @@ class Recorder(TorchDispatchMode):
                 known.stream, known.waits = "casts", True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and is_fake(args[0]):
+            return args[0].device
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
@@ -238,8 +240,6 @@ class Recorder(TorchDispatchMode):
             if local is None:
                 return NotImplemented  # its own operators on local tensors follow
             return as_shards(func, args, self.__torch_dispatch__(func, (), local, kwargs))
-        if func is DEVICE and is_fake(args[0]):
-            return args[0].device
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace == "profiler":  # a name for a profile, in which no tensor takes part
