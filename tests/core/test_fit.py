@@ -161,6 +161,35 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         assert found.fits[0].estimate.nbytes <= memory
 
 
+@pytest.mark.parametrize("rows", [ROWS, 64])  # the CPU takes longer than the device with few
+def test_bounds_of_time_are_bounds(rows: int) -> None:
+    """Of layers that compute little again, because their last product is not, beside a head that never does."""
+    model, _ = on_meta(depth=5)
+    tried = prober(model, torch.empty(4, rows // 4, dtype=torch.int64, device="meta"))
+    modes: list[dict[str, Any]] = [{"mode": "ops"}, {"mode": "every_n", "n": 2}, FULL]
+    every = [
+        *(
+            Choice({"precision": "bf16", "sharding": {"strategy": strategy}}, accumulate)
+            for strategy, accumulate in (("FULL_SHARD", 1), ("SHARD_GRAD_OP", 1), ("FULL_SHARD", 2), ("FULL_SHARD", 4))
+        ),
+        *(Choice({"precision": "bf16", "activation_checkpointing": mode}, 1) for mode in modes),
+        Choice({"precision": "bf16", "activation_checkpointing": FULL}, 4),
+        Choice({"precision": "fp32"}, 1),
+        Choice({"precision": "fp32", "activation_checkpointing": FULL}, 2),
+    ]
+    true = {choice.key: tried.estimate(choice) for choice in every}
+    told, near = Known(tried.device), 0
+    for known in every:
+        alone = Known(tried.device)
+        for bounds in (alone, told):
+            bounds.learn(known, tried.plan(known), true[known.key])
+            for choice in every:
+                bound, seconds = bounds.seconds(choice, tried.exact_plan(choice)), true[choice.key].seconds
+                assert bound <= seconds * 1.001, (known, choice)
+                near += bound > 0.8 * seconds
+    assert near > len(every) ** 2 / 2
+
+
 def test_one_step_tells_what_the_second_of_two_tells() -> None:
     """A parameter without a gradient has no state, which one step alone cannot know."""
     model, batch = on_meta(depth=1)

@@ -10,6 +10,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, UNCERTAIN
 from mmfsdp.rehearsal.fitting.candidates import Choice
+from mmfsdp.rehearsal.fitting.computing import Seconds
 from mmfsdp.rehearsal.fitting.probing import Estimate
 from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
 from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, communicator_bytes
@@ -19,8 +20,7 @@ from mmfsdp.rehearsal.timing.links import Links, collective_seconds
 
 __all__ = ["Known", "sending_seconds"]
 
-_RECOMPUTED = {"full": 0.9, "every_n": 0.45, "ops": 0.1}  # of forward; a little less than what is repeated
-_UNUSED = 0.5  # of what the allocator keeps unused; less than what it keeps in a step with larger shards
+_UNUSED = 0.8  # of what the allocator keeps unused; a step with larger shards kept 0.84 of it or more, in 60 cases
 _SLOWER = 1.5  # float32 than mixed precision; a little less than it is
 
 
@@ -79,16 +79,16 @@ class Known:
         """Return the bytes of whole gradients that the last forward finds at least."""
         if choice.accumulate == 1 or choice.reduces:
             return 0.0
-        alike = (
-            estimate.carried
+        alike = [
+            (known, estimate)
             for known, before, estimate in self._seen
-            if known.accumulate > 1
-            and not known.reduces
-            and known.kept_settings == choice.kept_settings
+            if known.kept_settings == choice.kept_settings
             and before.engine == plan.engine
             and (before.mesh.shard == 1) == (plan.mesh.shard == 1)
-        )
-        return min(alike, default=0.0)
+        ]
+        carried = (estimate.carried for known, estimate in alike if known.accumulate > 1 and not known.reduces)
+        reduced = min((estimate.reduced for _, estimate in alike), default=0.0)
+        return min(carried, default=reduced)
 
     def _beside(self, plan: ShardPlan) -> int:
         """Return the bytes that a process takes of a GPU at least beside what a step holds."""
@@ -102,22 +102,37 @@ class Known:
         """Return the seconds of a step, as they follow from a similar one; or else those that it computes at least."""
         if (derived := self.derived_seconds(choice, plan)) is not None:
             return derived
-        mode = str((choice.settings.get("activation_checkpointing") or {}).get("mode"))
-        slower = _SLOWER if choice.settings.get("precision") == "fp32" else 1.0
-        least: dict[tuple[int, bool], float] = {}  # by micro-batches, and whether the settings are the same
-        for known, _, estimate in self._seen:
-            if known.accumulate > choice.accumulate:
-                continue  # as many samples in fewer micro-batches may take less
-            is_same = known.forward_settings == choice.forward_settings
-            if is_same:
-                seconds = estimate.computing
-            elif known.settings.get("activation_checkpointing") or known.settings.get("precision") == "fp32":
+        checkpointing = choice.settings.get("activation_checkpointing")
+        fewer = [(known, estimate) for known, _, estimate in self._seen if known.accumulate <= choice.accumulate]
+        alike = [estimate for known, estimate in fewer if known.forward_settings == choice.forward_settings]
+        found = [estimate.computing.every for estimate in alike]
+        for known, estimate in fewer:
+            if known.settings.get("activation_checkpointing") or known.settings.get("precision") == "fp32":
                 continue
-            else:
-                seconds = slower * (estimate.computing + _RECOMPUTED.get(mode, 0.0) * estimate.forward)
-            key = known.accumulate, is_same
-            least[key] = min(seconds, least.get(key, seconds))
-        return max(least.values(), default=0.0)
+            computing = estimate.computing
+            every = computing.every
+            if choice.settings.get("precision") == "fp32":
+                every = Seconds(_SLOWER * every.device)  # fewer operators: nothing is cast
+            again = [other.computing.repeated for other in alike] or [computing.again(checkpointing)]
+            found += [every + seconds for seconds in again]
+        copied = self._copied(choice, plan)
+        return max(((seconds + copied).on(self._device) for seconds in found), default=0.0)
+
+    def _copied(self, choice: Choice, plan: ShardPlan) -> Seconds:
+        """Return how long parameters and gradients are copied at least, by a step with the same units."""
+        is_even = choice.reduces or all(unit.reshard_after_forward is True for unit in plan.units if not unit.is_root)
+        found = []
+        for known, before, estimate in self._seen:
+            if known.kept_settings == choice.kept_settings and _gathers(before) == _gathers(plan):
+                gathers = choice.accumulate / known.accumulate
+                if not is_even:  # without reductions, units may stay gathered from one micro-batch to the next
+                    gathers = min(gathers, 1.0)
+                if known.reduces or known.accumulate == 1:
+                    reductions = (choice.accumulate if choice.reduces else 1) / known.accumulate
+                else:  # gradients are added up, too
+                    reductions = float(not choice.reduces and choice.accumulate >= known.accumulate)
+                found.append(estimate.computing.gathered * gathers + estimate.computing.reduced * reductions)
+        return max(found, key=lambda seconds: seconds.on(self._device), default=Seconds())
 
     def derived_seconds(self, choice: Choice, plan: ShardPlan) -> float | None:
         """Return the seconds of a step, as they follow from one that differs in the shape of its mesh; None without."""

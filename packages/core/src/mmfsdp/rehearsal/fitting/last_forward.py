@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from mmfsdp.planning.step_memory import compute_itemsize
 from mmfsdp.rehearsal.accounting import changes
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS
 from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["carried_bytes", "kept_bytes"]
+__all__ = ["carried_bytes", "kept_bytes", "reduced_bytes"]
 
 
 def carried_bytes(step: Rehearsal, phase: int) -> int:
@@ -44,6 +45,20 @@ def kept_bytes(step: Rehearsal, phase: int) -> int:
             most = max(most, held)
         held += change
     return max(most, held)
+
+
+def reduced_bytes(step: Rehearsal) -> int:
+    """Return the bytes of whole gradients that units reduce in the last backward, in the dtypes that they compute in.
+
+    A micro-batch that does not reduce them leaves as much at least: `carried_bytes`.
+    """
+    begin = max((moment for name, moment in step.phases if name == "backward"), default=0)
+    sent = {item.unit: item.nbytes for item in step.collectives if item.name == "reduce_scatter" and item.moment > begin}
+    trained = {
+        unit.fqn: sum(param.numel * compute_itemsize(unit, param) for param in unit.params if param.requires_grad)
+        for unit in step.plan.units
+    }
+    return sum(min(trained.get(unit or "", 0), nbytes) for unit, nbytes in sent.items())
 
 
 def _span(step: Rehearsal, phase: int) -> tuple[int, int]:

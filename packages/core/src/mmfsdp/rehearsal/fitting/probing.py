@@ -14,8 +14,9 @@ from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fitting.candidates import Choice
+from mmfsdp.rehearsal.fitting.computing import Computing, computing_of, summed
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
-from mmfsdp.rehearsal.fitting.last_forward import carried_bytes, kept_bytes
+from mmfsdp.rehearsal.fitting.last_forward import carried_bytes, kept_bytes, reduced_bytes
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
@@ -44,14 +45,14 @@ class Estimate:
     """The most bytes of these kinds while the last forward runs, when every unit has begun its own."""
     carried: float
     """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
+    reduced: float
+    """Bytes of whole gradients that units reduce, in the dtypes that they compute in."""
     state: float
     """Bytes of optimizer state per byte of parameters."""
     seconds: float
     """The time of the step."""
-    computing: float
-    """Seconds of forward and backward, if they never wait."""
-    forward: float
-    """Seconds of all forwards, if they never wait."""
+    computing: Computing
+    """What forward and backward compute."""
     useful: float
     """Seconds that the model's FLOPs take at the device's peak, those of recomputed operators left out."""
     steps: tuple[tuple[float, Rehearsal, float], ...] = field(repr=False)
@@ -184,11 +185,11 @@ class Prober:
             forward_activations=in_forward.nbytes + inputs,
             kept_activations=total(lambda step: kept_bytes(step, 2 * last)) + inputs,
             carried=total(lambda step: carried_bytes(step, 2 * last)) if last and not choice.reduces else 0.0,
+            reduced=total(reduced_bytes),
             state=total(lambda step: step.static.get("optimizer state", 0))
             / max(total(lambda step: step.static.get("parameter", 0)), 1),
             seconds=timed(lambda time: time.seconds) + more * timed(_first_micro_batch),
-            computing=times_more * timed(lambda time: _computing(time, ("forward", "backward"))),
-            forward=times_more * timed(lambda time: _computing(time, ("forward",))),
+            computing=summed((weight * times_more, computing_of(step, self.device)) for weight, step, _ in parts),
             useful=times_more * timed(lambda time: time.model_utilization * time.seconds),
             steps=tuple(
                 (weight, step, time.seconds) for (weight, step, _), (_, time) in zip(parts, times, strict=True)
@@ -261,10 +262,6 @@ def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:
 def _needed(step: Rehearsal) -> int:
     """Return the bytes that a step takes of its device at most."""
     return step.peak.nbytes if step.device_type == "cpu" else step.device_bytes()[1]
-
-
-def _computing(time: StepTime, phases: tuple[str, ...]) -> float:
-    return sum(span.end - span.begin for span in time.spans if span.stream == "compute" and span.phase in phases)
 
 
 def _first_micro_batch(time: StepTime) -> float:
