@@ -35,7 +35,12 @@ REMEMBERED: dict[str, Call] = {
     "views": (ATEN.split.Tensor, lambda: (torch.zeros(7, 2), 3)),
     "several": (ATEN.native_layer_norm.default, lambda: (torch.zeros(3, 4), [4], torch.ones(4), None, 1e-5)),
     "lists": (ATEN._foreach_mul.Scalar, lambda: ([torch.zeros(3), torch.zeros(2, 2)], 2.0)),
-    "lists in place": (ATEN._foreach_add_.List, lambda: ([torch.zeros(3)], [torch.zeros(3)])),
+    "lists with numbers": (
+        ATEN._foreach_addcdiv.ScalarList,
+        lambda: tuple([torch.zeros(size), torch.zeros(2), torch.zeros(size)] for size in (3, 3, 3)) + ([1, 2.0, 3],),
+    ),
+    "norms": (ATEN._foreach_norm.Scalar, lambda: ([torch.zeros(3), torch.zeros(2), torch.zeros(3)], 2)),
+    "lists in place": (ATEN._foreach_add_.List, lambda: ([torch.zeros(3) for _ in "abc"], [torch.zeros(3) for _ in "abc"])),
     "joined": (ATEN.cat.default, lambda: ([torch.zeros(2, 3), torch.zeros(4, 3)],)),
     "permuted": (ATEN.clone.default, lambda: (torch.zeros(4, 6).t(),)),
     "copied": (ATEN._to_copy.default, lambda: (torch.zeros(3),)),

@@ -1,4 +1,4 @@
-"""Runs optimizers' operators on many shards at once, without DTensor's search for the placements of each of them."""
+"""Takes optimizers' operators on many tensors apart: into the shards of these, and into single tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.rehearsal.fake import local_of, shard_like
 
-__all__ = ["as_shards", "on_shards"]
+__all__ = ["as_shards", "on_shards", "one_by_one"]
 
 _ELEMENTWISE = {
     "aten::_foreach_abs", "aten::_foreach_add", "aten::_foreach_addcdiv", "aten::_foreach_addcmul",
@@ -65,6 +65,33 @@ def as_shards(func: Any, args: Any, result: Any) -> Any:
     if func._schema.name not in _ELEMENTWISE:
         return args[0] if func._schema.returns else None
     return [shard_like(local, like) for local, like in zip(result, args[0], strict=True)]
+
+
+def one_by_one(func: Any, args: Any, kwargs: Any) -> list[list[Any]] | None:
+    """Return the arguments of a foreach operator for one tensor after the other.
+
+    On fake tensors a list takes as long as each of its tensors, most of which are like others.
+
+    Args:
+        func: The operator, an overload.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+
+    Returns:
+        The positional arguments; None for another operator, for single tensors, or if a tensor holds numbers for all.
+    """
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return None
+    lengths = {len(value) for value in args if isinstance(value, list | tuple)}
+    others = [*args, *kwargs.values()]
+    if len(lengths) != 1 or lengths == {1} or any(isinstance(value, torch.Tensor) and value.dim() for value in others):
+        return None
+    if any(isinstance(value, list | tuple) for value in kwargs.values()):
+        return None
+    return [
+        [[value[place]] if isinstance(value, list | tuple) else value for value in args]
+        for place in range(lengths.pop())
+    ]
 
 
 def _is_of_tensors(value: Any) -> bool:

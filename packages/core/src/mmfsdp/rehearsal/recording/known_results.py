@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfsdp.rehearsal.fake import fake_like, is_fake, layout_of
+from mmfsdp.rehearsal.recording.foreach import one_by_one
 
 __all__ = ["DEVICE", "KnownResults", "Recipe", "Recipes"]
 
@@ -81,7 +82,12 @@ class KnownResults(TorchDispatchMode):
         recipe = self._recipes.get(key)
         if recipe is not None:
             return recipe(self._mode, tensors), recipe
-        result = func(*args, **kwargs)
+        single = one_by_one(func, args, kwargs)
+        if single is None:
+            result = func(*args, **kwargs)
+        else:
+            results = [self.run(func, one, kwargs)[0] for one in single]
+            result = [made for (made,) in results] if func._schema.returns else None
         if key not in self._recipes:
             self._recipes[key] = None
             with suppress(_UnsureError):
