@@ -40,7 +40,10 @@ REMEMBERED: dict[str, Call] = {
         lambda: tuple([torch.zeros(size), torch.zeros(2), torch.zeros(size)] for size in (3, 3, 3)) + ([1, 2.0, 3],),
     ),
     "norms": (ATEN._foreach_norm.Scalar, lambda: ([torch.zeros(3), torch.zeros(2), torch.zeros(3)], 2)),
-    "lists in place": (ATEN._foreach_add_.List, lambda: ([torch.zeros(3) for _ in "abc"], [torch.zeros(3) for _ in "abc"])),
+    "lists in place": (
+        ATEN._foreach_add_.List,
+        lambda: ([torch.zeros(3) for _ in "abc"], [torch.zeros(3) for _ in "abc"]),
+    ),
     "joined": (ATEN.cat.default, lambda: ([torch.zeros(2, 3), torch.zeros(4, 3)],)),
     "permuted": (ATEN.clone.default, lambda: (torch.zeros(4, 6).t(),)),
     "copied": (ATEN._to_copy.default, lambda: (torch.zeros(3),)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.step_memory import compute_itemsize
 from mmfsdp.rehearsal.accounting import changes
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS
@@ -48,17 +50,23 @@ def kept_bytes(step: Rehearsal, phase: int) -> int:
 
 
 def reduced_bytes(step: Rehearsal) -> int:
-    """Return the bytes of whole gradients that units reduce in the last backward, in the dtypes that they compute in.
+    """Return the bytes of the whole gradients that units reduce in the last backward, as micro-batches add them up.
 
-    A micro-batch that does not reduce them leaves as much at least: `carried_bytes`.
+    A micro-batch that does not reduce them leaves as much: `carried_bytes`. ``fully_shard`` adds them up in the dtype
+    in which they are sent (``to_accumulated_grad_if_needed`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py),
+    other engines in that of the parameters in forward.
     """
     begin = max((moment for name, moment in step.phases if name == "backward"), default=0)
-    sent = {item.unit: item.nbytes for item in step.collectives if item.name == "reduce_scatter" and item.moment > begin}
-    trained = {
-        unit.fqn: sum(param.numel * compute_itemsize(unit, param) for param in unit.params if param.requires_grad)
-        for unit in step.plan.units
+    sent = {
+        item.unit: item.nbytes for item in step.collectives if item.name == "reduce_scatter" and item.moment > begin
     }
-    return sum(min(trained.get(unit or "", 0), nbytes) for unit, nbytes in sent.items())
+    return sum(min(_gradient_bytes(unit, step), sent.get(unit.fqn, 0)) for unit in step.plan.units)
+
+
+def _gradient_bytes(unit: ShardUnit, step: Rehearsal) -> int:
+    reduced = unit.precision.reduce_dtype if step.engine == "fsdp2" else None
+    trained = (param for param in unit.params if param.requires_grad)
+    return sum(param.numel * (itemsize(reduced) if reduced else compute_itemsize(unit, param)) for param in trained)
 
 
 def _span(step: Rehearsal, phase: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class Estimate:
     carried: float
     """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
     reduced: float
-    """Bytes of whole gradients that units reduce, in the dtypes that they compute in."""
+    """Bytes of whole gradients that units reduce, as micro-batches add them up."""
     state: float
     """Bytes of optimizer state per byte of parameters."""
     seconds: float

@@ -71,9 +71,10 @@ class KnownResults(TorchDispatchMode):
             args: Its positional arguments.
             kwargs: Its other arguments.
         """
-        if func not in self._is_sure:
-            self._is_sure[func] = _is_sure(func)
-        if not self._is_sure[func]:
+        is_sure = self._is_sure.get(func)
+        if is_sure is None:
+            is_sure = self._is_sure[func] = _is_sure(func)
+        if not is_sure:
             return func(*args, **kwargs), None
         try:
             key, tensors = self._described(func, args, kwargs)

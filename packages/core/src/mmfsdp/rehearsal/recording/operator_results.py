@@ -54,19 +54,20 @@ class Values:
 
         ``inputs`` are the tensors among its arguments.
         """
-        lifts = func._schema.name in _LIFTS
+        name: str = func._schema.name
+        lifts = name in _LIFTS
         if lifts or not inputs:
             # Before torch 2.12 DTensor makes tensors of its own while averages look at shards.
             is_own = self._places.phase == _AVERAGES and not lifts
-            if not self._keeps or is_own or not self._is_users() or _is_random(func):
+            if not self._keeps or is_own or not self._is_users() or _is_random(name):
                 result, recipe = self._results.run(func, args, kwargs)
                 return result, False, recipe
         elif not all(map(self._is_known, inputs)):
-            sure = finite(func, args)
+            sure = finite(name, args)
             if sure is not None and args[0].numel() <= _MOST:
                 with without_fakes():
                     return torch.full(args[0].shape, sure), True, None
-            result, recipe = self._run_on_shapes(func, args, kwargs)
+            result, recipe = self._run_on_shapes(name, func, args, kwargs)
             self._forget(func, args, kwargs)
             return result, False, recipe
         if self._is_users() and not func._schema.is_mutable and not lifts:
@@ -82,18 +83,18 @@ class Values:
     def _is_users(self) -> bool:
         return self._places.kind in _USERS or self._places.phase == _AVERAGES
 
-    def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Recipe | None]:
-        if func._schema.name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+    def _run_on_shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Recipe | None]:
+        if name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs), None
-        if func._schema.name in (FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD):
-            return run_fused_norm(func._schema.name, args), None
-        if func._schema.name in RECURRENT:
-            return run_recurrent(func._schema.name, args), None
-        if func._schema.name == _ITEM and not has_constant(args[0]):
+        if name in (FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD):
+            return run_fused_norm(name, args), None
+        if name in RECURRENT:
+            return run_recurrent(name, args), None
+        if name == _ITEM and not has_constant(args[0]):
             result = self._assumed(func, args, kwargs)
             if result is not NotImplemented:
                 return result, None
-        check_dtypes(func._schema.name, args)
+        check_dtypes(name, args)
         try:
             return self._results.run(func, args, kwargs)
         except CANNOT_BE_FAKED:
@@ -143,6 +144,5 @@ def _grouped_product(
     return torch.empty([*groups, one.shape[-2], other.shape[-1]], dtype=out_dtype or one.dtype)
 
 
-def _is_random(func: Any) -> bool:
-    name: str = func._schema.name.partition("::")[2]
-    return name.startswith(_RANDOM)
+def _is_random(name: str) -> bool:
+    return name.partition("::")[2].startswith(_RANDOM)

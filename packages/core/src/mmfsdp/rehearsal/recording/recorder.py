@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -235,7 +236,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.note_new(tensors_in((result,)))
             return result
-        if any(issubclass(kind, DTensor) for kind in types):
+        if _has_shards(types):
             local = on_shards(func, args)
             if local is None:
                 return NotImplemented  # its own operators on local tensors follow
@@ -256,7 +257,7 @@ class Recorder(TorchDispatchMode):
         made = [value for value in outputs if is_real or is_made_in(self.mode, value)]
         adds = bool(made) and func is torch.ops.aten.add.Tensor and is_accumulating() and _is_whole(args[0])
         if func.namespace not in _NAMESPACES and (made or any(is_made_in(self.mode, value) for value in inputs)):
-            counted = self._counted.get(recipe)  # operators with the same recipe do the same
+            counted = None if recipe is None else self._counted.get(recipe)  # the same recipe does the same
             if counted is None:
                 counted = self._count(func, args, kwargs, result, inputs, outputs)
                 if recipe is not None:
@@ -401,6 +402,11 @@ class Recorder(TorchDispatchMode):
             self.ended.append(Allocation(count, "gathered", unit, begin, self.moment, "gathers"))
         phase, role = self.places.phase, self.places.role
         self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
+
+
+@functools.cache
+def _has_shards(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
