@@ -37,7 +37,7 @@ REMEMBERED: dict[str, Call] = {
     "lists": (ATEN._foreach_mul.Scalar, lambda: ([torch.zeros(3), torch.zeros(2, 2)], 2.0)),
     "lists with numbers": (
         ATEN._foreach_addcdiv.ScalarList,
-        lambda: tuple([torch.zeros(size), torch.zeros(2), torch.zeros(size)] for size in (3, 3, 3)) + ([1, 2.0, 3],),
+        lambda: (*([torch.zeros(size) for size in (3, 2, 3)] for _ in "abc"), [1, 2.0, 3]),
     ),
     "norms": (ATEN._foreach_norm.Scalar, lambda: ([torch.zeros(3), torch.zeros(2), torch.zeros(3)], 2)),
     "lists in place": (

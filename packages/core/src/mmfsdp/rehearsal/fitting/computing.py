@@ -13,6 +13,10 @@ from mmfsdp.rehearsal.timing.step_time import works_of
 __all__ = ["Computing", "Seconds", "computing_of", "summed"]
 
 
+_SURE = 0.75  # of an n-th of all layers, which may differ
+_CHOSEN = {"modules", "check_fn", "save_ops"}  # settings by which less than all layers may be computed again
+
+
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """How long operators take."""
@@ -52,17 +56,16 @@ class Computing:
 
     def again(self, settings: Mapping[str, Any] | None) -> Seconds:
         """Return what activation checkpointing with these settings would compute again at least."""
-        mode = (settings or {}).get("mode")
-        if mode == "ops" and "save_ops" not in (settings or {}):
+        stated = settings or {}
+        mode = None if _CHOSEN & stated.keys() else stated.get("mode")
+        if mode == "ops":
             return self.ops
         if mode == "full":
             return self.full
         if mode == "every_n":
-            return self.full * (_SURE / (settings or {}).get("n", 2))
+            share: float = _SURE / stated.get("n", 2)
+            return self.full * share
         return Seconds()
-
-
-_SURE = 0.75  # layers may differ, and their number need not divide by n
 
 
 def summed(parts: Iterable[tuple[float, Computing]]) -> Computing:
@@ -79,7 +82,7 @@ def computing_of(step: Rehearsal, device: Device) -> Computing:
     """Return what a step computes.
 
     A layer is computed again up to its last product: what that returns is not kept for backward. Layers that have no
-    backward, because they are frozen, are not computed again.
+    backward, because they are frozen, are not computed again; what is of compiled ones, the compiler decides.
 
     Args:
         step: The step.
@@ -113,7 +116,7 @@ def computing_of(step: Rehearsal, device: Device) -> Computing:
         every += taken
         if item.is_repeated:
             repeated += taken
-        if phase == "backward" or not item.unit or item.unit not in trained:
+        if phase == "backward" or step.plan.compile or not item.unit or item.unit not in trained:
             continue
         if item.flops:
             full += open_full.pop(item.unit, Seconds())
