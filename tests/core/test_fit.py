@@ -64,8 +64,8 @@ def on_meta(**settings: Any) -> tuple[nn.Module, torch.Tensor]:
         return Net(**settings), torch.empty(4, ROWS // 4, dtype=torch.int64)
 
 
-def prober(model: nn.Module, batch: torch.Tensor) -> Prober:
-    return Prober(model, batch, RANKS, device_of("h100"), options={"max_norm": 1.0})
+def prober(model: nn.Module, batch: torch.Tensor, ranks: int = RANKS) -> Prober:
+    return Prober(model, batch, ranks, device_of("h100"), options={"max_norm": 1.0})
 
 
 CHOICES = [
@@ -161,11 +161,14 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         assert found.fits[0].estimate.nbytes <= memory
 
 
-@pytest.mark.parametrize("rows", [ROWS, 64])  # the CPU takes longer than the device with few
-def test_bounds_of_time_are_bounds(rows: int) -> None:
-    """Of layers that compute little again, because their last product is not, beside a head that never does."""
+@pytest.mark.parametrize(("rows", "ranks"), [(ROWS, RANKS), (64, RANKS), (ROWS, 1)])
+def test_bounds_of_time_are_bounds(rows: int, ranks: int) -> None:
+    """Of layers that compute little again, because their last product is not, beside a head that never does.
+
+    With few rows the CPU takes longer than the device, and on a single rank nothing slows the device down.
+    """
     model, _ = on_meta(depth=5)
-    tried = prober(model, torch.empty(4, rows // 4, dtype=torch.int64, device="meta"))
+    tried = prober(model, torch.empty(4, rows // 4, dtype=torch.int64, device="meta"), ranks)
     modes: list[dict[str, Any]] = [{"mode": "ops"}, {"mode": "every_n", "n": 2}, FULL]
     every = [
         *(
@@ -187,7 +190,7 @@ def test_bounds_of_time_are_bounds(rows: int) -> None:
                 bound, seconds = bounds.seconds(choice, tried.exact_plan(choice)), true[choice.key].seconds
                 assert bound <= seconds * 1.001, (known, choice)
                 near += bound > 0.8 * seconds
-    assert near > len(every) ** 2 / 2
+    assert near > len(every) ** 2 / (2 if ranks > 1 else 10)  # one rank's optimizer takes as long as its layers
 
 
 def test_one_step_tells_what_the_second_of_two_tells() -> None:

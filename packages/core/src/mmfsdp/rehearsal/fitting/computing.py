@@ -8,7 +8,7 @@ from typing import Any
 
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.step_time import works_of
+from mmfsdp.rehearsal.timing.step_time import busy_device, works_of
 
 __all__ = ["Computing", "Seconds", "computing_of", "summed"]
 
@@ -89,7 +89,8 @@ def computing_of(step: Rehearsal, device: Device) -> Computing:
         device: The device.
     """
     trained = {item.unit for item in step.operators if item.phase == "backward" and item.role == "compute"}
-    works = works_of(step.operators, step.collectives, device, device.links, "usual")
+    used = busy_device(step.collectives, device)
+    works = works_of(step.operators, step.collectives, used, device.links, "usual")
     every = repeated = full = ops = gathered = reduced = Seconds()
     open_full: dict[str, Seconds] = {}  # by unit, since its last product, which is included
     open_ops: dict[str, Seconds] = {}

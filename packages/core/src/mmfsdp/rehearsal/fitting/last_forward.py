@@ -36,7 +36,7 @@ def kept_bytes(step: Rehearsal, phase: int) -> int:
     begin, end = _span(step, phase)
     begun: dict[str, int] = {}
     for item in step.operators:
-        if item.unit and begin <= item.moment < end:  # the root is there before
+        if item.unit and item.role == "compute" and begin <= item.moment < end:  # the root is there before
             begun.setdefault(item.unit, item.moment)
     last = max(begun.values(), default=end - 1)
     held = most = 0

@@ -15,7 +15,7 @@ from mmfsdp.rehearsal.timing.ranges import CASES
 from mmfsdp.rehearsal.timing.roofline import operator_seconds, weight_of
 from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
 
-__all__ = ["SPENT", "StepTime", "human_seconds", "time_of", "usual_seconds", "works_of"]
+__all__ = ["SPENT", "StepTime", "busy_device", "human_seconds", "time_of", "usual_seconds", "works_of"]
 
 SPENT = {
     "compute": "computing, bound by FLOPs",
@@ -146,9 +146,13 @@ def usual_seconds(operators: Sequence[Operator], collectives: Sequence[Collectiv
 def _replayed(
     operators: Iterable[Operator], collectives: Sequence[Collective], device: Device, links: Links, case: str
 ) -> Replay:
-    if all(item.ranks == 1 for item in collectives):
-        device = device.by_itself()
+    device = busy_device(collectives, device)
     return replay([*works_of(operators, collectives, device, links, case)], is_async=device.is_async)
+
+
+def busy_device(collectives: Iterable[Collective], device: Device) -> Device:
+    """Return a device as it is beside what a step sends: by itself, if nothing goes to other ranks."""
+    return device.by_itself() if all(item.ranks == 1 for item in collectives) else device
 
 
 def works_of(
