@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,16 @@ def test_what_is_found_is_what_trying_everything_finds(whole: Prober, place: int
     )
 
 
+def learning(tried: Prober, every: Sequence[Choice]) -> Iterator[tuple[Known, Choice, Choice]]:
+    """Yield what is known from each choice alone, and with those before, with that choice and every other one."""
+    told = Known(tried.device)
+    for known in every:
+        for bounds in (Known(tried.device), told):
+            bounds.learn(known, tried.plan(known), tried.estimate(known))
+            for choice in every:
+                yield bounds, known, choice
+
+
 def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_everything_finds() -> None:
     model, batch = on_meta(depth=2)
     tried = prober(model, batch)
@@ -142,15 +153,9 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
     ]
     every.append(replace(every[1], reduces=True))
     true = {choice.key: tried.estimate(choice) for choice in every}
-    told, carried = Known(tried.device), 0
-    for known in every:
-        alone = Known(tried.device)
-        for bounds in (alone, told):
-            bounds.learn(known, tried.plan(known), true[known.key])
-            for choice in every:
-                assert bounds.memory(choice, tried.plan(choice)) <= true[choice.key].nbytes, (known, choice)
-        carried += true[known.key].carried > 0
-    assert carried == 4  # those with micro-batches whose gradients wait
+    for bounds, known, choice in learning(tried, every):
+        assert bounds.memory(choice, tried.plan(choice)) <= true[choice.key].nbytes, (known, choice)
+    assert sum(estimate.carried > 0 for estimate in true.values()) == 4  # those with micro-batches whose gradients wait
     waiting, reduced = true[every[1].key], true[every[-1].key]
     assert waiting.nbytes > reduced.nbytes
     assert waiting.seconds < reduced.seconds
@@ -180,16 +185,11 @@ def test_bounds_of_time_are_bounds(rows: int, ranks: int) -> None:
         Choice({"precision": "fp32"}, 1),
         Choice({"precision": "fp32", "activation_checkpointing": FULL}, 2),
     ]
-    true = {choice.key: tried.estimate(choice) for choice in every}
-    told, near = Known(tried.device), 0
-    for known in every:
-        alone = Known(tried.device)
-        for bounds in (alone, told):
-            bounds.learn(known, tried.plan(known), true[known.key])
-            for choice in every:
-                bound, seconds = bounds.seconds(choice, tried.exact_plan(choice)), true[choice.key].seconds
-                assert bound <= seconds * 1.001, (known, choice)
-                near += bound > 0.8 * seconds
+    near = 0
+    for bounds, known, choice in learning(tried, every):
+        bound, seconds = bounds.seconds(choice, tried.exact_plan(choice)), tried.estimate(choice).seconds
+        assert bound <= seconds * 1.001, (known, choice)
+        near += bound > 0.8 * seconds
     assert near > len(every) ** 2 / (2 if ranks > 1 else 10)  # one rank's optimizer takes as long as its layers
 
 

@@ -12,7 +12,6 @@ from mmfsdp.rehearsal.timing.step_time import busy_device, works_of
 
 __all__ = ["Computing", "Seconds", "computing_of", "summed"]
 
-
 _SURE = 0.75  # of an n-th of all layers, which may differ
 _CHOSEN = {"modules", "check_fn", "save_ops"}  # settings by which less than all layers may be computed again
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.step_memory import compute_itemsize
-from mmfsdp.rehearsal.accounting import changes
+from mmfsdp.rehearsal.accounting import highest
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS
 from mmfsdp.rehearsal.result import Rehearsal
 
@@ -39,14 +39,8 @@ def kept_bytes(step: Rehearsal, phase: int) -> int:
         if item.unit and item.role == "compute" and begin <= item.moment < end:  # the root is there before
             begun.setdefault(item.unit, item.moment)
     last = max(begun.values(), default=end - 1)
-    held = most = 0
-    for moment, change, _ in changes(item for item in step.allocations if item.kind in ACTIVATIONS):
-        if moment >= end:
-            break
-        if moment > last:
-            most = max(most, held)
-        held += change
-    return max(most, held)
+    live = (item for item in step.allocations if item.begin < end and (item.end is None or item.end > last))
+    return highest(item for item in live if item.kind in ACTIVATIONS)[0]
 
 
 def reduced_bytes(step: Rehearsal) -> int:

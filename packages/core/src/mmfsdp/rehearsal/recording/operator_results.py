@@ -91,23 +91,23 @@ class Values:
         if name in RECURRENT:
             return run_recurrent(name, args), None
         if name == _ITEM and not has_constant(args[0]):
-            result = self._assumed(func, args, kwargs)
+            result = self._assumed(name, func, args, kwargs)
             if result is not NotImplemented:
                 return result, None
         check_dtypes(name, args)
         try:
             return self._results.run(func, args, kwargs)
         except CANNOT_BE_FAKED:
-            result = self._assumed(func, args, kwargs)
+            result = self._assumed(name, func, args, kwargs)
             if result is NotImplemented:
                 raise
             return result, None
 
-    def _assumed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _assumed(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator that cannot run without values; ``NotImplemented`` if it has none."""
         if self._assume is not None:
             return answer(func, args, kwargs, self._assume)
-        if self._places.phase in _WITHOUT_MODEL and func._schema.name == _ITEM:
+        if self._places.phase in _WITHOUT_MODEL and name == _ITEM:
             return scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
         return NotImplemented
 
