@@ -281,6 +281,37 @@ def test_one_job_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+HEIR = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from mmfsdp.checkpoint.files.siblings import sibling, Kind, Lease
+from mmfsdp.saving.run_directory import RunDirectory
+held = RunDirectory(Path(sys.argv[1]), run=None, model="any")
+claim = Lease.take(Path(sys.argv[1], ".step_1.mmfsdp-claim"))
+child = os.fork() if sys.argv[2] == "python" else ctypes.CDLL(None).fork()
+if child == 0:
+    signal.pause()  # as a logger, profiler or uploader, which a job that is killed leaves behind
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("forked_by", ["python", "a library"])
+def test_a_process_forked_from_a_dead_job_does_not_hold_its_directory(forked_by: str, tmp_path: Path) -> None:
+    command = [python(), "-c", HEIR, str(tmp_path), forked_by]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ_alone()) as job:
+        assert job.stdout is not None
+        heir = int(job.stdout.readline())
+    try:
+        RunDirectory(tmp_path, run=None, model="any").close()
+        claim = Lease.take(tmp_path / ".step_1.mmfsdp-claim")
+        assert claim is not None
+        claim.release()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.kill(heir, signal.SIGKILL)
+
+
 def test_what_a_killed_save_left_is_removed_though_its_step_is_not_saved_again(tmp_path: Path) -> None:
     target, token = tmp_path / "step_7", new_token()
     left = sibling(target, token, Kind.PARTIAL)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+from mmfsdp.basics.machines import close_in_children
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, shared
@@ -56,6 +57,7 @@ class Pulse:
                 with server:
                     self._accept(server, meeting[2])
 
+        close_in_children(self)  # while a child has them, the others do not notice that this process ends
         on_all_ranks(connect, scope)
         on_all_ranks(accept, scope)
 
@@ -85,7 +87,12 @@ class Pulse:
         """Close all connections. Not collective; to the others this rank is `GONE`."""
         for connection in self._places:
             with suppress(OSError):  # the other one is gone
-                connection.shutdown(socket.SHUT_RDWR)  # worker processes of data loaders may hold it, too
+                connection.shutdown(socket.SHUT_RDWR)  # a process that a library forked may hold it, too
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close this process's end only, in a process that was forked: the connections go on in the other one."""
+        for connection in self._places:
             connection.close()
         self._selector.close()
 

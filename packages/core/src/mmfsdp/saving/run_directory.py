@@ -7,11 +7,10 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.siblings import Lease, remove_all_leftovers, targets_of, writer
@@ -32,7 +31,6 @@ __all__ = [
 
 LEASE_NAME = ".mmfsdp-run-lease"
 STEP_NAME = re.compile(r"step_(\d+)(\.pth)?")
-_ORPHANS = 20.0  # seconds in which the worker processes of a killed job notice that it is gone
 _log = logging.getLogger("mmfsdp.saving")
 
 
@@ -167,27 +165,13 @@ def names_of_damaged(name: str) -> Iterator[str]:
 
 def take_directory(path: Path) -> Lease:
     """Hold the directory, or say which process does."""
-    deadline = time.monotonic() + _ORPHANS
-    while (lease := Lease.take(path)) is None:
+    lease = Lease.take(path)
+    if lease is None:
         holder = writer(path)
-        # The workers of a data loader have the lock of the process that they were forked from for a few seconds more.
-        if not _is_dead(holder) or time.monotonic() > deadline:
-            raise RunDirectoryError(
-                f"Process {holder.get('pid', '?')} on host {holder.get('host', '?')!r} is using the directory of this "
-                "run. Wait until it has ended, or end it; if it is another run, choose another directory.",
-                file=str(path.parent),
-            )
-        time.sleep(0.2)
+        raise RunDirectoryError(
+            f"Process {holder.get('pid', '?')} on host {holder.get('host', '?')!r} is using the directory of this run. "
+            "Wait until it and the processes forked from it have ended, or end them; if it is another run, choose "
+            "another directory.",
+            file=str(path.parent),
+        )
     return lease
-
-
-def _is_dead(holder: Mapping[str, Any]) -> bool:
-    if holder.get("host") != os.uname().nodename or not isinstance(holder.get("pid"), int):
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False

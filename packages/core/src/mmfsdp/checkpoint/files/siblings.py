@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.basics.machines import boot_id
+from mmfsdp.basics.machines import boot_id, close_in_children, has_ended, process_id
 from mmfsdp.checkpoint.files.disk import remove, rename_new
 from mmfsdp.checkpoint.manifest import check_manifest
 from mmfsdp.errors import CheckpointError
@@ -211,19 +211,20 @@ ABANDONED = 3600
 class Lease:
     """A file that this process holds locked until it releases the lease or ends."""
 
-    __slots__ = ("_descriptor", "_owner", "guarded", "path")
+    __slots__ = ("__weakref__", "_descriptor", "_owner", "guarded", "path")
 
     def __init__(self, path: Path, guarded: Path | None) -> None:
         self.path = path
         self.guarded = guarded
-        self._owner = os.getpid()  # a forked child has the lock too, and must not release it
+        self._owner = os.getpid()  # a child that a library forked has the lock too, and must not release it
         self._descriptor: int | None = None
 
     @classmethod
     def take(cls, path: Path, *, wait: bool = False, guarded: Path | None = None) -> Lease | None:
         """Create a file, or take over the file of a dead process, and hold it locked.
 
-        Where the file system has no locks, every process gets the lease.
+        Where the file system has no locks, every process gets the lease. A process that has ended holds nothing, even
+        if one that was forked from it still has its lock.
 
         Args:
             path: The file.
@@ -234,6 +235,7 @@ class Lease:
         lease = cls(path, guarded)
         _release_at_exit()
         _all.add(lease)  # before the file exists: an interrupt may come at any moment
+        close_in_children(lease)
         while True:
             # Known to the lease before it is locked: after an interrupt, nobody else could close and so unlock it.
             lease._descriptor = descriptor = _opened(path)
@@ -241,9 +243,10 @@ class Lease:
             if locked and _is_at(descriptor, path):  # and was not released, and removed, in the meantime
                 _sign(descriptor)
                 return lease
+            freed = not locked and _remove_inherited(path, descriptor)
             lease._descriptor = None
             os.close(descriptor)
-            if not locked:
+            if not locked and not freed:
                 _all.discard(lease)
                 return None
 
@@ -267,6 +270,10 @@ class Lease:
             os.close(self._descriptor)
             self._descriptor = None
         _all.discard(self)
+
+    def close_in_child(self) -> None:
+        """Leave the lease to the process that this one was forked from."""
+        self.abandon()
 
     def age_of(self, path: Path) -> float:
         """Return the seconds between the last change in a file or directory and this lease.
@@ -292,12 +299,42 @@ def _is_alive(lease: Path, held: Path | None, own: Lease) -> bool:
     try:
         free = _locked(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if free is False:
-            return True
+            return not _is_inherited(descriptor)
         if free and (held is None or writer(lease).get("machine") == _machine(descriptor)):
             return False
     finally:
         os.close(descriptor)
     return min(own.age_of(path) for path in (held, lease) if path is not None) < ABANDONED
+
+
+def _is_inherited(descriptor: int) -> bool:
+    """Tell whether a lease that is locked was taken by a process of this machine that has ended."""
+    try:
+        signed = json.loads(os.pread(descriptor, 4096, 0))
+        return signed["machine"] == _machine(descriptor) and has_ended(signed["process"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+
+
+def _remove_inherited(path: Path, descriptor: int) -> bool:
+    """Remove the file of a lease whose process has ended while one forked from it has the lock: whether it is gone."""
+    if not _is_inherited(descriptor):
+        return False
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # One at a time: otherwise this could remove the file that another process has just made in its stead.
+        if not _locked(directory, fcntl.LOCK_EX):
+            return False
+        if _is_at(descriptor, path):
+            path.unlink()
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(directory)
 
 
 def writer(lease: Path) -> dict[str, Any]:
@@ -325,7 +362,8 @@ def _opened(path: Path) -> int:
 
 
 def _sign(descriptor: int) -> None:
-    text = json.dumps({"machine": _machine(descriptor), "host": os.uname().nodename, "pid": os.getpid()})
+    own = {"machine": _machine(descriptor), "host": os.uname().nodename, "pid": os.getpid(), "process": process_id()}
+    text = json.dumps(own)
     with contextlib.suppress(OSError):  # it may be open for reading only
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
