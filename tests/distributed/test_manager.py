@@ -6,10 +6,12 @@ import contextlib
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,118 @@ def test_nothing_is_loaded_if_an_object_does_not_fit(tmp_path: Path) -> None:
     for width, part in ((None, "and this run has 'counter', 'scheduler 0'"), (8, "do not fit the averaged model")):
         told = run_ranks(other_objects, 2, str(tmp_path), width)
         assert all(part in text and untouched for text, untouched in told), told
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "Adam": {},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "RMSprop": {},
+    "Adagrad": {},
+    "NAdam": {},
+}
+
+
+def load_each_into_each(rank: int, folder: str) -> dict[str, str]:
+    """Resume from, and load, the state of each class of optimizer with each other one; return what was not refused."""
+    found = {}
+    for saved, settings in OPTIMIZERS.items():
+        model = build()
+        optimizer = getattr(torch.optim, saved)(model.parameters(), **settings)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        with mmfsdp.CheckpointManager(f"{folder}/{saved}", model, optimizer) as manager:
+            manager.save(1)
+        mmfsdp.save_checkpoint(f"{folder}/{saved}.pth", model, optimizer, kind="full")
+        by_name = mmfsdp.optim_state_dict(model, optimizer, "sharded", by_name=True)
+        for own, others in OPTIMIZERS.items():
+            model = build()
+            optimizer = getattr(torch.optim, own)(model.parameters(), **others)
+            weights = mmfsdp.model_state_dict(model, rank0_only=False)
+            before = len(optimizer.state), dict(optimizer.param_groups[0])
+            manager = mmfsdp.CheckpointManager(f"{folder}/{saved}", model, optimizer)
+            ways = {
+                "resume": manager.resume,
+                "load": partial(mmfsdp.load_checkpoint, f"{folder}/{saved}.pth", model, optimizer),
+                "by name": partial(mmfsdp.load_optim_state_dict, model, optimizer, by_name),
+            }
+            for way, load in ways.items():
+                try:
+                    load()
+                    found[f"{saved} {own} {way}"] = "loaded"
+                    mmfsdp.load_model_state_dict(model, weights)
+                except (errors.RunDirectoryError, errors.StateDictError) as error:
+                    found[f"{saved} {own} {way}"] = str(error)
+                    after = mmfsdp.model_state_dict(model, rank0_only=False)
+                    assert all(torch.equal(after[name], value) for name, value in weights.items())
+                    assert (len(optimizer.state), optimizer.param_groups[0]) == before, (saved, own, way)
+            manager.__exit__(RuntimeError, None, None)
+    return found
+
+
+def test_the_state_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
+    found, other = run_ranks(load_each_into_each, 2, str(tmp_path))
+    loaded = {name for name, outcome in found.items() if outcome == "loaded"}
+    assert loaded == {name for name, outcome in other.items() if outcome == "loaded"}
+    same = {f"{name} {name} {way}" for name in OPTIMIZERS for way in ("resume", "load", "by name")}
+    # In a file of torch nothing tells AdamW from Adam with decoupled weight decay, which it is, or NAdam from Adam in
+    # whose groups a user has put a setting.
+    assert loaded == same | {f"{name} Adam {way}" for name in ("AdamW", "NAdam") for way in ("load", "by name")}
+    for name, outcome in found.items():
+        saved, _, way = name.split(maxsplit=2)
+        expected = f"the state of optimizer {saved}, and" if way == "resume" else "was saved by another optimizer than"
+        assert name in loaded or expected in outcome, outcome
+
+
+def resume_with(rank: int, folder: str, lr: float, schedule: str) -> tuple[int | str, list[str]]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    rates = torch.optim.lr_scheduler
+    scheduler: Any = {
+        "step": lambda: rates.StepLR(optimizer, 2, 0.7),
+        "cosine": lambda: rates.CosineAnnealingLR(optimizer, 10),
+        "constant, then cosine": lambda: rates.SequentialLR(
+            optimizer, [rates.ConstantLR(optimizer), rates.CosineAnnealingLR(optimizer, 10)], [2]
+        ),
+        "linear, then cosine": lambda: rates.SequentialLR(
+            optimizer, [rates.LinearLR(optimizer), rates.CosineAnnealingLR(optimizer, 10)], [2]
+        ),
+    }[schedule]()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mmfsdp.state").addHandler(handler)
+    manager = mmfsdp.CheckpointManager(folder, model, optimizer, schedulers=scheduler)
+    try:
+        step: int | str = manager.resume()
+    except errors.RunDirectoryError as error:
+        manager.__exit__(RuntimeError, None, None)
+        return str(error), said
+    for _ in range(3):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    manager.save(int(step) + 3)
+    manager.close()
+    return step, said
+
+
+def test_what_a_checkpoint_says_of_another_run_is_refused_or_reported(tmp_path: Path) -> None:
+    def resume(folder: str, lr: float, schedule: str) -> tuple[int | str, list[str]]:
+        return run_ranks(resume_with, 1, str(tmp_path / folder), lr, schedule)[0]
+
+    assert resume("a", 0.01, "step") == (0, [])
+    assert resume("a", 0.01, "step") == (3, [])  # though the rate is another one by now
+    step, said = resume("a", 0.02, "step")
+    assert step == 6
+    assert "replaces settings of AdamW: initial_lr=0.02 by 0.01 in param group 0." in said[0]
+    assert "of scheduler 0 StepLR, and this run has CosineAnnealingLR" in str(resume("a", 0.01, "cosine")[0])
+    assert resume("b", 0.01, "linear, then cosine")[0] == 0
+    assert "has SequentialLR(ConstantLR, CosineAnn" in str(resume("b", 0.01, "constant, then cosine")[0])
+    shutil.copytree(tmp_path / "a" / "step_6", tmp_path / "a" / "step_12")
+    assert "By its name the checkpoint has done 12 steps, but it holds step 6" in str(resume("a", 0.01, "step")[0])
+    shutil.rmtree(tmp_path / "a" / "step_12")
+    assert resume("a", 0.01, "step")[0] == 9
 
 
 def scale(rank: int, folder: str | None, end: int) -> tuple[float, dict[str, Any], dict[str, Any]]:

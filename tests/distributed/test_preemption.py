@@ -148,8 +148,9 @@ dist.init_process_group("gloo")
 model = mmfsdp.shard(torch.nn.Linear(4, 4))
 with mmfsdp.CheckpointManager(sys.argv[1], model, grace_seconds=1.0, exit_code=int(sys.argv[2])) as manager:
     manager.save(3)
-    manager.wait()
     manager.step(5)
+    while not manager._loop.ledger.pending[1].done():  # saved in the background, while the step goes on
+        time.sleep(0.05)
     print("training", flush=True)
     time.sleep(60)
 """

@@ -53,6 +53,10 @@ class PendingSave:
         """Return whether the save has ended on this rank, with or without an error. Not collective, does not wait."""
         return self._future.done()
 
+    def succeeded(self) -> bool:
+        """Return whether the checkpoint is complete on disk. Not collective, does not wait."""
+        return self._future.done() and self._future.exception() is None
+
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is on disk, complete, at its final path. Not collective.
 

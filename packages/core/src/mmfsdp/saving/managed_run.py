@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class ManagedRun:
                     self.optimizer,
                     safe_globals=self.safe_globals,
                     lazy=("run", "averaged"),
-                    prepare=lambda content: self.state.examined(content, self.scope.size),
+                    prepare=partial(self.state.examined, ranks=self.scope.size, step=step),
                 )
                 self.state.restore(rest, self.scope)
                 on_all_ranks(source.check_unchanged, self.scope)
@@ -136,7 +137,7 @@ class ManagedRun:
                 self.model,
                 self.safe_globals,
                 rows="run/",
-                change=lambda content: self.state.examined(content, self.scope.size),
+                change=partial(self.state.examined, ranks=self.scope.size, step=step),
             )
             finish = None
             if self.optimizer is not None:

@@ -118,7 +118,7 @@ class CheckpointManager:
         listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}
         named |= {} if scaler is None else {"scaler": scaler}
-        states = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals)
+        states = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals, optimizer)
         given = {**vars(settings), "state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
         check_same_arguments(scope, "CheckpointManager()", given)
         self.directory = place(same_path(directory, scope))
@@ -148,7 +148,8 @@ class CheckpointManager:
 
         Raises:
             IncompleteCheckpointError: There are checkpoints, and none of them can be loaded.
-            RunDirectoryError: The run has other objects than the one that saved, or it needs as many ranks. As the
+            RunDirectoryError: The newest checkpoint is of another step than its name says; the run has other objects
+                than the one that saved, or another class of optimizer or scheduler; or it needs as many ranks. As the
                 next one, raised before anything is loaded.
             StateDictError: Names or shapes do not fit the model or optimizer.
         """

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.tree import map_leaves
@@ -58,6 +60,8 @@ class RunState:
     """The ranks."""
     safe_globals: Sequence[Any] = ()
     """Classes that states may hold besides plain data."""
+    optimizer: Optimizer | None = None
+    """The optimizer, whose state is saved elsewhere."""
     _checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +103,7 @@ class RunState:
             "version": _VERSION,
             "step": step,
             "ranks": scope.size,
+            "classes": self._classes(),
             "shared": shared,
             "own": own,
             "by_rank": {name: rows(_saved(state)) for name, state in by_rank.items()},
@@ -107,6 +112,11 @@ class RunState:
         if self.averaged is None:
             return {"run": run}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
+
+    def _classes(self) -> dict[str, str]:
+        """Return the classes of the optimizer and the schedulers, whose states mean nothing to others."""
+        found = {name: _class_of(item) for name, item in self.shared.items() if name.startswith("scheduler")}
+        return found if self.optimizer is None else {"optimizer": _class_of(self.optimizer), **found}
 
     def _report(self, by_rank: Iterable[str], ranks: int) -> None:
         """Log what could not be resumed exactly."""
@@ -118,16 +128,18 @@ class RunState:
             if (sentence := getattr(item, "inexact", None)) is not None:
                 _log.warning("%r: %s", name, sentence)
 
-    def examined(self, content: dict[str, Any], ranks: int) -> dict[str, Any]:
+    def examined(self, content: dict[str, Any], ranks: int, step: int) -> dict[str, Any]:
         """Return a checkpoint's content if it fits this run; what all ranks share is read. Not collective.
 
         Args:
             content: The content, with tensors that are still on disk. Not changed.
             ranks: How many ranks this run has.
+            step: How many steps are done, by the name of the checkpoint.
 
         Raises:
             FormatError: The checkpoint was not written by a `CheckpointManager`.
-            RunDirectoryError: It holds the states of other objects; or it needs as many ranks as saved it.
+            RunDirectoryError: It is of another step; it holds the states of other objects, or of other classes; or it
+                needs as many ranks as saved it.
             StateDictError: The averaged weights do not fit.
         """
         run = content.get("run")
@@ -136,12 +148,25 @@ class RunState:
                 "The checkpoint was not saved by a CheckpointManager of this version. Load it with load_checkpoint(), "
                 "and give the CheckpointManager a new directory."
             )
+        if run["step"] != step:
+            raise RunDirectoryError(
+                f"By its name the checkpoint has done {step} steps, but it holds step {run['step']}: it was copied or "
+                f"renamed. To resume from step {run['step']}, rename it back, or remove it if the original is there."
+            )
         stored = {*run["shared"], *run["own"], *run["by_rank"], *(["averaged"] if "averaged" in content else [])}
         given = {*self.shared, *self.own, *(["averaged"] if self.averaged is not None else [])}
         if stored != given:
             raise RunDirectoryError(
                 f"The checkpoint holds the state of {name_list(sorted(stored)) or 'no objects'}, and this run has "
                 f"{name_list(sorted(given)) or 'none'}. Pass the same objects as in the run that saved it."
+            )
+        own, saved = self._classes(), run.get("classes", {})  # earlier versions did not store them
+        if others := [name for name in own if name in saved and own[name] != saved[name]]:
+            name = others[0]
+            raise RunDirectoryError(
+                f"The checkpoint holds the state of {name} {saved[name]}, and this run has {own[name]}, which would "
+                f"train on with foreign settings. Pass {saved[name]}; or load the weights alone with "
+                "load_checkpoint(path, model), and give the CheckpointManager a new directory."
             )
         if run["by_rank"] and run["ranks"] != ranks:
             raise RunDirectoryError(
@@ -192,6 +217,13 @@ class RunState:
                 )
 
         on_all_ranks(own_part, scope)
+
+
+def _class_of(item: Any) -> str:
+    """Return the name of a class, with those of its members: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    lists = [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, list | tuple)]
+    members = [_class_of(part) for value in lists for part in value if isinstance(part, LRScheduler)]
+    return type(item).__qualname__ + (f"({', '.join(members)})" if members else "")
 
 
 def _is_of_rank(item: Stateful) -> bool:

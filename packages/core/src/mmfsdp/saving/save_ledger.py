@@ -130,7 +130,9 @@ class SaveLedger:
 
     def what_is_kept(self) -> str:
         """Say what is on disk, for a process that is about to end. Any thread may call this."""
-        complete = self.complete or 0
-        lost = 0 if self.newest is None else self.newest[0] - complete
-        kept = "Nothing is saved" if self.complete is None else f"Step {self.complete} is complete on disk"
+        complete, pending = self.complete, self.pending
+        if pending is not None and pending[1].succeeded():  # the loop has not come round to settle it
+            complete = pending[0]
+        lost = 0 if self.newest is None else self.newest[0] - (complete or 0)
+        kept = "Nothing is saved" if complete is None else f"Step {complete} is complete on disk"
         return f"{kept}; {'no step' if not lost else 'one step' if lost == 1 else f'{lost} steps'} done since."

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.basics.nested import map_values, nested_values
+from mmfsdp.basics.optimizer_forms import GROUPS, unflattened
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
@@ -32,6 +32,7 @@ from mmfsdp.state.named_optimizer import REBUILD
 from mmfsdp.state.optimizer_engines import optimizer_engine
 from mmfsdp.state.savable import check_savable, may_belong
 from mmfsdp.state.sending import send_optim_state
+from mmfsdp.state.settings import check_same_class, report_changed_settings
 
 __all__ = [
     "gathered",
@@ -152,8 +153,8 @@ def load_optim_state_dict(
         from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
 
     Raises:
-        StateDictError: Param groups, parameters or shapes do not fit, or with ``from_rank0`` a tensor is a shard;
-            raised on every rank, and nothing is changed.
+        StateDictError: Param groups, parameters or shapes do not fit, the state is that of another class of optimizer,
+            or with ``from_rank0`` a tensor is a shard; raised on every rank, and nothing is changed.
         ShardStateError: See `optim_state_dict`; raised on every rank.
     """
     state = find_sharded_model(model)
@@ -171,7 +172,13 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     fitting = _fitting(state, optimizer, state_dict)
     if state.plan.mesh.shard > 1:
         guard_optimizer_saves(optimizer)  # it may be saved before its first step
-    return partial(optimizer_engine(state, optimizer).load, fitting)
+
+    def load() -> None:
+        if state.scope.is_first:
+            report_changed_settings(fitting["param_groups"], optimizer)
+        optimizer_engine(state, optimizer).load(fitting)
+
+    return load
 
 
 def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +208,7 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
     def check() -> dict[str, Any]:
         settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         found = named_optimizer.by_place(state_dict, groups, settings)
+        check_same_class(unflattened(state_dict)[GROUPS], optimizer)
         _check(found, groups, shapes)
         return found
 
