@@ -337,7 +337,10 @@ MIXED = {
 @pytest.mark.parametrize("compute", MIXED.values(), ids=MIXED)
 def test_a_step_that_fails_because_of_a_buffer_says_how_to_cast_it(compute: Any) -> None:
     """As in training, and it runs where training does."""
-    x, told = torch.randn(4, 32), "'mask' keep their dtype; if they meet there, set precision.buffer_dtype"
+    x, told = (
+        torch.randn(4, 32),
+        "'mask' keep their dtype. Set precision.buffer_dtype to \"bfloat16\"; so this step runs",
+    )
     cast = {"precision": {"preset": "bf16", "buffer_dtype": "bfloat16"}}
     with pytest.raises(RehearsalError, match=told):
         mmfsdp.rehearse({"precision": "bf16"}, Mixed(compute), x)
@@ -346,6 +349,21 @@ def test_a_step_that_fails_because_of_a_buffer_says_how_to_cast_it(compute: Any)
         with pytest.raises(RuntimeError, match=r"dtype|scalar type|bias type"):
             mmfsdp.shard(Mixed(compute), {"precision": "bf16"})(x)
         mmfsdp.shard(Mixed(compute), cast)(x).float().mean().backward()
+
+
+def test_a_step_that_fails_in_spite_of_its_buffers_says_nothing_of_them() -> None:
+    """A buffer of another dtype is no reason to cast it if that does not help."""
+    x = torch.randn(4, 32)
+    bias = Mixed(lambda y, _, model: nn.functional.linear(y, y[:, :32], model.inner.bias.float()[:4]))
+    with pytest.raises(RehearsalError, match="dtype") as caught:
+        mmfsdp.rehearse({"precision": "bf16"}, bias, x)
+    assert "buffer" not in str(caught.value)
+    with pytest.raises(RehearsalError, match="'indices'") as caught:
+        mmfsdp.rehearse(
+            {"precision": "bf16"}, nn.Sequential(nn.Embedding(8, 32), Mixed(MIXED["mm"])), torch.zeros(2, 8)
+        )
+    assert "give tokens as torch.int64; on a command line: --batch 2x8:int64" in str(caught.value)
+    assert not any(words in str(caught.value) for words in ("Training also fails", "buffer"))
 
 
 def test_refuses_a_compiled_model() -> None:

@@ -33,6 +33,28 @@ def build(width: int = 4, depth: int = 2) -> nn.Module:
     return nn.Sequential(*(Block(nn.Linear(width, width)) for _ in range(depth)), nn.Linear(width, 3))
 
 
+class Reader(nn.Module):
+    """Takes tokens, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        hints: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        assert attention_mask is None or not attention_mask.is_floating_point()
+        assert hints is None or hints.is_floating_point()
+        logits = self.head(self.embed(input_ids))
+        loss = logits.mean() if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss}
+
+
 def called(command: str, *words: object) -> tuple[int, str, str]:
     result = invoke(command, f"{HERE}:build", *words)
     return result.exit_code, result.stdout, result.stderr
@@ -258,3 +280,27 @@ def test_ranks_of_torchrun_measure_together() -> None:
     assert found["peak"] == {"predicted": own, "measured": pytest.approx(own, rel=0.2)}  # gloo keeps copies
     assert found["seconds"]["measured"] > 0
     assert found["seconds"]["predicted"] == shown["time"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("command", "batch"),
+    [
+        ("rehearse", ("1x8",)),
+        ("rehearse", ("1x8", "1x8")),
+        ("rehearse", ("input_ids=1x8", "labels=1x8")),
+        ("rehearse", ("input_ids=1x8", "hints=1x8")),
+        ("rehearse", ("1x8:int32",)),
+        ("measure", ("1x8",)),
+    ],
+)
+def test_a_model_that_takes_token_ids_gets_whole_numbers(command: str, batch: tuple[str, ...]) -> None:
+    words = [word for text in batch for word in ("--batch", text)]
+    done = invoke(command, f"{HERE}:Reader", *words, "--set", "precision=bf16")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_wrong_dtype_is_not_blamed_on_buffers() -> None:
+    done = invoke("rehearse", f"{HERE}:Reader", "--batch", "1x8:float32", "--set", "precision=bf16")
+    assert done.exit_code == 2
+    assert "on a command line: --batch 1x8:int64" in done.stderr
+    assert not any(words in done.stderr for words in ("Training also fails", "buffer_dtype"))

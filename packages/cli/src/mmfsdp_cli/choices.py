@@ -143,7 +143,8 @@ _STEP_OPTIONS = (
         "--batch",
         section="Step",
         metavar="[NAME=]SHAPE[:DTYPE]",
-        help="What one rank gets: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
+        help="What one rank gets: 4x512x1024, or input_ids=1x4096 for each argument. Token ids are int64 by default, "
+        "everything else float32.",
     ),
     option(
         "--batch-dim",

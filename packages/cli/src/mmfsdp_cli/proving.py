@@ -34,7 +34,8 @@ _STEP = "Step"
     "--batch",
     section=_STEP,
     metavar="[NAME=]SHAPE[:DTYPE]",
-    help="What one rank gets, samples first: 4x512x1024, or input_ids=1x4096:int64 for each argument.",
+    help="What one rank gets, samples first: 4x512x1024, or input_ids=1x4096 for each argument. Token ids are int64 by "
+    "default, everything else float32.",
 )
 @batch_size
 @option("--optimizer", section=_STEP, metavar="NAME", help="The optimizer; by default that of the plan, or AdamW.")
@@ -92,7 +93,7 @@ def prove_command(
         with running_user_code():
             from mmfsdp import prove
 
-            step = _step(batch, batch_size, chosen.model, source)
+            step = _step(batch, batch_size, chosen.model, built, source)
             if no_evaluation:
                 step.pop("evaluate", None)
             if accumulate is not None:
@@ -117,10 +118,12 @@ def prove_command(
             raise Exit(1)
 
 
-def _step(batch: tuple[str, ...], batch_size: str | None, path: str, source: ReadConfig | None) -> dict[str, Any]:
+def _step(
+    batch: tuple[str, ...], batch_size: str | None, path: str, model: nn.Module, source: ReadConfig | None
+) -> dict[str, Any]:
     """Return the arguments of `mmfsdp.prove` that describe a step."""
     if batch_size is None:
-        return {"batch": batch_of(batch)}
+        return {"batch": batch_of(batch, model)}
     if source is None:
         raise click.BadParameter(
             "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"

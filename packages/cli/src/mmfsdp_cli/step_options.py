@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["advised", "assume", "batch_of", "device", "rehearsed", "static_part_first", "step_of", "timeline_chart"]
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+_OF_TOKENS = ("labels", "attention_mask")
+"""Arguments that hold a whole number for each token, beside those whose names end in ``_ids``."""
 _SPANS = 24
 _KNOWN = "a100, h100, h200, b200, rtx4090, cpu, ..., or a calibrated device; h100@roce-200 also names the network"
 
@@ -80,7 +83,7 @@ def step_of(model: nn.Module, source: ReadConfig | None, given: StepChoice) -> T
                 )
             step = source.step(model, None if given.batch_size == "own" else int(given.batch_size))
         else:
-            step = TrainingStep(batch_of(given.batch))
+            step = TrainingStep(batch_of(given.batch, model))
             if given.optimizer is None and source is not None:
                 step = replace(step, optimizer=source.optimizer() or "adamw")
         if given.optimizer is None:
@@ -179,15 +182,22 @@ def timeline_chart(rehearsal: Rehearsal, width: int) -> str:
     return "\n".join([head, *bars(rows, width)])
 
 
-def batch_of(texts: Sequence[str]) -> Any:
-    """Return the batch that texts such as ``4x512`` and ``ids=1x64:int64`` describe, on the meta device."""
+def batch_of(texts: Sequence[str], model: nn.Module) -> Any:
+    """Return the batch that texts such as ``4x512`` and ``ids=1x64:int64`` describe, on the meta device.
+
+    Args:
+        texts: A tensor each. One without a dtype is float32, or int64 where the model takes tokens.
+        model: The model that is given the batch.
+    """
     import torch
 
     from mmfsdp.basics import to_torch
     from mmfsdp.errors import ConfigError
 
     named: dict[str, torch.Tensor] = {}
-    placed = []
+    placed: list[torch.Tensor] = []
+    takes = list(inspect.signature(model.forward).parameters)
+    has_tokens = any(name == "input_ids" for name in (*takes, *(text.partition("=")[0] for text in texts)))
     for text in texts:
         found = _TENSOR.fullmatch(text)
         if found is None:
@@ -195,8 +205,10 @@ def batch_of(texts: Sequence[str]) -> Any:
                 f"{text!r} is not a tensor. Write its shape, as in 4x512x1024 or input_ids=1x4096:int64.",
                 param_hint="--batch",
             )
+        name = found["name"] or next(iter(takes[len(placed) :]), "")
+        is_tokens = name.endswith("_ids") or (has_tokens and name.endswith(_OF_TOKENS))
         try:
-            dtype = to_torch(found["dtype"] or "float32")
+            dtype = to_torch(found["dtype"] or ("int64" if is_tokens else "float32"))
         except ConfigError as error:
             raise click.BadParameter(str(error), param_hint="--batch") from None
         tensor = torch.empty([int(size) for size in found["shape"].split("x")], dtype=dtype, device="meta")

@@ -6,16 +6,18 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 
 from mmfsdp.errors import MmfsdpError, RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED
 from mmfsdp.rehearsal.recording.phases import Places
 
-__all__ = ["explained"]
+__all__ = ["buffers_advice", "explained", "with_cast_buffers"]
 
 _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
@@ -28,8 +30,13 @@ _SHARDS = ("DTensor", "Sharding propagation failed", "sharding strategy")
 
 
 @contextmanager
-def explained(places: Places, plan: ShardPlan, model: nn.Module) -> Iterator[None]:
-    """Raise what a step raises as a RehearsalError that names the module and the line."""
+def explained(places: Places, batch: Any) -> Iterator[None]:
+    """Raise what a step raises as a RehearsalError that names the module and the line.
+
+    Args:
+        places: Where the step is.
+        batch: What the model is given, which may be why it fails.
+    """
     try:
         yield
     except MmfsdpError:
@@ -46,23 +53,50 @@ def explained(places: Places, plan: ShardPlan, model: nn.Module) -> Iterator[Non
                 "mmfsdp.planning.estimate_memory() computes all but activations.",
                 fqn=fqn,
             ) from error
-        hint = _about_buffers(plan, model) if any(words in str(error) for words in _DTYPES) else ""
-        if places.phase == "optimizer":
-            hint = _about_optimizers(error)
+        hint = _about_optimizers(error) if places.phase == "optimizer" else _about_tokens(error, batch)
         raise RehearsalError(
             f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}{hint}", fqn=fqn
         ) from error
 
 
-def _about_buffers(plan: ShardPlan, model: nn.Module) -> str:
-    """Return how to cast buffers, if they are what may have another dtype than the parameters that compute."""
+def with_cast_buffers(error: BaseException | None, plan: ShardPlan, model: nn.Module) -> ShardPlan | None:
+    """Return a plan that casts buffers to the dtype that parameters compute in; None if that cannot be the remedy.
+
+    Args:
+        error: What the step raised.
+        plan: The plan of the step.
+        model: The model.
+    """
     computing = plan.root.precision.param_dtype
-    others = (name for name, buffer in model.named_buffers() if buffer.is_floating_point())
-    if computing is None or plan.buffer_dtype is not None or (name := next(others, None)) is None:
-        return ""
+    if computing is None or plan.buffer_dtype is not None or not any(words in str(error) for words in _DTYPES):
+        return None
+    if _floating_buffer(model) is None:
+        return None
+    return plan.model_copy(update={"buffer_dtype": computing})
+
+
+def buffers_advice(cast: ShardPlan, model: nn.Module) -> str:
+    """Return what to write for a step that fails, and runs by the plan that `with_cast_buffers` returned."""
+    dtype = cast.buffer_dtype
     return (
-        f". Training also fails there. Parameters compute in {computing}, and floating point buffers such as {name!r} "
-        f'keep their dtype; if they meet there, set precision.buffer_dtype to "{computing}".'
+        f". Training also fails there: parameters compute in {dtype}, and floating point buffers such as "
+        f'{_floating_buffer(model)!r} keep their dtype. Set precision.buffer_dtype to "{dtype}"; so this step runs.'
+    )
+
+
+def _floating_buffer(model: nn.Module) -> str | None:
+    return next((name for name, buffer in model.named_buffers() if buffer.is_floating_point()), None)
+
+
+def _about_tokens(error: BaseException, batch: Any) -> str:
+    """Return how to write tokens, if an embedding got tensors that are not whole numbers, and the batch has such."""
+    given = [value for value in tree_leaves(batch) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    if "'indices'" not in str(error) or not given:
+        return ""
+    shape = "x".join(map(str, given[0].shape))
+    return (
+        f". An embedding takes whole numbers. If they come from the batch, give tokens as torch.int64; on a command "
+        f"line: --batch {shape}:int64."
     )
 
 

@@ -10,11 +10,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from mmfsdp.errors import RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
 from mmfsdp.rehearsal.adopting import adopt, adopt_gradients, adopt_model, beginning, counts_on_host, state_of
 from mmfsdp.rehearsal.averaged_weights import Averages, EmaFn
-from mmfsdp.rehearsal.explaining import explained
+from mmfsdp.rehearsal.explaining import buffers_advice, explained, with_cast_buffers
 from mmfsdp.rehearsal.fake import (
     allocated_by_size,
     assumed_arrays,
@@ -56,7 +57,39 @@ class IdleError(Exception):
     """A parameter that may be trained gets no gradient."""
 
 
-def run_fake(
+def run_fake(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> Rehearsal:
+    """Run a step, by default the second of two, and return its record.
+
+    A step that fails where tensors of several dtypes meet runs again with buffers in the dtype of computation: only if
+    that helps, the error says so.
+
+    Args:
+        plan: The plan.
+        model: The model that the plan is for.
+        batch: What the rank gets in a micro-batch.
+        **options: The other arguments of `mmfsdp.rehearse`. With ``once``, one step is run, for which the optimizer
+            makes its state from gradients of zeros. It does so, too, for a step that does not train. ``recipes`` are
+            what other rehearsals for the same device know of operators, and learn from this one.
+
+    Raises:
+        IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
+        RehearsalError: The model failed, or needs the values of tensors.
+        ConfigError: There is no such device, or it is of another type.
+    """
+    try:
+        return _run(plan, model, batch, **options)
+    except RehearsalError as error:
+        cast = with_cast_buffers(error.__cause__, plan, model)
+        if cast is None:
+            raise
+        try:
+            _run(cast, model, batch, **options)
+        except Exception:  # buffers are not why
+            raise error from error.__cause__
+        raise RehearsalError(f"{error.message}{buffers_advice(cast, model)}", **error.context) from error.__cause__
+
+
+def _run(
     plan: ShardPlan,
     model: nn.Module,
     batch: Any,
@@ -75,17 +108,6 @@ def run_fake(
     once: bool = False,
     recipes: Recipes | None = None,
 ) -> Rehearsal:
-    """Run a step, by default the second of two, and return its record.
-
-    The arguments are those of `mmfsdp.rehearse`; with ``once``, one step is run, for which the optimizer makes its
-    state from gradients of zeros. It does so, too, for a step that does not train. ``recipes`` are what other
-    rehearsals for the same device know of operators, and learn from this one.
-
-    Raises:
-        IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
-        RehearsalError: The model failed, or needs the values of tensors.
-        ConfigError: There is no such device, or it is of another type.
-    """
     known, device_type = target_of(device, device_type)
     capability = None if known is None or known.capability == UNKNOWN else known.capability
     places = Places()
@@ -146,7 +168,7 @@ def run_fake(
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
                     begins = beginning(recorder, state, idle)
-                    with explained(places, plan, module):
+                    with explained(places, batch):
                         if made is None or not train:
                             run_forward(begins, module, micro_batches, loss or call_with)
                         else:
