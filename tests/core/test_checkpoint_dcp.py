@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint.formats.dcp import INTEGER_KEYS
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -133,6 +138,44 @@ def test_safetensors_inside(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-length])
         with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
             located(source)
+
+
+TENSOR = torch.ones(2)
+NESTED = st.recursive(
+    st.just(TENSOR),
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from(["a", "b.c", "", 0, 7, -1]), inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=2).map(lambda parts: [*parts, 3]),
+        st.lists(inner, min_size=1, max_size=2).map(tuple),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b.c", "x", 0, 7]), NESTED, min_size=1, max_size=3))
+def test_names_are_those_of_torchs_planner(tree: dict[Any, Any]) -> None:
+    try:
+        planned, _ = flatten_state_dict(tree)
+    except ValueError:  # two values of one name
+        assume(False)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(tree, Path(folder, "in.pth"))
+        convert(Path(folder, "in.pth"), Path(folder, "out"), to="dcp", keep="all", fsync=False)
+        stored = dcp.FileSystemReader(Path(folder, "out")).read_metadata().state_dict_metadata
+        assert {*planned} == {*stored}
+        convert(Path(folder, "out"), Path(folder, "again.pth"), keep="all", fsync=False)
+        assert same(torch.load(Path(folder, "again.pth")), tree)
+
+
+def test_a_dict_that_was_stored_whole(tmp_path: Path) -> None:
+    """Earlier releases stored dicts with integer keys so; a planner of torch can, too."""
+    tree = {"averages": {0: torch.ones(2), "0": torch.zeros(1)}, "plain": {3: 4}}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(tree, storage_writer=dcp.FileSystemWriter(tmp_path / "in"), planner=planner, no_dist=True)
+    convert(tmp_path / "in", tmp_path / "again", to="dcp", keep="all")
+    convert(tmp_path / "again", tmp_path / "out.pth", keep="all")
+    assert same(torch.load(tmp_path / "out.pth"), tree)
 
 
 def test_flat_names_and_model_only(tmp_path: Path) -> None:
@@ -246,6 +289,9 @@ def test_links_out_of_the_directory(small: Path, tmp_path: Path) -> None:
         lambda metadata: metadata.planner_data.update(a=("b",), b=("b", "a")),
         lambda metadata: metadata.planner_data.update(a=("b",), b=("b",)),
         lambda metadata: setattr(metadata, "planner_data", 3),
+        lambda metadata: setattr(metadata, INTEGER_KEYS, 3),
+        lambda metadata: setattr(metadata, INTEGER_KEYS, {"a": (0,)}),
+        lambda metadata: setattr(metadata, INTEGER_KEYS, {"a": (-1,)}),
         lambda metadata: setattr(metadata, "storage_data", 3),
         lambda metadata: metadata.storage_data.update({3: 4}),
         lambda metadata: {"a": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import mmfsdp
-from mmfsdp.checkpoint import open_layout, verify
+from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.errors import CheckpointError, StateDictError
 from mmfsdp.testing import run_ranks
 
@@ -85,6 +86,12 @@ def test_every_reader(reader: str, tmp_path: Path) -> None:
 ODD = {
     "empty": {},
     "numbers": {0: {"a": torch.arange(3)}, "0": 1},
+    "averages": {0: torch.ones(2), -1: {"step": 3, "part": [{7: torch.zeros(2)}, {}]}},
+    "milestones": collections.Counter({3: 1}),
+    "counts": collections.defaultdict(int, {"a": 1}),
+    "other": {(1, 2): torch.ones(1)},
+    "a.b": 1,
+    5: 1,
     "pair": (1, {"x": torch.ones(2)}),
     "list": [1, {}, [{"deep": torch.zeros(())}], None],
     "nothing": None,
@@ -97,15 +104,29 @@ def odd_content(rank: int, path: str) -> tuple[type, str]:
     mmfsdp.save_checkpoint(path, model, kind="sharded", extra=ODD)
     rest, _ = mmfsdp.load_checkpoint(path, model)
     assert equal(rest, ODD)
+    mmfsdp.save_checkpoint(f"{path}.pth", model, kind="full", extra=ODD)
     assert equal(model.norm.running_mean, torch.zeros(6))  # the first rank's
     sharded = mmfsdp.model_state_dict(model, "sharded")
-    return told(mmfsdp.save_checkpoint, f"{path}2", model, kind="sharded", extra={"more": {1: sharded}})
+    return told(mmfsdp.save_checkpoint, f"{path}2", model, kind="sharded", extra={"more": {(1,): sharded}})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_content_comes_back_as_it_was(tmp_path: Path) -> None:
-    for kind, text in run_ranks(odd_content, 2, str(tmp_path / "saved")):
+    saved, converted = tmp_path / "saved", tmp_path / "converted"
+    for kind, text in run_ranks(odd_content, 2, str(saved)):
         assert kind is StateDictError
         assert "'more' is a dict with sharded tensors" in text
+    convert(f"{saved}.pth", converted, to="dcp", fsync=False)
+    names = [sorted(dcp.FileSystemReader(path).read_metadata().state_dict_metadata) for path in (saved, converted)]
+    assert names[0] == names[1]
+    for path in (saved, converted):
+        averages = {0: torch.zeros(2), -1: {"step": 0, "part": [{7: torch.ones(2)}]}}
+        dcp.load({"averages": averages}, checkpoint_id=path, no_dist=True)  # in place
+        assert equal(averages[0], torch.ones(2))
+        assert equal(averages[-1]["part"][0][7], torch.zeros(2))  # type: ignore[index]
+        convert(path, tmp_path / f"{path.name}.out.pth", keep="all", fsync=False)
+    found = torch.load(tmp_path / "converted.out.pth", weights_only=False)
+    assert equal({key: found[key] for key in ODD}, ODD)
 
 
 def damaged(rank: int, path: str) -> str:

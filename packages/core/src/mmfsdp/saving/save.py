@@ -138,7 +138,7 @@ def write_checkpoint(
             each rank's own content, with DTensors where tensors are sharded; each rank's file holds the local tensors
             and, under ``'mmfsdp'``, the box of the whole tensor that each one is. ``sharded``: each rank's own content,
             too; values other than DTensors are taken from the first rank, and all dict keys that lead to a DTensor must
-            be strings.
+            be strings or integers.
         model: The sharded model, whose mesh says which ranks take part.
         kind: ``full``, ``local`` or ``sharded``.
         overwrite: Replace what is at ``path`` once the new checkpoint is complete.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from mmfsdp.checkpoint.files.disk import not_written
 from mmfsdp.checkpoint.formats.dcp import TensorInfo
 from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
 from mmfsdp.checkpoint.formats.dcp_items import Location
+from mmfsdp.checkpoint.formats.dcp_names import Keys, NestedKinds, flatten_nested
 from mmfsdp.checkpoint.formats.dcp_rules import rule_of
 from mmfsdp.checkpoint.formats.dcp_writer import dcp_metadata
 from mmfsdp.collective.channels import naming_lost_ranks
@@ -35,11 +36,9 @@ from mmfsdp.saving.replica_shares import share_of
 from mmfsdp.saving.skeletons import Skeleton, bytes_of, skeleton_of_tensor
 from mmfsdp.saving.summed_files import summed_file
 
-__all__ = ["flattened", "write_distributed"]
+__all__ = ["write_distributed"]
 
 _METADATA = ".metadata"
-
-KeyPath = tuple[str | int, ...]
 
 
 def write_distributed(
@@ -75,7 +74,7 @@ def write_distributed(
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner with names from `flattened`.
+    """torch's planner with our names.
 
     Values that are not sharded come from the first rank: buffers such as running statistics may differ between ranks.
     If several replicas hold a tensor, one of them writes all of it, so that a rule says where it is. Tensors on another
@@ -95,7 +94,7 @@ class _Planner(DefaultSavePlanner):
         """See torch's `SavePlanner`."""
         names = {
             name: found
-            for name, found in flattened(state_dict).items()
+            for name, found in _named_values(state_dict).items()
             if self._is_first or isinstance(found[1], DTensor)
         }
         self.is_coordinator = is_coordinator
@@ -235,52 +234,26 @@ def _size(data: Any) -> int:
     return _skeleton(data).size if isinstance(data, torch.Tensor) else len(data.getbuffer())
 
 
-def flattened(content: Mapping[str, Any]) -> dict[str, tuple[KeyPath, Any]]:
-    """Return nested content by the flat names that DCP stores it under.
-
-    torch's planner stores ``{'a': {'b': ...}}`` as ``'a.b'`` and notes the keys. That loses empty dicts and turns keys
-    that are not strings into strings. Here such parts are stored as one object each, and everything else under torch's
-    own names, so that ``torch.distributed.checkpoint.load`` finds it.
-
-    Returns:
-        By flat name, the keys that lead to a value, and the value: a tensor or an object.
+def _named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
+    """Return nested content by the flat names that it is stored under.
 
     Raises:
-        StateDictError: A DTensor lies in a tuple or below a key that is not a string, or two paths get the same name.
+        StateDictError: A DTensor lies in what is stored whole, or two paths get the same name.
     """
-    found: dict[str, tuple[KeyPath, Any]] = {}
-    for path, value in _leaves((), content):
-        name = ".".join(map(str, path))
-        if name in found:
+    found = flatten_nested(content, _KINDS, StateDictError)
+    for name, (_, value) in found.items():
+        if not isinstance(value, torch.Tensor) and _holds_shards(value):
             raise StateDictError(
-                f"The keys {found[name][0]!r} and {path!r} would both be stored as {name!r}. Rename one of them."
+                f"{name!r} is a {type(value).__name__} with sharded tensors, which cannot be stored in parts. Use "
+                "lists, and dicts whose keys are strings or integers."
             )
-        found[name] = path, value
     return found
 
 
-def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
-        for key, child in value.items():
-            yield from _leaves((*path, key), child)
-    elif isinstance(value, list) and not _is_plain(value):
-        for index, child in enumerate(value):
-            yield from _leaves((*path, index), child)
-    else:
-        if not isinstance(value, torch.Tensor) and _holds_shards(value):
-            raise StateDictError(
-                f"{'.'.join(map(str, path))!r} is a {type(value).__name__} with sharded tensors, which cannot be "
-                "stored in parts. Use lists, and dicts with strings as keys."
-            )
-        yield path, value
-
-
-def _is_plain(values: list[Any]) -> bool:
-    """Whether torch keeps a list as one object: it holds neither tensors nor dicts."""
-    return not any(
-        isinstance(value, Mapping | torch.Tensor) or (isinstance(value, list) and not _is_plain(value))
-        for value in values
-    )
+_KINDS = NestedKinds(
+    is_tensor=lambda value: isinstance(value, torch.Tensor),
+    mapping=lambda value: value if isinstance(value, Mapping) else None,
+)
 
 
 def _holds_shards(value: Any) -> bool:

@@ -25,6 +25,7 @@ from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp_items import DcpItems, Location, Locations
+from mmfsdp.checkpoint.formats.dcp_names import IntegerKey, Keys, mark_integers
 from mmfsdp.checkpoint.formats.source import Source
 from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor, add_whole
 from mmfsdp.checkpoint.integrity import inside
@@ -39,6 +40,7 @@ from mmfsdp.errors import (
 )
 
 __all__ = [
+    "INTEGER_KEYS",
     "DcpMetadata",
     "TensorInfo",
     "holds_flat_parameters",
@@ -47,6 +49,9 @@ __all__ = [
     "read_dcp_metadata",
     "read_value",
 ]
+
+INTEGER_KEYS = "mmfsdp_integer_keys"
+"""The attribute of ``.metadata`` that says which keys of dicts are integers, as positions by flat name."""
 
 _ELEMENTS = 1 << 62  # more is damage, or malice
 _DEPTH = 100  # of nested keys
@@ -152,24 +157,28 @@ def read_value(
     return map_leaves(items.load(name, location), bind)
 
 
-def insert_value(tree: dict[Any, Any], keys: tuple[str | int, ...], value: Any, limit: int, directory: Path) -> None:
-    """Set a value under nested keys as torch's planner does: an integer is a place in a list.
+def insert_value(tree: dict[Any, Any], keys: Keys, value: Any, limit: int, directory: Path) -> None:
+    """Set a value under nested keys as torch's planner does: an integer indexes a list.
 
     Args:
         tree: The nested content so far.
         keys: The keys.
         value: The value.
-        limit: More than any place in a list.
+        limit: More than any index of a list.
         directory: The checkpoint.
 
     Raises:
         CorruptCheckpointError: The keys contradict those of other values.
     """
     container: Any = tree
-    for key, following in itertools.zip_longest(keys, keys[1:]):
-        fits = isinstance(container, list if isinstance(key, int) else dict) and (isinstance(key, str) or key < limit)
+    for step, following in itertools.zip_longest(keys, keys[1:]):
+        key: Any = int(step) if isinstance(step, IntegerKey) else step
+        if isinstance(step, str):
+            fits = isinstance(container, dict)
+        else:
+            fits = isinstance(container, list) and step < limit
         if fits and isinstance(container, list):
-            container.extend([None] * (int(key) + 1 - len(container)))
+            container.extend([None] * (key + 1 - len(container)))
         held = None if not fits or (isinstance(container, dict) and key not in container) else container[key]
         if not fits or (following is None and held is not None):
             raise damaged(".metadata", f"the keys {keys!r} do not fit the others", directory / ".metadata")
@@ -189,7 +198,7 @@ class DcpMetadata:
     """All flat names, in the order of the state dict if it is known."""
     locations: Locations
     """Flat name and offsets of the chunk (``None`` for an object) to where it is stored."""
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Keys]
     """Flat name to the nested keys that it was made of."""
     flattened: frozenset[str] = frozenset()
     """Names of the tensors that older releases of Megatron stored flattened, in another shape than their own."""
@@ -265,8 +274,11 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> DcpMetadata:
         locations[key] = _location(path, name, value)
     planned = content.get("planner_data") or {}
     # In the order of the state dict, if it is known: the other is that in which ranks write.
+    marks = content.get(INTEGER_KEYS) or {}
     paths = {
-        name: _path(name, planned.get(name)) for name in dict.fromkeys([*planned, *described]) if name in described
+        name: mark_integers(_path(name, planned.get(name)), marks.get(name, ()))
+        for name in dict.fromkeys([*planned, *described])
+        if name in described
     }
     of_megatron = content.get("mcore_data") or {}
     flattened = {
@@ -321,7 +333,7 @@ def _location(path: Path, name: str, place: _Place) -> Location:
     return Location(file, offset, length)
 
 
-def _path(name: str, value: Any) -> tuple[str | int, ...]:
+def _path(name: str, value: Any) -> Keys:
     if value is None:
         return (name,)  # saved without a planner's mapping: names as they are
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= _DEPTH or not isinstance(value[0], str):

@@ -6,9 +6,11 @@ rank needs ``.metadata`` to load. The index is JSON, and what is behind it says 
 
     {"save_id": str, "items": [[flat name, offsets of the box or null, first byte, length], ...],
      "ranks": number, "names": [[flat name, keys, null for a value that is not a tensor, or
-                                 [dtype, shape, mesh, placements, replica]], ...]}
+                                 [dtype, shape, mesh, placements, replica]], ...],
+     "integer_keys": {flat name: [position among its keys, ...], ...}}
 
-The last two are in the file of the first rank, and only if a rule holds for each tensor.
+The last three are in the file of the first rank, and only if a rule holds for each tensor; the last one lists the keys
+of dicts that are integers, if there are any.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from mmfsdp.basics.descriptors import read_at, size_of
 from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.dcp_items import Location
+from mmfsdp.checkpoint.formats.dcp_names import Keys, integer_keys, mark_integers
 from mmfsdp.checkpoint.integrity import crc32
 
 __all__ = ["FILE", "FileIndex", "Item", "Named", "Rules", "index_bytes", "read_index"]
@@ -45,7 +48,7 @@ Item = tuple[str, tuple[int, ...] | None]
 class Named:
     """What a flat name stands for."""
 
-    keys: tuple[str | int, ...]
+    keys: Keys
     """The nested keys that it was made of."""
     dtype: str = ""
     """Canonical dtype name; empty for a value that is not a tensor."""
@@ -89,6 +92,8 @@ def index_bytes(save_id: str, items: Iterable[tuple[Item, int, int]], rules: Rul
     }
     if rules is not None:
         content |= {"ranks": rules.ranks, "names": [[name, *_listed(named)] for name, named in rules.names.items()]}
+        integers = {name: found for name, named in rules.names.items() if (found := integer_keys(named.keys))}
+        content |= {"integer_keys": integers} if integers else {}
     data = json.dumps(content, separators=(",", ":")).encode()
     return data + _END.pack(len(data), crc32(data), _MAGIC)
 
@@ -136,14 +141,17 @@ def _parsed(content: Any, file: str) -> FileIndex:
     ranks = _checked(content["ranks"], int)
     if not 1 <= ranks <= _MOST_RANKS:
         raise ValueError(f"it names {ranks} ranks")
-    names = {_checked(name, str): _named(keys, tensor, ranks) for name, keys, tensor in content["names"]}
+    integers = content.get("integer_keys", {})
+    names = {
+        _checked(name, str): _named(mark_integers(tuple(keys), integers.get(name, ())), tensor, ranks)
+        for name, keys, tensor in content["names"]
+    }
     return FileIndex(save_id, items, Rules(ranks, names))
 
 
-def _named(keys: Any, tensor: Any, ranks: int) -> Named:
-    path = tuple(keys)
-    if not path or any(type(key) is not str and (type(key) is not int or key < 0) for key in path):
-        raise ValueError(f"the keys {keys!r} are malformed")
+def _named(path: Keys, tensor: Any, ranks: int) -> Named:
+    if not path or any(not isinstance(key, str) and (type(key) is not int or key < 0) for key in path):
+        raise ValueError(f"the keys {path!r} are malformed")
     if tensor is None:
         return Named(path)
     dtype, shape, mesh, placements, replica = tensor

@@ -1,8 +1,7 @@
 """Plans directories of torch's distributed checkpoint (DCP) that ``torch.distributed.checkpoint.load`` reads.
 
-Nested content is flattened as torch's own planner does (torch/distributed/checkpoint/_traverse.py): keys are joined
-with dots; a list is a value unless it contains a tensor or a mapping; everything that is not a tensor is pickled. The
-classes that ``.metadata`` names are those of metadata.py and filesystem.py beside it.
+`mmfsdp.checkpoint.formats.dcp_names` says under which flat names values are stored; everything that is not a tensor is
+pickled. The classes that ``.metadata`` names are those of torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.dcp import TensorInfo
+from mmfsdp.checkpoint.formats.dcp import INTEGER_KEYS, TensorInfo
 from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
 from mmfsdp.checkpoint.formats.dcp_items import Location, Locations
+from mmfsdp.checkpoint.formats.dcp_names import Keys, NestedKinds, flatten_nested, integer_keys
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.torch_zip_writer import Archive, plan_archive
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
-from mmfsdp.checkpoint.tree import select_tensors
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject
+from mmfsdp.checkpoint.tree import is_ref, select_tensors
 from mmfsdp.errors import FormatError
 
 __all__ = ["dcp_metadata", "plan_write"]
 
 _ALIGNMENT = 64  # bytes, as that of the data within an archive
-
-Path = tuple[str | int, ...]
 
 
 def plan_write(content: Content) -> list[PlannedFile]:
@@ -44,19 +43,13 @@ def plan_write(content: Content) -> list[PlannedFile]:
     tree, tensors, ranks = content.tree, content.tensors, content.ranks
     if not isinstance(tree, dict):
         raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
-    names: dict[str, Path] = {}
+    names: dict[str, Keys] = {}
     found: dict[str, TensorInfo] = {}
     described: dict[str, Named] = {}
     files = {FILE.format(rank): _File() for rank in range(ranks.shards)}
     first = next(iter(files.values()))
     locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
-    for path, leaf in _flattened((), tree):
-        name = ".".join(map(str, path))
-        if name in names:
-            raise FormatError(
-                f"The keys {names[name]!r} and {path!r} are both {name!r} once they are joined with dots, which a "
-                "distributed checkpoint cannot tell apart. Rename one."
-            )
+    for name, (path, leaf) in flatten_nested(tree, NestedKinds(is_ref, _mapping), FormatError).items():
         names[name] = path
         if not isinstance(leaf, TensorRef):
             held = {ref: tensors[ref] for ref in select_tensors(leaf)}
@@ -121,25 +114,20 @@ def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry
         yield (offsets, sizes), entry.cut(offsets, sizes)
 
 
-def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict) and value and (not path or _divides(value)):
-        for key, child in value.items():
-            yield from _flattened((*path, str(key)), child)
-    elif isinstance(value, list) and _divides(value):
-        for index, child in enumerate(value):
-            yield from _flattened((*path, index), child)
-    elif path:
-        yield path, value
+_MAPPINGS = (
+    ("collections", "Counter"),
+    ("collections", "defaultdict"),
+    ("addict.addict", "Dict"),
+    ("mmengine.config.config", "ConfigDict"),
+)
+"""Classes that a pickle only describes, and that are mappings when torch's planner sees them."""
 
 
-def _divides(value: Any) -> bool:
-    """Tell whether torch's planner flattens a container."""
-    if isinstance(value, dict):
-        # Torch turns every key into text. What holds no tensor is written whole instead, with its keys as they are.
-        return all(isinstance(key, str) for key in value) or bool(select_tensors(value))
-    return isinstance(value, list) and any(
-        isinstance(child, TensorRef | dict) or (isinstance(child, list) and _divides(child)) for child in value
-    )
+def _mapping(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, PickledObject) and (value.module, value.qualname) in _MAPPINGS:
+        first = value.args[0] if value.args else None
+        return {**(first if isinstance(first, dict) else {}), **dict(value.items)}
+    return value if isinstance(value, dict) else None
 
 
 class _TensorArchive:
@@ -203,10 +191,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _NONE, _FALSE = b"N", b"\x89"
 
 
-def dcp_metadata(
-    names: Mapping[str, tuple[str | int, ...]], tensors: Mapping[str, TensorInfo], locations: Locations
-) -> bytes:
-    """Return the content of ``.metadata``."""
+def dcp_metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], locations: Locations) -> bytes:
+    """Return the content of ``.metadata``. Which keys are integers is an attribute of its own, which torch ignores."""
     writer = PickleWriter()
 
     def kind(name: str, module: str = _METADATA) -> bytes:
@@ -255,6 +241,11 @@ def dcp_metadata(
         "storage_meta": _NONE,
         "version": text_opcodes("1.0.0"),
     }
+    integers = {name: found for name, parts in names.items() if (found := integer_keys(parts))}
+    if integers:
+        content[INTEGER_KEYS] = _dict(
+            (text_opcodes(name), _tuple(map(int_opcodes, positions))) for name, positions in integers.items()
+        )
     state = _dict((text_opcodes(name), value) for name, value in content.items())
     return writer.complete(_restored(kind("Metadata"), state))
 

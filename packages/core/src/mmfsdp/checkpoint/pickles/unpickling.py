@@ -353,7 +353,8 @@ _HISTORY = "HistoryBuffer HistoryBuffer.min HistoryBuffer.max HistoryBuffer.curr
 
 # By module, what a pickle may mention without being trusted.
 _SAFE = {
-    "builtins": "bool bytearray dict float int list object range slice str tuple",
+    "builtins": "bool bytearray dict float int list object range slice str tuple"
+    " long unicode xrange",  # protocol 2 spells int, str and range so
     "collections": "defaultdict Counter deque",
     "copyreg": "_reconstructor __newobj_ex__",
     "datetime": "date datetime time timedelta timezone",
