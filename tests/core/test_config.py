@@ -1,6 +1,8 @@
 """Settings round-trip, never change what users pass, and every mistake names its place and the way out."""
 
+import ast
 import copy
+import inspect
 import json
 import re
 import subprocess
@@ -16,8 +18,9 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
+import mmfsdp
 from mmfsdp.config import (
     ActivationCheckpointingConfig,
     AllOf,
@@ -36,7 +39,9 @@ from mmfsdp.config import (
     SizeWrap,
     written,
 )
+from mmfsdp.config.synonyms import SYNONYMS, Synonym, synonym_of
 from mmfsdp.errors import ConfigError
+from mmfsdp.torch_style import translate_arguments
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -451,6 +456,95 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
         "Set use_reentrant to False.",
     ),
 ]
+
+
+NAMES_OF_OTHERS = [
+    ("reshard_after_forward", "Write sharding={'reshard_after_forward': False}."),
+    ("mp_policy", "Write precision='bf16'."),
+    ("auto_wrap_policy", "Write wrap='LlamaDecoderLayer'. wrap='auto' is the default."),
+    ("offload_policy", "Write cpu_offload=True."),
+    ("fsdp_transformer_layer_cls_to_wrap", "Write wrap='LlamaDecoderLayer'."),
+    ("fsdp_version", "Write engine='fsdp2'."),
+    ("FSDP_Sharding_Strategy", "Write sharding='SHARD_GRAD_OP'."),
+    ("mixed_precison", "Write precision='bf16'."),
+    ("device_mesh", "Pass a DeviceMesh, a process group"),
+    ("gradient_clipping", "Call mmfsdp.clip_grad_norm_(model, 1.0)"),
+    ("zero_stage", "Write sharding='FULL_SHARD'. FULL_SHARD is ZeRO stage 3"),
+]
+
+
+class TestNamesOfOtherLibraries:
+    @pytest.mark.parametrize(("name", "advice"), NAMES_OF_OTHERS)
+    def test_advice(self, name: str, advice: str) -> None:
+        said: dict[str, Any] = {name: 1}
+        with pytest.raises(ConfigError, match=re.escape(f"{name!r} is neither an argument nor a setting. {advice}")):
+            mmfsdp.plan(nn.Linear(2, 2), mesh=2, **said)
+        as_mapping = "{'" + advice.removeprefix("Write ").partition("=")[0] if advice.startswith("Write") else advice
+        with pytest.raises(ConfigError, match=re.escape(f"unknown setting {name!r}.")) as caught:
+            ShardConfig.from_dict(said)
+        assert as_mapping in str(caught.value)
+        assert "Did you mean" not in str(caught.value)
+
+    @pytest.mark.parametrize("synonym", {id(item): item for item in SYNONYMS.values()}.values())
+    def test_examples_are_accepted(self, synonym: Synonym) -> None:
+        """What a user pastes is a config, and each name that a note mentions exists."""
+        ShardConfig.from_dict(synonym.settings)
+        assert synonym.settings or synonym.note
+        for name in re.findall(r"mmfsdp\.(\w+)", synonym.note):
+            assert hasattr(mmfsdp, name)
+        for name in re.findall(r"the argument (\w+)", synonym.note):
+            assert name in inspect.signature(mmfsdp.shard).parameters
+
+    def test_every_argument_of_torch_is_known(self) -> None:
+        known = {*inspect.signature(mmfsdp.shard).parameters, *ShardConfig.model_fields, "module"}
+        given = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
+        assert {name for name in given - known if synonym_of(name) is None} == set()
+
+    @pytest.mark.parametrize(
+        ("path", "value", "message"),
+        [
+            ("sharding", {"mp_policy": 1}, "Write {'precision': 'bf16'}."),
+            ("sharding", {"strateg": 1}, "Did you mean 'strategy'?"),
+            ("prefetch", {"backward_prefetch": 1}, "Write {'prefetch': 'post'}."),
+            ("wrap", "TRANSFORMER_BASED_WRAP", "'TRANSFORMER_BASED_WRAP' is a policy of accelerate. Write 'auto'"),
+            ("wrap", lambda module: True, "Pass functions and policies of torch as the argument policy instead."),
+        ],
+    )
+    def test_elsewhere(self, path: str, value: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            ShardConfig.from_dict({path: value})
+
+    @pytest.mark.parametrize("given", [True, False])
+    def test_activation_checkpointing_is_a_switch(self, given: bool) -> None:
+        expected = ActivationCheckpointingConfig() if given else None
+        assert ShardConfig(activation_checkpointing=given).activation_checkpointing == expected
+        assert _accepts(ShardConfig.json_schema(), {"activation_checkpointing": given})
+        wrapped = translate_arguments(activation_checkpointing=given).config
+        assert wrapped.activation_checkpointing == expected
+
+    @pytest.mark.parametrize(
+        ("name", "advice"),
+        [
+            ("mp_policy", "Write mixed_precision='bf16', or a MixedPrecisionPolicy as mixed_precision."),
+            ("reshard_after_forward", "Write sharding_strategy='SHARD_GRAD_OP', which does not reshard, or"),
+            ("offload_policy", "Write cpu_offload=True."),
+            ("wrap", "Write auto_wrap_policy={'kind': 'module_class', 'classes': 'LlamaDecoderLayer'}."),
+            ("compile", "Write it in config, as in config={'compile': ...}."),
+            ("fsdp_activation_checkpointing", "Write activation_checkpointing."),
+            ("gradient_checkpointing", "Write activation_checkpointing='full'."),
+            ("zero_hpz_partition_size", "Write config={'sharding': {'reshard_after_forward': 8}}."),
+            ("bf16", "Write mixed_precision='bf16'."),
+            ("max_grad_norm", "Call mmfsdp.clip_grad_norm_(model, 1.0)"),
+            ("shardng_strategy", "Did you mean 'sharding_strategy'?"),
+        ],
+    )
+    def test_the_wrapper_answers_in_its_own_words(self, name: str, advice: str) -> None:
+        given: dict[str, Any] = {name: 1}
+        with pytest.raises(ConfigError, match=re.escape(f"has no argument {name!r}. {advice}")):
+            translate_arguments(**given)
+        written = re.fullmatch(r"Write (\w+)=('.*'|True|\{.*\})(, .*)?\.", advice)
+        if written is not None and "..." not in advice:
+            translate_arguments(**{written[1]: ast.literal_eval(written[2])})
 
 
 class TestShortForms:

@@ -126,6 +126,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         ConfigError,
         ["MMFullyShardedDataParallel has no argument 'sharding_stratgy'.", "Did you mean 'sharding_strategy'"],
     ),
+    "name of fully_shard": (
+        {"mp_policy": "bf16"},
+        {},
+        ConfigError,
+        ["MMFullyShardedDataParallel has no argument 'mp_policy'. Write mixed_precision='bf16', or"],
+    ),
+    "name of DeepSpeed": (
+        {"gradient_clipping": 1.0},
+        {},
+        ConfigError,
+        ["has no argument 'gradient_clipping'. Write optim_wrapper = dict(..., clip_grad=dict(max_norm=1.0))."],
+    ),
     "frozen": (
         {"use_orig_params": False, "auto_wrap_policy": {"type": "ModuleWrapPolicy", "module_classes": "Block"}},
         {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from pydantic import BeforeValidator, PositiveInt
 
@@ -65,7 +65,15 @@ class ActivationCheckpointingConfig(ConfigModel):
             raise ValueError(f"use_reentrant=True cannot be combined with {wish}. Set use_reentrant to False.")
 
 
+def _switch(value: Any) -> Any:
+    """Read true as the defaults, and false as None."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
 ActivationCheckpointing = Annotated[
     ActivationCheckpointingConfig | None,
-    as_mapping("mode", _read_mode, is_word, expected="a mode", schema=ActivationCheckpointingConfig | _Mode | None),
+    as_mapping(
+        "mode", _read_mode, is_word, expected="true, a mode", schema=ActivationCheckpointingConfig | _Mode | bool | None
+    ),
+    BeforeValidator(_switch, json_schema_input_type=ActivationCheckpointingConfig | _Mode | bool | None),
 ]

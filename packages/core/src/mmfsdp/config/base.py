@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from mmfsdp.config.settings_file import read_settings
+from mmfsdp.config.synonyms import advice_for
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["ConfigModel"]
@@ -121,7 +122,8 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails) -> str:
     where = ".".join([model.__name__, *path])
     given, kind, context = detail["input"], detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{where}: unknown setting {path[-1]!r}.{closest(path[-1], names) or _list_of(names)}"
+        hint = advice_for(path[-1], names, keywords=False) or closest(path[-1], names) or _list_of(names)
+        return f"{where}: unknown setting {path[-1]!r}.{hint}"
     if kind == "missing":
         return f"{where}: this setting is required."
     if kind == "literal_error":

@@ -126,6 +126,7 @@ _Kinds = Annotated[
     AutoWrap | NoWrap | SizeWrap | ModuleClassWrap | ModuleNameWrap | ReferenceWrap | AnyOf | AllOf,
     Field(discriminator="kind"),
 ]
+_OF_ACCELERATE = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 _KINDS = ("auto", "none", "size", "module_class", "module_name", "reference", "lambda", "any_of", "all_of")
 
 
@@ -135,13 +136,16 @@ def _shorthand(value: Any) -> Any:
         return {"kind": "none"}
     if isinstance(value, str) and (kind := value.strip().lower()) in _KINDS:
         return {"kind": kind}
+    if isinstance(value, str) and (known := _OF_ACCELERATE.get(value.strip().upper())) is not None:
+        raise ValueError(f"{value!r} is a policy of accelerate. Write {known!r}, or the names of the classes to wrap.")
     if isinstance(value, str | type | list | tuple | set | frozenset):
         return {"kind": "module_class", "classes": value}
     if isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
         return value
+    objects = " Pass functions and policies of torch as the argument policy instead." if callable(value) else ""
     raise ValueError(
         "expected 'auto', 'none', 'size', the name of a class, a list of names or a mapping with a 'kind', got "
-        f"{value!r} (type {type(value).__name__})."
+        f"{value!r} (type {type(value).__name__}).{objects}"
     )
 
 

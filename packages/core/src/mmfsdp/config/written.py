@@ -52,7 +52,7 @@ class ShardSettings(TypedDict, total=False):
     sharding: ShardingConfig | Mapping[str, Any] | AnyStrategy
     wrap: AnyWrap
     precision: PrecisionConfig | Mapping[str, Any] | AnyDtype
-    activation_checkpointing: ActivationCheckpointingConfig | Mapping[str, Any] | Mode | None
+    activation_checkpointing: ActivationCheckpointingConfig | Mapping[str, Any] | Mode | bool | None
     compile: CompileConfig | Mapping[str, Any] | bool | None
     optimizer: OptimizerConfig | Mapping[str, Any] | None
     cpu_offload: CpuOffloadConfig | Mapping[str, Any] | bool

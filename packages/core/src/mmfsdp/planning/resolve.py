@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.torch_version import untested
 from mmfsdp.config import AutoWrap, ShardConfig
+from mmfsdp.config.synonyms import advice_for
 from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.automatic import explain
@@ -156,7 +157,8 @@ def plan(
 def _as_config(config: ShardConfig | Mapping[str, Any] | None, settings: ShardSettings) -> ShardConfig:
     for name in settings.keys() - ShardConfig.model_fields.keys():
         known = [*ShardConfig.model_fields, *_ARGUMENTS]
-        raise ConfigError(f"{name!r} is neither an argument nor a setting.{closest(name, known)}")
+        hint = advice_for(name, known, keywords=True) or closest(name, known)
+        raise ConfigError(f"{name!r} is neither an argument nor a setting.{hint}")
     if isinstance(config, ShardConfig) and not settings:
         return config
     if isinstance(config, ShardConfig):

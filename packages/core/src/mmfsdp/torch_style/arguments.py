@@ -15,6 +15,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.torch_style import forms
+from mmfsdp.torch_style.other_names import advice_for_argument
 
 if TYPE_CHECKING:
     from mmfsdp.sharding.materialise import InitFn
@@ -92,10 +93,8 @@ def translate_arguments(
         ConfigError: An argument is unknown, has a value that is not accepted, or contradicts another one.
     """
     for name in unknown:
-        accepted = ", ".join(ARGUMENTS)
-        raise ConfigError(
-            f"FullyShardedDataParallel has no argument {name!r}.{closest(name, ARGUMENTS)} Accepted: {accepted}."
-        )
+        hint = advice_for_argument(name, ARGUMENTS) or f"{closest(name, ARGUMENTS)} Accepted: {', '.join(ARGUMENTS)}."
+        raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}.{hint}")
     if fsdp_auto_wrap_policy is not None:
         if auto_wrap_policy is not None:
             raise ConfigError("fsdp_auto_wrap_policy is torch 1.11's name of auto_wrap_policy; give only one of them.")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.torch_style import ARGUMENTS
+from mmfsdp.torch_style import ARGUMENTS, advice_for_argument
 from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
 from mmfsdp_mmengine.configs.named_functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
@@ -39,6 +39,17 @@ _OF_REPLICAS = {
     "differ from step to step and from rank to rank. Remove it.",
 }
 """Messages about arguments that belong to DistributedDataParallel."""
+
+_ELSEWHERE = {
+    **_OF_REPLICAS,
+    **dict.fromkeys(
+        ("gradient_clipping", "max_grad_norm"), "Write optim_wrapper = dict(..., clip_grad=dict(max_norm=1.0))."
+    ),
+    "gradient_accumulation_steps": "Write optim_wrapper = dict(..., accumulative_counts=2).",
+    "state_dict_type": "Write strategy = dict(..., state_dict_cfg='full').",
+    "optimizer": "Write it in optim_wrapper.",
+}
+"""Messages about arguments that belong elsewhere in a config."""
 
 _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
 
@@ -89,7 +100,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
         ConfigError: An argument is unknown or has a value that is not accepted.
         MeshError: ``process_group`` or ``device_mesh`` does not fit the ranks that were started.
     """
-    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper", _OF_REPLICAS)
+    refuse_unknown("MMFullyShardedDataParallel", given, ARGUMENTS, "model_wrapper", _ELSEWHERE, advice_for_argument)
     arguments: dict[str, Any] = plain(given)
     for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy"):
         if name in arguments:
