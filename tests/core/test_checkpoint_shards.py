@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 from mmfsdp.saving.reading import read_checkpoint
 
@@ -128,9 +129,55 @@ def test_missing_and_misplaced_shards(tmp_path: Path, kind: str) -> None:
     one.write_bytes(kept)
     two.write_bytes(one.read_bytes())  # a shard of another save, or twice the same
     with pytest.raises(
-        CorruptCheckpointError, match=r"holds tensor 'a\.weight', which the index does not expect there"
+        IncompleteCheckpointError, match=rf"{re.escape(two.name)} lacks tensor 'b\.weight', which the index expects"
     ):
         open_layout(directory)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+@pytest.mark.parametrize("name", ["z", "a"])
+def test_the_index_decides_where_files_hold_a_tensor_twice(
+    tmp_path: Path, kind: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, new = tmp_path / "in", torch.full((4, 5), 7.0)  # of another shape, too
+    tensors = write_shards(directory, kind)
+    if kind == "safetensors":
+        save_file({"b.weight": new}, directory / f"{name}.safetensors")
+    else:
+        torch.save({"b.weight": new}, directory / f"{name}.bin", _use_new_zipfile_serialization=kind == "zip")
+    file = f"{name}.{'safetensors' if kind == 'safetensors' else 'bin'}"
+    index = SAFETENSORS if kind == "safetensors" else TORCH
+    change_index(directory, index, b__weight=file)
+    old = next(path.name for path in directory.iterdir() if "00002-of" in path.name)
+    note = f"{old} also holds tensor 'b.weight', which the index maps to {file}: only what is there is read"
+    if file < old:  # as test_transformers_reads_every_file_in_order shows
+        note += f"; transformers would load the copy in {old}"
+    for source in (directory, directory / index):
+        report = convert(source, tmp_path / "out.safetensors", overwrite=True)
+        assert note in report.notes
+        assert_equal(load_file(tmp_path / "out.safetensors"), {**tensors, "b.weight": new})
+    assert note in verify(directory).unchecked
+    assert open_layout(directory).describe()["notes"] == [note]
+    read_checkpoint(directory)
+    assert f"Reading {str(directory)!r}: {note}." in caplog.text
+    (directory / file).write_bytes((directory / old.replace("00002-of", "00001-of")).read_bytes())
+    with pytest.raises(IncompleteCheckpointError, match=f"lacks tensor 'b.weight'.*; {re.escape(old)} holds it, so"):
+        open_layout(directory)
+
+
+@pytest.mark.parametrize("name", ["z", "a"])
+def test_transformers_reads_every_file_in_order(tmp_path: Path, name: str) -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="1kB")
+    index = json.loads((tmp_path / SAFETENSORS).read_text())
+    key = "model.norm.weight"
+    stale = index["weight_map"][key]
+    index["weight_map"][key] = f"{name}.safetensors"
+    save_file({key: torch.full((8,), 7.0)}, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    (tmp_path / SAFETENSORS).write_text(json.dumps(index))
+    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()[key]
+    [note] = open_layout(tmp_path).notes
+    assert note.endswith(f"; transformers would load the copy in {stale}") is bool((found != 7).all())
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/../../b", "a\0b"])

@@ -164,6 +164,8 @@ def _print_totals(layout: Layout, limit: int) -> None:
     say(f"\n{_lone_file(layout)}{layout.format}{ranks}: {what}", bold=True)
     content = [f"{shown_name(key) or '(at the top)'}: {_summary(found)}" for key, found in layout.content().items()]
     say_lines(content, limit, indent=2)
+    for note in layout.notes:
+        say(f"Note: {note}.")
 
 
 def _lone_file(layout: Layout) -> str:

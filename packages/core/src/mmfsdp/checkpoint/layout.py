@@ -48,6 +48,8 @@ class Layout:
     """The checkpoints that it is computed from; none if it was read."""
     weights_beside: Callable[[], Sequence[str]] = field(default=tuple, repr=False, compare=False)
     """Finds checkpoints beside one of an optimizer, for an error that says where the weights may be."""
+    notes: tuple[str, ...] = field(default=(), repr=False)
+    """What to know about how it was read, such as copies of tensors that an index passes over."""
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +113,7 @@ class Layout:
             "total_bytes": self.nbytes,
             "content": self.content(),
             "tensors": tensors,
+            "notes": list(self.notes),
         }
 
     def _summary(self, key: str, value: Any) -> dict[str, Any]:

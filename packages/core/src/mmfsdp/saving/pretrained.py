@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def load_pretrained(
             return apply_recipe(layout, rules, inverse=inverse, values=values)
         weights = part_tensors(layout, "model")
         tree = {name: TensorRef(name) for name in weights}
-        return Layout(layout.path, layout.format, layout.world_size, weights, tree)
+        return replace(layout, tensors=weights, tree=tree)
 
     def fitted(source: Source) -> dict[str, LazyTensor]:
         weights = _under_own_names(_one_per_place(source), state, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import weakref
@@ -26,6 +27,7 @@ from mmfsdp.state.lazy_tensors import LazyTensor, Wanted
 
 __all__ = ["Found", "Source", "lazy_tensors", "save_at"]
 
+_log = logging.getLogger("mmfsdp.saving")
 _SAVE_ID = re.compile(rb'"save_id": "([^"]*)"')
 _HEAD = 4096  # bytes of a manifest that hold its save id
 _MARKS = (".metadata", "rank0.pth")
@@ -69,7 +71,8 @@ class Source:
         self._sums = FileSums()
         self._prepare(own_records=True)
         self.attach(open)
-        self._read_layout()
+        for note in self._read_layout().notes:
+            _log.warning("Reading %r: %s.", str(path), note)
 
     def _prepare(self, *, own_records: bool) -> None:
         self._layout: Layout | None = None

@@ -149,6 +149,7 @@ def convert(
     beside: dict[str, Companion] = {**copied, **form.rewritten(intent.written, chosen.quantize)}
     free = to.check(intent, beside)
     final = path if dry_run else to.write(intent, beside, progress)
+    noted = [note for origin in layout.origins or (layout,) for note in origin.notes]
     return ConversionReport(
         path=str(final),
         format=intent.format,
@@ -162,7 +163,7 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=(*_not_read(layout), *restored, *intent.notes),
+        notes=(*_not_read(layout), *noted, *restored, *intent.notes),
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,24 +122,42 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Path, Layout]) -> Layout:
-    """Return the layout of a checkpoint in several files, where each file holds a bare state dict."""
+    """Return the layout of a checkpoint in several files, where each file holds a bare state dict.
+
+    The index decides which file a tensor is read from. Files that were laid over others leave older copies in those.
+    """
+    copies: dict[tuple[Path, Path], list[str]] = {}
     for file, layout in held.items():
         if layout.tensors and not layout.is_flat:
             raise FormatError(f"{file.name} is not a bare state dict, as a shard should be.", file=str(file))
         for name in layout.tensors:
-            if files.get(name) != file:
+            if name not in files:
                 raise CorruptCheckpointError(
-                    f"{file.name} holds tensor {name!r}, which the index does not expect there: it is of another save.",
+                    f"{file.name} holds tensor {name!r}, which the index does not list: the file is of another save, "
+                    "or the index is incomplete. Use files and index of one save, or add the name to its 'weight_map'.",
                     file=str(file),
                 )
+            if files[name] != file:
+                copies.setdefault((file, files[name]), []).append(name)
     tensors: dict[str, TensorEntry] = {}
     for name, file in files.items():
         if name not in held[file].tensors:
+            others = [other.name for other, names in copies if names == file and name in held[other].tensors]
+            beside = f"; {others[0]} holds it, so files and index are of different saves" if others else ""
             raise IncompleteCheckpointError(
-                f"{file.name} lacks tensor {name!r}, which the index expects in it.", file=str(file)
+                f"{file.name} lacks tensor {name!r}, which the index expects in it{beside}.", file=str(file)
             )
         tensors[name] = held[file].tensors[name]
-    return Layout(path, kind, 1, tensors, {name: TensorRef(name) for name in tensors})
+    tree = {name: TensorRef(name) for name in tensors}
+    return Layout(path, kind, 1, tensors, tree, notes=tuple(_copy_notes(copies)))
+
+
+def _copy_notes(copies: Mapping[tuple[Path, Path], list[str]]) -> Iterator[str]:
+    for (file, read), names in copies.items():
+        what = f"tensor {names[0]!r}" if len(names) == 1 else f"{len(names)} tensors, such as {names[0]!r}"
+        note = f"{file.name} also holds {what}, which the index maps to {read.name}: only what is there is read"
+        # transformers reads the whole of every file, in the order of their names; the last copy counts.
+        yield note + ("" if file.name < read.name else f"; transformers would load the copy in {file.name}")
 
 
 def plan_write(content: Content) -> list[PlannedFile]:

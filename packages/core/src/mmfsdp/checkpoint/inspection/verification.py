@@ -122,6 +122,7 @@ def verify(
     if not checks:
         checks = [Check(file, (), entry) for file, entry in listed.items()]
     read = _run(checks, jobs, progress, problems)
+    unchecked += layout.notes if layout is not None else ()
     if layout is None:
         unchecked.append("the tensors, since the checkpoint cannot be opened")
     return VerifyReport(

@@ -134,7 +134,7 @@ def apply_recipe(
         part_tensors(layout, "model"), recipe, inverse=inverse, values=values, folders=folders_of(layout)
     )
     tree = {name: TensorRef(name) for name in tensors}
-    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, origins=layout.origins)
+    return Layout(layout.path, layout.format, layout.world_size, tensors, tree, layout.origins, notes=layout.notes)
 
 
 def folders_of(layout: Layout) -> list[Path]:
